@@ -1,0 +1,191 @@
+"""What every policy has in common: :class:`SamplingConfig` and the :class:`TurnPolicy` base class.
+
+A policy maps the context of each slot to the sampled response of one turn. Engines (:mod:`torchrl_llm.modules.hf`)
+implement :meth:`TurnPolicy.generate` for the live slots only; the base class deals with idle slots, padding, turn
+ids and versions, so that they mean the same for every engine.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+from torchrl.envs.utils import ExplorationType, exploration_type
+
+from torchrl_llm import keys
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig:
+    """How responses are sampled. Complete: nothing is inherited from a model's ``generation_config``.
+
+    The processors are applied in this order: ``min_output_tokens``, ``repetition_penalty``, ``temperature``, ``top_k``,
+    ``top_p``, ``min_p``; the log-prob recorded is that of the distribution which is left after all of them.
+
+    Attributes:
+        temperature: divides the logits; > 0 (greedy decoding is TorchRL's ``ExplorationType.DETERMINISTIC``).
+        top_k: keep the ``top_k`` likeliest tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens with at least this mass; 1.0 keeps all.
+        min_p: drop tokens less likely than ``min_p`` times the likeliest; 0.0 keeps all.
+        repetition_penalty: as in CTRL (Keskar et al., 2019), over the whole context; 1.0 is off.
+        min_output_tokens: stop ids cannot be sampled before this many tokens of the response.
+        max_output_tokens: a response is cut after this many tokens; the width ``A`` of the response keys.
+        stop_ids: ids that end a response (and are part of it). ``None``: the end-of-turn id of the tokenizer and the
+            model's own list of end tokens. An empty tuple: responses end at ``max_output_tokens`` only.
+
+    Examples:
+        >>> SamplingConfig(temperature=0.7, max_output_tokens=32).truncates
+        False
+        >>> SamplingConfig(top_p=0.9).truncates
+        True
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_output_tokens: int = 0
+    max_output_tokens: int = 64
+    stop_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        checks = {
+            "temperature": (self.temperature > 0, "> 0; for greedy decoding use ExplorationType.DETERMINISTIC"),
+            "top_k": (self.top_k >= 0, ">= 0 (0 keeps all tokens)"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "min_p": (0 <= self.min_p < 1, "in [0, 1)"),
+            "repetition_penalty": (self.repetition_penalty > 0, "> 0 (1.0 is off)"),
+            "max_output_tokens": (self.max_output_tokens >= 1, ">= 1"),
+            "min_output_tokens": (
+                0 <= self.min_output_tokens <= self.max_output_tokens,
+                f"between 0 and max_output_tokens={self.max_output_tokens}",
+            ),
+        }
+        for name, (holds, expected) in checks.items():
+            if not holds:
+                raise ValueError(f"SamplingConfig.{name} is {getattr(self, name)!r}; expected {expected}.")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens get probability zero, or the distribution depends on more than the logits."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.repetition_penalty != 1
+
+
+class Generation(NamedTuple):
+    """The responses of the live slots.
+
+    Attributes:
+        tokens: ``[n, A]`` int64, right-padded; the stop id is included.
+        lengths: ``[n]`` int64, number of valid tokens of each response, >= 1.
+        log_probs: ``[n, A]`` float32, under the distribution really sampled from.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    log_probs: Tensor
+
+
+class TurnPolicy(TensorDictModuleBase):
+    """Base class of policies that answer one turn of every live slot in one call.
+
+    Reads the context (``("tokens", "prompt")`` ``[N, L]``, ``("tokens", "prompt_length")`` ``[N, 1]``, ``"turn"``
+    ``[N, 1]``, ``"episode_id"`` ``[N, 1]``) and writes ``("tokens", "response")``, ``("tokens", "response_mask")``,
+    ``("tokens", "log_probs")``, ``"turn_ids"`` and ``"policy_version"``, all ``[N, A]`` with
+    ``A = sampling.max_output_tokens``. A slot whose ``prompt_length`` is 0 idles: it costs nothing and its response
+    is empty.
+
+    Sampling noise is keyed by ``(seed, episode_id, turn)``, so an episode does not depend on its neighbours in the
+    batch. Under ``ExplorationType.DETERMINISTIC`` (or ``MODE``) decoding is greedy.
+
+    Args:
+        sampling: how responses are sampled.
+        seed: the first part of the noise key.
+
+    Attributes:
+        policy_version: int, stamped on every token; :meth:`weights_changed` raises it by one.
+    """
+
+    in_keys = [keys.PROMPT, keys.PROMPT_LENGTH, keys.TURN, keys.EPISODE_ID]  # noqa: RUF012 (TorchRL's idiom)
+    out_keys = [  # noqa: RUF012
+        keys.RESPONSE,
+        keys.RESPONSE_MASK,
+        keys.RESPONSE_LOG_PROBS,
+        keys.TURN_IDS,
+        keys.POLICY_VERSION,
+    ]
+
+    def __init__(self, sampling: SamplingConfig, *, seed: int = 0) -> None:
+        super().__init__()
+        self.sampling = sampling
+        self.seed = seed
+        self.policy_version = 0
+
+    @abstractmethod
+    def generate(
+        self, prompt: Tensor, lengths: Tensor, turn: Tensor, episode_id: Tensor, *, slots: Tensor, greedy: bool
+    ) -> Generation:
+        """Sample one response per row.
+
+        Args:
+            prompt: ``[n, L]`` int64 contexts of the live slots, right-padded.
+            lengths: ``[n]`` int64, > 0.
+            turn: ``[n]`` int64.
+            episode_id: ``[n]`` int64.
+            slots: ``[n]`` int64, the index of each row in the full batch (a key for caches, never for noise).
+            greedy: take the likeliest token instead of sampling.
+        """
+
+    @property
+    def exact(self) -> bool:
+        """Whether a scorer at the same temperature computes the very log-probs this policy records."""
+        return False
+
+    def weights_changed(self) -> None:
+        """Tell the policy that its weights are new: later tokens carry the next ``policy_version``."""
+        self.policy_version += 1
+
+    def close(self) -> None:
+        """Free the engine. The base class holds nothing."""
+
+    @torch.no_grad()
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the response keys of one turn into ``tensordict`` (batch ``[N]``) and return it."""
+        batch = tensordict.flatten() if tensordict.ndim > 1 else tensordict
+        lengths = batch[keys.PROMPT_LENGTH].flatten()
+        prompt, device = batch[keys.PROMPT], lengths.device
+        width = self.sampling.max_output_tokens
+        shape = (lengths.shape[0], width)
+        tokens = torch.zeros(shape, dtype=torch.int64, device=device)
+        log_probs = torch.zeros(shape, dtype=torch.float32, device=device)
+        mask = torch.zeros(shape, dtype=torch.bool, device=device)
+        slots = lengths.nonzero().flatten()
+        turn = batch[keys.TURN].flatten()
+        if slots.numel():
+            generation = self.generate(
+                prompt[slots, : int(lengths.max())],
+                lengths[slots],
+                turn[slots],
+                batch[keys.EPISODE_ID].flatten()[slots],
+                slots=slots,
+                greedy=exploration_type() in (ExplorationType.DETERMINISTIC, ExplorationType.MODE),
+            )
+            valid = torch.arange(width, device=device) < generation.lengths.unsqueeze(-1)
+            mask[slots] = valid
+            tokens[slots] = generation.tokens.masked_fill(~valid, 0)
+            log_probs[slots] = generation.log_probs.masked_fill(~valid, 0.0)
+        written = {
+            keys.RESPONSE: tokens,
+            keys.RESPONSE_MASK: mask,
+            keys.RESPONSE_LOG_PROBS: log_probs,
+            keys.TURN_IDS: torch.where(mask, turn.unsqueeze(-1), -1),
+            keys.POLICY_VERSION: torch.where(mask, self.policy_version, -1),
+        }
+        for key, value in written.items():
+            tensordict.set(key, value.view(*tensordict.batch_size, width))
+        return tensordict
