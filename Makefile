@@ -1,0 +1,56 @@
+# Every target runs in its own virtual environment, .venv, made on first use.
+PYTHON ?= python3.11
+VENV   := .venv
+BIN    := $(VENV)/bin
+RUN    := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+ALGO   ?= LLMPPO
+OUT    ?= runs/demo
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format typecheck docs dist clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+$(VENV)/.demo: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[examples]"
+	@touch $@
+
+$(VENV)/.test: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]"
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs,examples]"
+	@touch $@
+
+demo: $(VENV)/.demo ## train the shipped small model on GuessTheNumber (ALGO=LLMPPO|LLMREINFORCE|GRPO, OUT=runs/demo)
+	$(RUN) $(BIN)/python examples/demo.py --algo $(ALGO) --output-dir $(OUT)
+
+test: $(VENV)/.test ## run the test suite, doctests included
+	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile
+
+lint: $(VENV)/.test ## ruff: format and lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+
+format: $(VENV)/.test ## ruff: rewrite the files
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+typecheck: $(VENV)/.test ## mypy
+	$(BIN)/mypy
+
+docs: $(VENV)/.docs ## build the documentation; warnings are errors
+	$(RUN) $(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+dist: $(VENV)/.test ## build wheel and sdist
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+
+clean: ## remove the environment and everything built
+	rm -rf $(VENV) dist build docs/_build runs .mypy_cache .ruff_cache
