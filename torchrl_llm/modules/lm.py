@@ -1,0 +1,144 @@
+"""The inside of a causal language model: its backbone, its head, its vocabulary.
+
+Policies and scorers run the backbone once and the head only where they need logits; these functions say where the two
+are, for a plain transformers model and for one inside a ``PeftModel``. Adapters live in
+:mod:`torchrl_llm.modules.adapters`, sampling distributions elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class VocabularyMismatchError(ValueError):
+    """The tokenizer and the model do not agree on what a token id is."""
+
+
+class UnsupportedHeadError(ValueError):
+    """The model does more to its logits than :func:`lm_logits` knows."""
+
+
+def causal_lm(model: nn.Module) -> Any:
+    """The transformers model itself: what a ``PeftModel`` wraps (its adapters stay in place), else ``model``."""
+    wrapped: Any = model
+    return wrapped.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def backbone(model: nn.Module) -> nn.Module:
+    """The part of a causal language model that maps ``[B, L]`` ids to ``[B, L, H]`` hidden states, without the head.
+
+    Args:
+        model: a transformers model, with or without its head, or a ``PeftModel`` around one.
+    """
+    return causal_lm(model).get_decoder()
+
+
+def hidden_states(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Last hidden states ``[B, L, H]`` of right-padded ``tokens`` ``[B, L]``.
+
+    Attention is causal and padding lies on the right, so no valid position ever sees it: no mask is passed, and
+    attention kernels take their fast causal path. What is computed at padded positions means nothing.
+    """
+    return backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state
+
+
+def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
+    """Logits of hidden states, as the model's own forward computes them.
+
+    Covers the factors and the soft cap that some families put behind the head (Cohere's ``logit_scale``, Granite's
+    ``logits_scaling``, Falcon-H1's ``lm_head_multiplier``, Gemma's ``final_logit_softcapping``);
+    :func:`check_head` tells whether that is all.
+
+    Args:
+        model: a causal language model or a ``PeftModel`` around one.
+        hidden: ``[..., H]``.
+
+    Returns:
+        ``[..., V]`` in the head's dtype.
+    """
+    lm = causal_lm(model)
+    config = lm.config.get_text_config()
+    logits = lm.get_output_embeddings()(hidden)
+    factor = getattr(config, "logit_scale", None) or 1.0
+    factor = factor * (getattr(config, "lm_head_multiplier", None) or 1.0)
+    factor = factor / (getattr(config, "logits_scaling", None) or 1.0)
+    if factor != 1.0:
+        logits = logits * factor
+    if cap := getattr(config, "final_logit_softcapping", None):
+        logits = torch.tanh(logits / cap) * cap
+    return logits
+
+
+@torch.no_grad()
+def check_head(model: nn.Module) -> None:
+    """Compare backbone + :func:`lm_logits` with the model's own forward on four tokens.
+
+    Raises:
+        UnsupportedHeadError: they differ, so log-probs computed here would be wrong.
+    """
+    lm = causal_lm(model)
+    device = lm.get_input_embeddings().weight.device
+    tokens = torch.arange(4, device=device).unsqueeze(0) % lm.get_input_embeddings().weight.shape[0]
+    training = lm.training
+    lm.eval()
+    try:
+        expected = lm(input_ids=tokens, use_cache=False).logits.float()
+        logits = lm_logits(model, hidden_states(model, tokens)).float()
+    finally:
+        lm.train(training)
+    if not torch.allclose(logits, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
+        raise UnsupportedHeadError(
+            f"The logits of {type(lm).__name__} are not its head applied to its backbone's last hidden state "
+            f"(largest difference {float((logits - expected).abs().max()):.3g} on {tokens.tolist()}): it rescales "
+            "them in a way that torchrl_llm.modules.lm.lm_logits does not know. Extend lm_logits for this family."
+        )
+
+
+def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
+    """Make sure that every id of the tokenizer is a row of the model's embedding, and every special id of the model
+    is a token of the tokenizer.
+
+    An embedding with more rows than the tokenizer has tokens is common (padding to a multiple of 64) and accepted.
+
+    Args:
+        model: a causal language model or a ``PeftModel`` around one.
+        tokenizer: a transformers tokenizer.
+
+    Raises:
+        VocabularyMismatchError: otherwise.
+    """
+    lm = causal_lm(model)
+    rows = lm.get_input_embeddings().weight.shape[0]
+    size = max(tokenizer.get_vocab().values()) + 1
+    if size > rows:
+        raise VocabularyMismatchError(
+            f"The tokenizer {_name(tokenizer)} has ids up to {size - 1}, but the model {_name(lm.config)} embeds only "
+            f"{rows} tokens. Load the tokenizer that belongs to the model, or call "
+            f"model.resize_token_embeddings({size}) and train the new rows."
+        )
+    strange = {name: ids for name, ids in _special_ids(lm).items() if any(not 0 <= i < size for i in ids)}
+    if strange:
+        raise VocabularyMismatchError(
+            f"The model {_name(lm.config)} names special token ids {strange} which the tokenizer {_name(tokenizer)} "
+            f"(ids 0 to {size - 1}) does not have. Load the tokenizer that belongs to the model, or set these fields "
+            "of model.config and model.generation_config to ids of this tokenizer."
+        )
+
+
+def _special_ids(lm: Any) -> dict[str, list[int]]:
+    """The special ids that the model's two configurations name, by field."""
+    found: dict[str, list[int]] = {}
+    for where in ("config", "generation_config"):
+        config = getattr(lm, where, None)
+        for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(config, field, None)
+            ids = value if isinstance(value, list | tuple) else [value]
+            found[f"{where}.{field}"] = [i for i in ids if i is not None]
+    return found
+
+
+def _name(thing: Any) -> str:
+    return repr(getattr(thing, "name_or_path", None) or type(thing).__name__)
