@@ -1,0 +1,102 @@
+"""Values of the states before action tokens: :class:`TurnCritic`, one forward per batch of rows.
+
+Returns, advantages and the pooling of token values into turn values belong to the objectives.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
+
+from torchrl_llm import keys
+from torchrl_llm.modules.adapters import use_adapter
+from torchrl_llm.modules.lm import hidden_states
+from torchrl_llm.modules.positions import action_positions
+
+
+class TurnCritic(TensorDictModuleBase):
+    """Value of the prefix before every action token, and of the whole row.
+
+    The backbone runs once, without the LM head; a linear value head in float32 (float64 for a float64 model) reads the
+    hidden state of the last token of each prefix.
+
+    Reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"``, all ``[B, L]``; writes ``"state_value"`` ``[B, L]``:
+    index i is the value of the tokens before i, 0 where ``turn_ids < 0``; and ``"bootstrap_value"`` ``[B]``, the value
+    of the whole row. Neither looks at the action it is the baseline of.
+
+    Args:
+        model: a model of transformers, with or without its LM head, or a ``PeftModel`` around one.
+        adapter: the LoRA adapter to run under; ``None``: the model itself, adapters off.
+        state_value_key, bootstrap_value_key: where to write.
+
+    Attributes:
+        value_head: ``nn.Linear(H, 1)``, zero-initialised: the first value is 0 everywhere, which is no baseline at all
+            rather than a random one, and draws nothing from a random generator.
+
+    Raises:
+        RowError: rows that are not right-padded, or have an action where none can be (from ``forward``).
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> from transformers import Qwen2Config, Qwen2Model
+        >>> model = Qwen2Model(Qwen2Config(
+        ...     vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...     num_key_value_heads=1))
+        >>> critic = TurnCritic(model)
+        >>> _ = torch.nn.init.ones_(critic.value_head.bias)
+        >>> rows = TensorDict(
+        ...     tokens=torch.tensor([[3, 4, 5, 6, 0]]), attention_mask=torch.tensor([[True, True, True, True, False]]),
+        ...     turn_ids=torch.tensor([[-1, -1, 0, 0, -1]]), batch_size=[1])
+        >>> critic(rows)["state_value"].tolist(), rows["bootstrap_value"].tolist()
+        ([[0.0, 0.0, 1.0, 1.0, 0.0]], [1.0])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        adapter: str | None = None,
+        state_value_key: keys.NestedKey = keys.STATE_VALUE,
+        bootstrap_value_key: keys.NestedKey = keys.BOOTSTRAP_VALUE,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.adapter = adapter
+        self.value_head = _zero_head(model)
+        self.in_keys = [keys.TOKENS, keys.ATTENTION_MASK, keys.TURN_IDS]
+        self.out_keys = [state_value_key, bootstrap_value_key]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the values of ``tensordict``, batch ``[B]``, into it and return it."""
+        values = self.value(*(tensordict[key] for key in self.in_keys))
+        for key, value in zip(self.out_keys, values, strict=True):
+            tensordict.set(key, value)
+        return tensordict
+
+    def value(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The same on tensors ``[B, L]``: ``state_value`` ``[B, L]`` and ``bootstrap_value`` ``[B]``."""
+        positions = action_positions(attention_mask, turn_ids)
+        with use_adapter(self.model, self.adapter):
+            hidden = hidden_states(self.model, tokens[:, : positions.longest])
+        last = torch.arange(len(tokens), device=tokens.device) * hidden.shape[1] + positions.lengths - 1
+        states = torch.cat([positions.gather_before(hidden), hidden.flatten(0, 1).index_select(0, last)])
+        # Values are sums of rewards, not logits: autocast must not round them to half precision.
+        with torch.autocast(states.device.type, enabled=False):
+            values = self.value_head(states.to(self.value_head.weight.dtype)).squeeze(-1)
+        state_value, bootstrap_value = values.split([len(positions.rows), len(tokens)])
+        return positions.scatter(state_value), bootstrap_value
+
+
+def _zero_head(model: Any) -> nn.Linear:
+    weight = model.get_input_embeddings().weight
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    head = nn.utils.skip_init(
+        nn.Linear, model.config.get_text_config().hidden_size, 1, dtype=dtype, device=weight.device
+    )
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head

@@ -1,0 +1,107 @@
+"""Where the action tokens of a batch of rows stand, and what stands before them.
+
+The scorer and the critic both read the hidden state *before* each action token and write one number *at* it. This
+module finds these places, once per forward; what is computed there is theirs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class RowError(ValueError):
+    """A batch of rows that is not right-padded, or whose ``turn_ids`` mark tokens that cannot be actions."""
+
+
+class ActionPositions(NamedTuple):
+    """The ``M`` action tokens of rows ``[B, L]``, in row-major order.
+
+    Attributes:
+        rows: ``[M]`` int64, the row of each action token.
+        columns: ``[M]`` int64 >= 1, its index in the row.
+        lengths: ``[B]`` int64, valid tokens of each row.
+        longest: the largest of ``lengths``.
+        last_action: the largest of ``columns``; 0 if there is no action token at all.
+        shape: ``(B, L)``.
+    """
+
+    rows: Tensor
+    columns: Tensor
+    lengths: Tensor
+    longest: int
+    last_action: int
+    shape: torch.Size
+
+    def gather_before(self, hidden: Tensor) -> Tensor:
+        """The states ``[M, H]`` that precede the action tokens, out of ``hidden`` ``[B, L', H]``, L' >= last_action."""
+        width = hidden.shape[1]
+        return hidden.flatten(0, 1).index_select(0, self.rows * width + self.columns - 1)
+
+    def scatter(self, values: Tensor) -> Tensor:
+        """Put ``values`` ``[M]`` at the action tokens of a ``[B, L]`` tensor of zeros."""
+        flat = values.new_zeros(self.shape.numel())
+        return flat.index_copy(0, self.rows * self.shape[1] + self.columns, values).view(self.shape)
+
+    def index_in_turn(self, turn_ids: Tensor) -> Tensor:
+        """How many action tokens of the same turn precede each action token: ``[M]`` int64.
+
+        Args:
+            turn_ids: ``[B, L]`` int64, -1 off-action; the tokens of a turn are contiguous.
+        """
+        places = torch.arange(turn_ids.shape[1], device=turn_ids.device)
+        changes = turn_ids != torch.nn.functional.pad(turn_ids[:, :-1], (1, 0), value=-1)
+        starts = torch.where(changes, places, 0).cummax(dim=1).values
+        return self.columns - starts[self.rows, self.columns]
+
+
+def action_positions(attention_mask: Tensor, turn_ids: Tensor) -> ActionPositions:
+    """Find the action tokens of right-padded rows.
+
+    Args:
+        attention_mask: ``[B, L]`` bool or int, ones followed by zeros in every row.
+        turn_ids: ``[B, L]`` int64, -1 where the token is not an action.
+
+    Raises:
+        RowError: a row is padded on the left, is empty, starts with an action token (nothing precedes it), or has an
+            action token in its padding.
+
+    Examples:
+        >>> mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+        >>> places = action_positions(mask, torch.tensor([[-1, 0, 0, -1], [-1, 0, -1, 1]]))
+        >>> places.rows.tolist(), places.columns.tolist(), places.longest, places.last_action
+        ([0, 0, 1, 1], [1, 2, 1, 3], 4, 3)
+    """
+    if attention_mask.shape != turn_ids.shape or turn_ids.ndim != 2:
+        raise RowError(
+            f"attention_mask {tuple(attention_mask.shape)} and turn_ids {tuple(turn_ids.shape)} must both be [B, L]."
+        )
+    mask, actions = attention_mask.bool(), turn_ids >= 0
+    lengths = mask.sum(-1)
+    places = torch.arange(mask.shape[1], device=mask.device)
+    faults = torch.stack(
+        [
+            (mask != (places < lengths.unsqueeze(-1))).any(),
+            (lengths == 0).any(),
+            actions[:, :1].any(),
+            (actions & ~mask).any(),
+        ]
+    )
+    # One synchronisation for all numbers that Python needs.
+    last_actions = torch.where(actions, places, 0).amax()
+    longest, last_action, *found = torch.stack([lengths.amax(), last_actions, *faults]).tolist()
+    for fault, message in zip(found, _FAULTS, strict=True):
+        if fault:
+            raise RowError(message)
+    rows, columns = actions.nonzero(as_tuple=True)
+    return ActionPositions(rows, columns, lengths, longest, last_action, mask.shape)
+
+
+_FAULTS = (
+    "attention_mask has a zero before a one: rows are right-padded. Move the padding to the right.",
+    "attention_mask has a row without any token. Drop empty rows before scoring.",
+    "turn_ids marks the first token of a row as an action, but no token precedes it. Rows start with a prompt.",
+    "turn_ids marks padding as an action (turn_ids >= 0 where attention_mask is 0). Off-action entries must be -1.",
+)

@@ -1,0 +1,165 @@
+"""Log-probs of the action tokens of whole conversations: :class:`TokenScorer`, one forward per batch of rows.
+
+The state before a token belongs to the critic, losses and ratios to the objectives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from torchrl_llm import keys
+from torchrl_llm.modules.adapters import recompute_contexts, use_adapter
+from torchrl_llm.modules.lm import causal_lm, hidden_states, lm_logits
+from torchrl_llm.modules.policy import SamplingConfig
+from torchrl_llm.modules.positions import ActionPositions, action_positions
+
+
+class TokenScorer(TensorDictModuleBase):
+    """Log-prob, and optionally entropy, of every action token of a batch of conversations.
+
+    The backbone runs once over the right-padded rows, trimmed behind the last action token; only the hidden states
+    before action tokens meet the LM head. Log-softmax is taken in float32 (float64 for a float64 model).
+
+    Reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"``, all ``[B, L]``; writes ``"log_prob"`` ``[B, L]`` float:
+    index i is log p(token_i | the tokens before it), 0 where ``turn_ids < 0``; and, if asked, ``"entropy"`` likewise,
+    the entropy in nats of the distribution that token_i was drawn from.
+
+    Scores are those of the distribution which ``sampling`` describes: its temperature, and its stop ids excluded from
+    the first ``min_output_tokens`` tokens of a turn. Truncation (top-k, top-p, min-p) and the repetition penalty are
+    not applied: a token outside of the new model's truncated support would have log-prob minus infinity. Where the
+    policy truncates, ``old_log_prob`` is scored anew and the loss corrects for the sampler.
+
+    Memory: the ``[M, V]`` logits of M action tokens are made in chunks; while training, chunks are recomputed in
+    ``backward`` as soon as there is more than one, so that only one chunk of logits is alive at a time.
+
+    Args:
+        model: a causal language model of transformers, or a ``PeftModel`` around one.
+        sampling: how the tokens were sampled; default ``SamplingConfig()``: temperature 1.
+        adapter: the LoRA adapter to score under; ``None``: the model itself, adapters off.
+        stop_ids: the ids that ``min_output_tokens`` holds back; needed when ``sampling.stop_ids`` is ``None`` and
+            ``min_output_tokens > 0``.
+        entropy: write the entropy as well. Costs about one more pass over the logits.
+        frozen: never build a graph (a reference model).
+        log_prob_key, entropy_key: where to write.
+        chunk_logits: most logits (tokens times vocabulary) in one chunk; default 2**26, 256 MiB in float32.
+
+    Raises:
+        RowError: rows that are not right-padded, or have an action where none can be (from ``forward``).
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> model = Qwen2ForCausalLM(Qwen2Config(
+        ...     vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...     num_key_value_heads=1))
+        >>> rows = TensorDict(
+        ...     tokens=torch.tensor([[3, 4, 5, 6, 0]]), attention_mask=torch.tensor([[True, True, True, True, False]]),
+        ...     turn_ids=torch.tensor([[-1, -1, 0, 0, -1]]), batch_size=[1])
+        >>> TokenScorer(model, entropy=True)(rows)["log_prob"] < 0
+        tensor([[False, False,  True,  True, False]])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sampling: SamplingConfig | None = None,
+        *,
+        adapter: str | None = None,
+        stop_ids: Sequence[int] | None = None,
+        entropy: bool = False,
+        frozen: bool = False,
+        log_prob_key: keys.NestedKey = keys.LOG_PROB,
+        entropy_key: keys.NestedKey = keys.ENTROPY,
+        chunk_logits: int = 2**26,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.sampling = sampling or SamplingConfig()
+        self.adapter = adapter
+        self.entropy = entropy
+        self.frozen = frozen
+        self.chunk_logits = chunk_logits
+        self.held_back = _held_back_ids(self.sampling, stop_ids)
+        self.in_keys = [keys.TOKENS, keys.ATTENTION_MASK, keys.TURN_IDS]
+        self.out_keys = [log_prob_key, entropy_key] if entropy else [log_prob_key]
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write the scores of ``tensordict``, batch ``[B]``, into it and return it."""
+        scores = self.score(*(tensordict[key] for key in self.in_keys))
+        for key, value in zip(self.out_keys, scores, strict=True):
+            tensordict.set(key, value)
+        return tensordict
+
+    def score(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:
+        """The same on tensors ``[B, L]``: ``(log_prob,)`` or ``(log_prob, entropy)``, each ``[B, L]``."""
+        positions = action_positions(attention_mask, turn_ids)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen), use_adapter(self.model, self.adapter):
+            # What follows the last action token is behind everything that is scored; at least one column stays, so
+            # that rows without actions still give a graph (distributed training needs one on every rank).
+            hidden = hidden_states(self.model, tokens[:, : max(positions.last_action, 1)])
+            scores = self._score_actions(positions.gather_before(hidden), positions, tokens, turn_ids)
+        return tuple(positions.scatter(values) for values in scores)
+
+    def _score_actions(
+        self, hidden: Tensor, positions: ActionPositions, tokens: Tensor, turn_ids: Tensor
+    ) -> list[Tensor]:
+        """Scores ``[M]`` of the action tokens from the hidden states before them, chunk by chunk."""
+        targets = tokens[positions.rows, positions.columns]
+        early = torch.zeros_like(targets, dtype=torch.bool)
+        if self.held_back:
+            early = positions.index_in_turn(turn_ids) < self.sampling.min_output_tokens
+        vocabulary = causal_lm(self.model).get_output_embeddings().weight.shape[0]
+        chunks = [x.split(max(1, self.chunk_logits // vocabulary)) for x in (hidden, targets, early)]
+        parts = []
+        for chunk in zip(*chunks, strict=True):
+            if len(chunks[0]) > 1 and torch.is_grad_enabled():
+                context_fn = lambda: recompute_contexts(self.model)  # noqa: E731
+                parts.append(checkpoint(self._score_chunk, *chunk, use_reentrant=False, context_fn=context_fn))
+            else:
+                parts.append(self._score_chunk(*chunk))
+        return [torch.cat(part) for part in zip(*parts, strict=True)]
+
+    def _score_chunk(self, hidden: Tensor, targets: Tensor, early: Tensor) -> tuple[Tensor, ...]:
+        """``hidden`` ``[m, H]``, ``targets`` ``[m]``, ``early`` ``[m]`` (stop ids excluded) -> scores ``[m]``."""
+        logits = lm_logits(self.model, hidden)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.held_back:
+            stops = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+            stops[list(self.held_back)] = True
+            logits = logits.masked_fill(early.unsqueeze(-1) & stops, -torch.inf)
+        if self.sampling.temperature != 1:
+            logits = logits / self.sampling.temperature
+        log_prob = -F.cross_entropy(logits, targets, reduction="none")
+        return (log_prob, entropy_of_logits(logits)) if self.entropy else (log_prob,)
+
+
+def entropy_of_logits(logits: Tensor) -> Tensor:
+    """Entropy in nats of the softmax of ``logits`` ``[..., V]``; entries of minus infinity contribute 0.
+
+    Examples:
+        >>> entropy_of_logits(torch.tensor([[0.0, 0.0, -torch.inf]]))
+        tensor([0.6931])
+    """
+    log_probs = logits.log_softmax(-1)
+    # exp(-inf) * -inf is NaN, in the value and in the gradient: such entries are replaced before the product.
+    return -(log_probs.exp() * log_probs.masked_fill(logits == -torch.inf, 0.0)).sum(-1)
+
+
+def _held_back_ids(sampling: SamplingConfig, stop_ids: Sequence[int] | None) -> tuple[int, ...]:
+    """The ids that cannot be sampled at the start of a turn."""
+    if sampling.min_output_tokens == 0:
+        return ()
+    ids = sampling.stop_ids if stop_ids is None else stop_ids
+    if ids is None:
+        raise ValueError(
+            f"SamplingConfig.min_output_tokens is {sampling.min_output_tokens} and stop_ids is None: the scorer cannot "
+            "know which ids were held back. Pass stop_ids= (the policy's), or set SamplingConfig.stop_ids."
+        )
+    return tuple(ids)
