@@ -1,1 +1,31 @@
-""""""
+"""Text worlds as TorchRL environments: environments, chat rendering and tickets.
+
+Policies, losses and collectors live elsewhere; they meet the environments in :mod:`torchrl_llm.keys`.
+"""
+
+from torchrl_llm.envs.chat import (
+    CHATML,
+    ChatFormatter,
+    ChatTemplateError,
+    MissingChatTemplateError,
+    NotAppendOnlyError,
+    compose_message,
+)
+from torchrl_llm.envs.gem import EnvironmentFault, GEMEnv, PromptTooLongError, TextEnv, UnknownEnvironmentError
+from torchrl_llm.envs.tickets import Ticket, Tickets
+
+__all__ = [
+    "CHATML",
+    "ChatFormatter",
+    "ChatTemplateError",
+    "EnvironmentFault",
+    "GEMEnv",
+    "MissingChatTemplateError",
+    "NotAppendOnlyError",
+    "PromptTooLongError",
+    "TextEnv",
+    "Ticket",
+    "Tickets",
+    "UnknownEnvironmentError",
+    "compose_message",
+]

@@ -1,0 +1,94 @@
+"""Tickets: which task and which group each episode gets, as a pure function of a counter.
+
+An environment deals ticket 0, 1, 2, ...; the counter is all the state there is. This module draws no random numbers and
+knows no environments.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+
+Stream = Literal["train", "eval"]
+
+EVAL_IDS = 2**40
+"""Group and episode ids of the stream ``"eval"`` start here, so that they are unique over the run."""
+
+
+class Ticket(NamedTuple):
+    """What an episode is.
+
+    Attributes:
+        episode_id: unique over the run.
+        group_id: unique over the run; episodes of one group play the same task.
+        env_id: index into the mixture of environments.
+        seed: seed of the task, in ``[0, 2**32)``, the same for the whole group.
+    """
+
+    episode_id: int
+    group_id: int
+    env_id: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tickets:
+    """An endless sequence of tickets; ``tickets[i]`` is the i-th.
+
+    Groups are dealt one after the other, and the environments of a mixture in turn, a group each. Seeds are a hash of
+    (seed, stream, group): the streams ``"train"`` and ``"eval"`` share no seed. Several workers share one stream without
+    overlap: worker ``w`` of ``W`` deals the groups ``w, w + W, w + 2W, ...``.
+
+    Args:
+        seed: names the run's tasks; >= 0.
+        stream: ``"train"`` (default) or ``"eval"``.
+        group_size: episodes that share a task; default 1.
+        num_tasks: number of environments in the mixture; default 1.
+        worker: index of this worker; default 0.
+        num_workers: number of workers that share the stream; default 1.
+
+    Examples:
+        >>> tickets = Tickets(seed=3, group_size=2, num_tasks=2)
+        >>> [tickets[i][:3] for i in range(4)]
+        [(0, 0, 0), (1, 0, 0), (2, 1, 1), (3, 1, 1)]
+        >>> tickets[0].seed == tickets[1].seed != tickets[2].seed
+        True
+        >>> Tickets(group_size=2, worker=1, num_workers=3)[2].group_id
+        4
+    """
+
+    seed: int = 0
+    stream: Stream = "train"
+    group_size: int = 1
+    num_tasks: int = 1
+    worker: int = 0
+    num_workers: int = 1
+
+    def __post_init__(self) -> None:
+        checks = {
+            "seed": (self.seed >= 0, "an integer >= 0"),
+            "stream": (self.stream in get_args(Stream), f"one of {get_args(Stream)}"),
+            "group_size": (self.group_size >= 1, ">= 1"),
+            "num_tasks": (self.num_tasks >= 1, ">= 1"),
+            "worker": (0 <= self.worker < self.num_workers, f"in [0, num_workers={self.num_workers})"),
+        }
+        for name, (holds, expected) in checks.items():
+            if not holds:
+                raise ValueError(f"Tickets.{name} is {getattr(self, name)!r}; expected {expected}.")
+
+    def __getitem__(self, index: int) -> Ticket:
+        if index < 0:
+            raise IndexError(f"Ticket {index} does not exist; tickets are counted from 0.")
+        round_, member = divmod(index, self.group_size)
+        group = self.worker + round_ * self.num_workers
+        base = 0 if self.stream == "train" else EVAL_IDS
+        episode_id = base + group * self.group_size + member
+        return Ticket(episode_id, base + group, group % self.num_tasks, self._task_seed(group))
+
+    def _task_seed(self, group: int) -> int:
+        stream = get_args(Stream).index(self.stream)
+        drawn = int(np.random.SeedSequence(self.seed, spawn_key=(stream, group)).generate_state(1)[0])
+        # The lowest bit names the stream, so no task of one stream is ever met in the other.
+        return drawn & ~1 | stream

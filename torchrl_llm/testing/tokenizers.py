@@ -1,0 +1,53 @@
+"""A small tokenizer for tests and examples, made in milliseconds without any download."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from torchrl_llm.envs.chat import CHATML
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+
+
+def byte_tokenizer(
+    *, chat_template: str | None = CHATML, corpus: Iterable[str] = (), vocab_size: int = 512
+) -> PreTrainedTokenizerFast:
+    """Make a byte-level BPE tokenizer that can encode any text.
+
+    Ids 0, 1, 2 are ``<|endoftext|>`` (padding), ``<|im_start|>`` and ``<|im_end|>`` (EOS); then come the 256 bytes, then
+    merges learned from ``corpus``.
+
+    Args:
+        chat_template: Jinja template; default ChatML. ``None`` leaves the tokenizer without one.
+        corpus: texts to learn merges from; default none, that is one token a byte.
+        vocab_size: most tokens in all, with merges.
+
+    Examples:
+        >>> tokenizer = byte_tokenizer()
+        >>> len(tokenizer), tokenizer.eos_token
+        (259, '<|im_end|>')
+        >>> tokenizer.encode("hi<|im_end|>")
+        [74, 75, 2]
+    """
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    special = [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(list(corpus), trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+        chat_template=chat_template,
+    )
