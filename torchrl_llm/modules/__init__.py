@@ -1,1 +1,35 @@
 """What computes with a language model: policies, the scorer, the critic, and adapters."""
+
+from torchrl_llm.modules.actor_critic import ActorCritic, LoraTargetError, load_actor_critic
+from torchrl_llm.modules.adapters import AdapterError, enable_gradient_checkpointing, use_adapter
+from torchrl_llm.modules.critic import TurnCritic
+from torchrl_llm.modules.lm import (
+    UnsupportedHeadError,
+    VocabularyMismatchError,
+    check_head,
+    check_vocabulary,
+    lm_logits,
+)
+from torchrl_llm.modules.policy import Generation, SamplingConfig, TurnPolicy
+from torchrl_llm.modules.positions import RowError
+from torchrl_llm.modules.scorer import TokenScorer
+
+__all__ = [
+    "ActorCritic",
+    "AdapterError",
+    "Generation",
+    "LoraTargetError",
+    "RowError",
+    "SamplingConfig",
+    "TokenScorer",
+    "TurnCritic",
+    "TurnPolicy",
+    "UnsupportedHeadError",
+    "VocabularyMismatchError",
+    "check_head",
+    "check_vocabulary",
+    "enable_gradient_checkpointing",
+    "lm_logits",
+    "load_actor_critic",
+    "use_adapter",
+]

@@ -1,6 +1,7 @@
-"""Actor, critic and reference as LoRA adapters on one base model.
+"""Which adapter a forward runs under: :func:`use_adapter`, and checkpointing that remembers it.
 
-:func:`use_adapter` says under which adapter a forward runs, without ever touching ``requires_grad``.
+Only the switching lives here; actor, critic and reference are put together in
+:mod:`torchrl_llm.modules.actor_critic`.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def causal_lm(model: nn.Module) -> Any:
     return wrapped.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def backbone(model: nn.Module) -> nn.Module:
+def backbone(model: nn.Module) -> Any:
     """The part of a causal language model that maps ``[B, L]`` ids to ``[B, L, H]`` hidden states, without the head.
 
     Args:
@@ -41,8 +41,19 @@ def hidden_states(model: nn.Module, tokens: Tensor) -> Tensor:
 
     Attention is causal and padding lies on the right, so no valid position ever sees it: no mask is passed, and
     attention kernels take their fast causal path. What is computed at padded positions means nothing.
+
+    transformers checkpoints activations in training mode only, and in that mode it also refuses the KV cache that
+    generation needs. So models stay in evaluation mode, and a forward that builds a graph switches for its own time.
     """
-    return backbone(model)(input_ids=tokens, use_cache=False).last_hidden_state
+    decoder = backbone(model)
+    switch = torch.is_grad_enabled() and getattr(decoder, "gradient_checkpointing", False) and not decoder.training
+    if switch:
+        decoder.train()
+    try:
+        return decoder(input_ids=tokens, use_cache=False).last_hidden_state
+    finally:
+        if switch:
+            decoder.eval()
 
 
 def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
@@ -126,6 +137,15 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
             f"(ids 0 to {size - 1}) does not have. Load the tokenizer that belongs to the model, or set these fields "
             "of model.config and model.generation_config to ids of this tokenizer."
         )
+
+
+def end_ids(model: nn.Module, tokenizer: Any = None) -> tuple[int, ...]:
+    """The ids that end a response: the tokenizer's end-of-sequence id and the model's own list of end tokens."""
+    special = _special_ids(causal_lm(model))
+    ids = {*special["config.eos_token_id"], *special["generation_config.eos_token_id"]}
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(ids))
 
 
 def _special_ids(lm: Any) -> dict[str, list[int]]:

@@ -136,20 +136,28 @@ class TokenScorer(TensorDictModuleBase):
             logits = logits.masked_fill(early.unsqueeze(-1) & stops, -torch.inf)
         if self.sampling.temperature != 1:
             logits = logits / self.sampling.temperature
-        log_prob = -F.cross_entropy(logits, targets, reduction="none")
-        return (log_prob, entropy_of_logits(logits)) if self.entropy else (log_prob,)
+        if not self.entropy:
+            return (-F.cross_entropy(logits, targets, reduction="none"),)
+        log_probs = logits.log_softmax(-1)
+        return log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy_of(
+            log_probs, masked=bool(self.held_back)
+        )
 
 
-def entropy_of_logits(logits: Tensor) -> Tensor:
-    """Entropy in nats of the softmax of ``logits`` ``[..., V]``; entries of minus infinity contribute 0.
+def entropy_of(log_probs: Tensor, *, masked: bool = True) -> Tensor:
+    """Entropy in nats ``[...]`` of distributions given by their log-probs ``[..., V]``.
+
+    Args:
+        log_probs: normalised.
+        masked: some entries may be minus infinity; they contribute 0.
 
     Examples:
-        >>> entropy_of_logits(torch.tensor([[0.0, 0.0, -torch.inf]]))
+        >>> entropy_of(torch.tensor([[0.0, 0.0, -torch.inf]]).log_softmax(-1))
         tensor([0.6931])
     """
-    log_probs = logits.log_softmax(-1)
     # exp(-inf) * -inf is NaN, in the value and in the gradient: such entries are replaced before the product.
-    return -(log_probs.exp() * log_probs.masked_fill(logits == -torch.inf, 0.0)).sum(-1)
+    finite = log_probs.masked_fill(log_probs == -torch.inf, 0.0) if masked else log_probs
+    return -(log_probs.exp() * finite).sum(-1)
 
 
 def _held_back_ids(sampling: SamplingConfig, stop_ids: Sequence[int] | None) -> tuple[int, ...]:
