@@ -54,6 +54,7 @@ constant                     shape, dtype       meaning                         
 :data:`OLD_LOG_PROB`         ``[B, L]`` float   of the model at the start of the update, optional       trainer
 :data:`REF_LOG_PROB`         ``[B, L]`` float   of the reference model, optional                        trainer
 :data:`LOSS_WEIGHT`          ``[B, L]`` float   the weight of each token in the loss's sum              trainer
+:data:`CRITIC_WEIGHT`        ``[B, L]`` float   the same for the critic's term                           trainer
 ===========================  =================  ======================================================  =========
 
 Floats are float32, or the input's dtype if wider.
@@ -99,6 +100,7 @@ BOOTSTRAP_VALUE = "bootstrap_value"
 ADVANTAGE = "advantage"
 VALUE_TARGET = "value_target"
 LOSS_WEIGHT = "loss_weight"
+CRITIC_WEIGHT = "critic_weight"
 TURN_REWARD = ("turn", "reward")
 TURN_MASK = ("turn", "mask")
 TURN_TERMINATED = ("turn", "terminated")

@@ -1,1 +1,26 @@
-""""""
+"""Losses, advantage estimators, and the maths under them.
+
+:mod:`~torchrl_llm.objectives.functional` holds pure functions; the rest are TorchRL modules around them.
+"""
+
+from torchrl_llm.objectives import functional
+from torchrl_llm.objectives.advantages import GroupRelative, ReBN, TurnEstimator, TurnGAE
+from torchrl_llm.objectives.grpo import LLMGRPOLoss
+from torchrl_llm.objectives.policy import TurnPolicyLoss, merge, total, write_loss_weights
+from torchrl_llm.objectives.ppo import LLMPPOLoss
+from torchrl_llm.objectives.reinforce import LLMReinforceLoss
+
+__all__ = [
+    "GroupRelative",
+    "LLMGRPOLoss",
+    "LLMPPOLoss",
+    "LLMReinforceLoss",
+    "ReBN",
+    "TurnEstimator",
+    "TurnGAE",
+    "TurnPolicyLoss",
+    "functional",
+    "merge",
+    "total",
+    "write_loss_weights",
+]

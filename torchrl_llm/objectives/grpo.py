@@ -1,0 +1,53 @@
+"""Group-relative policy optimisation over conversations: :class:`LLMGRPOLoss`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tensordict.nn import TensorDictModuleBase
+
+from torchrl_llm.objectives import functional as F
+from torchrl_llm.objectives.advantages import GroupRelative
+from torchrl_llm.objectives.policy import TurnPolicyLoss
+
+
+class LLMGRPOLoss(TurnPolicyLoss):
+    """Group-relative policy optimisation (Shao et al., 2024, arXiv:2402.03300), without a critic.
+
+    :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss` with the group as the baseline. ``ratio_level="sequence",
+    unit_weight="equal"`` is GSPO (arXiv:2507.18071); ``scale="none", weighting="constant"`` Dr. GRPO (arXiv:2503.20783);
+    ``baseline="leave_one_out", scale="none"`` RLOO (arXiv:2402.14740); ``clip_epsilon=(0.2, 0.28)`` DAPO's clip (arXiv:2503.14476).
+
+    Args:
+        actor: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
+
+    Keyword Args:
+        gamma, baseline, scale, group_size, partial: see :class:`~torchrl_llm.objectives.advantages.GroupRelative`. Defaults: 1.0,
+            ``"mean"``, ``"std"``, ``None``, ``"error"``.
+        kl_coeff: weight of the KL to the reference. Default: 5e-4.
+        **options: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
+    """
+
+    default_value_estimator = GroupRelative
+
+    def __init__(
+        self,
+        actor: TensorDictModuleBase,
+        *,
+        gamma: float = 1.0,
+        baseline: F.Baseline = "mean",
+        scale: F.Scale = "std",
+        group_size: int | None = None,
+        partial: F.Partial = "error",
+        kl_coeff: float = 5e-4,
+        **options: Any,
+    ) -> None:
+        super().__init__(actor, kl_coeff=kl_coeff, **options)
+        self.estimator_options |= {
+            "gamma": gamma,
+            "baseline": baseline,
+            "scale": scale,
+            "group_size": group_size,
+            "partial": partial,
+        }
+        self.make_value_estimator()

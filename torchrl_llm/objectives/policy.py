@@ -1,0 +1,415 @@
+"""What the policy losses share: :class:`TurnPolicyLoss`, and the helpers of a training loop around it.
+
+A loss is a **weighted sum** over tokens, and the weights belong to the optimizer batch: :func:`write_loss_weights` writes
+them once, before the batch is split. The gradient then does not depend on how the rows are cut into micro-batches,
+padded or ordered. Micro-batches are added, never averaged: :func:`total` is what to call ``backward`` on, and :func:`merge`
+puts the figures of the micro-batches together again.
+
+The maths is in :mod:`torchrl_llm.objectives.functional`; the three algorithms in ``ppo.py``, ``reinforce.py``, ``grpo.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModuleBase, dispatch
+from torch import Tensor
+from torchrl.objectives import LossModule
+from torchrl.objectives.utils import ValueEstimators
+from torchrl.objectives.value import ValueEstimatorBase
+
+from torchrl_llm import keys
+from torchrl_llm.keys import NestedKey
+from torchrl_llm.objectives import functional as F
+from torchrl_llm.objectives.advantages import ReBN, TurnEstimator, TurnGAE
+
+UnitWeight = Literal["by_tokens", "equal"]
+KLPlace = Literal["loss", "reward"]
+
+AVERAGED = ("ESS", "explained_variance")
+"""Outputs that :func:`merge` averages by the micro-batches' shares of the weight; all others are sums."""
+
+
+class TurnPolicyLoss(LossModule):
+    """Policy loss over conversations: advantage x ratio level x clipping x weights x KL x entropy x sampler correction.
+
+    ``loss_objective = -sum(loss_weight * correction * objective(log_ratio, advantage))``, where ``log_ratio`` is the new
+    log-prob minus ``"old_log_prob"`` (or ``"sample_log_prob"`` where there is none), pooled over ``ratio_level``. To try another
+    objective, subclass and override :meth:`objective`; nothing else is needed.
+
+    Reads rows (``[B]``, :mod:`torchrl_llm.keys`): what the actor reads, ``"turn_ids"``, ``"advantage"``, ``"sample_log_prob"``, and, as
+    options ask, ``"old_log_prob"``, ``"ref_log_prob"``, ``"loss_weight"``. Without ``"loss_weight"`` the rows are taken to be the whole
+    optimizer batch. Returns scalars, differentiable where the name starts with ``loss_`` and detached otherwise:
+
+    - ``loss_objective``; ``loss_kl`` (KL in the loss); ``loss_entropy`` (``entropy_coeff`` not 0); each times its coefficient;
+    - ``kl_approx``: KL from the old policy to the new one; ``clip_fraction``: share of tokens whose clip binds;
+      ``kl``: KL from the policy to the reference (``kl_coeff`` not 0); ``entropy`` (if the actor writes it);
+      ``weight``: the sum of the weights, 1 for a whole batch (but for ``weighting="constant"``, on whose scale all these are);
+    - ``ESS``: the effective sample size of the pooled ratios, in (0, 1].
+
+    All but ``ESS`` are weighted sums: over the micro-batches of a batch they add up to the batch's figure.
+
+    Args:
+        actor: reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"`` and writes ``"log_prob"`` ``[B, L]`` and optionally
+            ``"entropy"`` ``[B, L]``. It is held as a plain submodule.
+
+    Keyword Args:
+        clip_epsilon: how far the ratio may move from 1: a float, or ``(low, high)``. Default: 0.2.
+        ratio_level: what is clipped as one: ``"token"``, ``"turn"`` or ``"sequence"``. Default: ``"token"``.
+        ratio_reduction: a unit's log-ratio is the ``"sum"`` of its tokens' or their ``"mean"``. Default: ``"mean"``.
+        unit_weight: a unit counts ``"by_tokens"`` (with the sum of its tokens' weights; with one token's under
+            ``ratio_reduction="sum"``), or all units are ``"equal"``: GSPO, other libraries' turn-level clip. Default:
+            ``"by_tokens"``.
+        weighting: what counts equally in the loss, see :func:`~torchrl_llm.objectives.functional.loss_weights`; not with
+            ``unit_weight="equal"``, which decides it. Default: ``"token"``.
+        weight_constant: tokens per conversation of ``weighting="constant"``.
+        kl_coeff: weight of the KL to the reference policy; 0 is off. Default: 0.0.
+        kl_kind: the KL in the loss: ``"k3"`` has the forward KL's gradient, ``"k2"`` the reverse KL's; ``"k1"``, whose gradient is zero
+            in expectation, is refused. The term carries the (detached) ratio, so that it stays true after the first epoch.
+            Default: ``"k3"``.
+        kl_in: ``"loss"``, or ``"reward"``: the estimator takes it. Default: ``"loss"``.
+        entropy_coeff: weight of the entropy bonus; not 0 needs an actor that writes ``"entropy"``. Default: 0.0.
+        sampler_correction: cap of the truncated importance weight ``min(old / sample, cap)`` that corrects objective and KL for
+            an engine whose log-probs are not the trainer's (Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy RL
+            training"); ``None`` is off. Needs ``"old_log_prob"``: without it the ratio is taken against the sampler itself. Default: ``None``.
+
+    Examples:
+        >>> from tensordict.nn import TensorDictModule
+        >>> class Actor(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.logit = torch.nn.Parameter(torch.zeros(()))
+        ...     def forward(self, turn_ids):
+        ...         return torch.where(turn_ids >= 0, torch.nn.functional.logsigmoid(self.logit), 0.0)
+        >>> policy_loss = TurnPolicyLoss(TensorDictModule(Actor(), in_keys=["turn_ids"], out_keys=["log_prob"]))
+        >>> ids = torch.tensor([[-1, 0, 0, -1, 1]])
+        >>> old = torch.where(ids >= 0, torch.tensor(0.5).log(), 0.0)
+        >>> rows = TensorDict({"turn_ids": ids, "sample_log_prob": old, "advantage": (ids >= 0).float()}, [1])
+        >>> out = policy_loss(rows)
+        >>> total(out).backward()
+        >>> out["loss_objective"].item(), policy_loss.actor_network.module.logit.grad.item()
+        (-1.0, -0.5)
+    """
+
+    @dataclass
+    class _AcceptedKeys:
+        log_prob: NestedKey = keys.LOG_PROB
+        entropy: NestedKey = keys.ENTROPY
+        turn_ids: NestedKey = keys.TURN_IDS
+        advantage: NestedKey = keys.ADVANTAGE
+        value_target: NestedKey = keys.VALUE_TARGET
+        value: NestedKey = keys.STATE_VALUE
+        bootstrap_value: NestedKey = keys.BOOTSTRAP_VALUE
+        sample_log_prob: NestedKey = keys.SAMPLE_LOG_PROB
+        old_log_prob: NestedKey = keys.OLD_LOG_PROB
+        ref_log_prob: NestedKey = keys.REF_LOG_PROB
+        loss_weight: NestedKey = keys.LOSS_WEIGHT
+        critic_weight: NestedKey = keys.CRITIC_WEIGHT
+        reward: NestedKey = keys.TURN_REWARD
+        terminated: NestedKey = keys.TURN_TERMINATED
+        truncated: NestedKey = keys.TURN_TRUNCATED
+        mask: NestedKey = keys.TURN_MASK
+        group_id: NestedKey = keys.GROUP_ID
+
+    default_keys = _AcceptedKeys
+    tensor_keys: _AcceptedKeys
+    default_value_estimator: type[TurnEstimator] = ReBN
+
+    _weight_names: tuple[str, ...] = ("loss_weight",)
+
+    actor_network: TensorDictModuleBase
+    critic_network: TensorDictModuleBase | None
+
+    def __init__(
+        self,
+        actor: TensorDictModuleBase,
+        critic: TensorDictModuleBase | None = None,
+        *,
+        clip_epsilon: float | tuple[float, float] = 0.2,
+        ratio_level: F.RatioLevel = "token",
+        ratio_reduction: F.RatioReduction = "mean",
+        unit_weight: UnitWeight = "by_tokens",
+        weighting: F.WeightKind = "token",
+        weight_constant: float | None = None,
+        kl_coeff: float = 0.0,
+        kl_kind: F.KLKind = "k3",
+        kl_in: KLPlace = "loss",
+        entropy_coeff: float = 0.0,
+        sampler_correction: float | None = None,
+    ) -> None:
+        super().__init__()
+        self.actor_network = actor
+        self.critic_network = critic
+        self.clip_low, self.clip_high = clip_epsilon if isinstance(clip_epsilon, tuple | list) else (clip_epsilon,) * 2
+        self.ratio_level = ratio_level
+        self.ratio_reduction = ratio_reduction
+        self.unit_weight = unit_weight
+        self.weighting: F.WeightKind = weighting
+        self.weight_constant = weight_constant
+        self.kl_coeff = kl_coeff
+        self.kl_kind: F.KLKind = kl_kind
+        self.kl_in = kl_in
+        self.entropy_coeff = entropy_coeff
+        self.sampler_correction = sampler_correction
+        self.estimator_options: dict[str, Any] = {"kl_coeff": kl_coeff} if kl_in == "reward" else {}
+        self._check_options()
+
+    def _check_options(self) -> None:
+        for name, choices in (
+            ("ratio_level", F.RatioLevel),
+            ("ratio_reduction", F.RatioReduction),
+            ("unit_weight", UnitWeight),
+            ("weighting", F.WeightKind),
+            ("kl_kind", F.KLKind),
+            ("kl_in", KLPlace),
+        ):
+            F.check_choice(name, getattr(self, name), choices)
+        if self.clip_low < 0 or self.clip_high < 0:
+            raise ValueError(f"clip_epsilon is {(self.clip_low, self.clip_high)}; expected distances from 1, >= 0.")
+        if self.kl_kind == "k1" and self.kl_in == "loss":
+            raise ValueError('kl_kind="k1" has no gradient in expectation; use "k2", "k3", or kl_in="reward".')
+        if self.unit_weight == "equal":
+            if self.weighting not in ("token", self.ratio_level):
+                raise ValueError(
+                    f'unit_weight="equal" weighs by {self.ratio_level}; leave weighting={self.weighting!r} out.'
+                )
+            self.weighting = self.ratio_level
+        if self.sampler_correction is not None and self.sampler_correction <= 0:
+            raise ValueError(f"sampler_correction is {self.sampler_correction}; expected a cap > 0, or None.")
+        if self.entropy_coeff and not self._writes_entropy:
+            raise ValueError(
+                f"entropy_coeff is {self.entropy_coeff}, but the actor writes {list(self.actor_network.out_keys)}; expected "
+                f"{self.tensor_keys.entropy!r} among them (TokenScorer(..., entropy=True))."
+            )
+        F.loss_weights(torch.zeros(1, 1, dtype=torch.int64), self.weighting, self.weight_constant)
+
+    @property
+    def functional(self) -> bool:
+        """Always ``False``: actor and critic are plain submodules."""
+        return False
+
+    @property
+    def _writes_entropy(self) -> bool:
+        return self.tensor_keys.entropy in self.actor_network.out_keys
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        names = ["turn_ids", "advantage", "sample_log_prob"] + (["ref_log_prob"] if self.kl_coeff else [])
+        return list(dict.fromkeys([*self.actor_network.in_keys, *(getattr(self.tensor_keys, name) for name in names)]))
+
+    @property
+    def out_keys(self) -> list[NestedKey]:
+        out: list[NestedKey] = ["loss_objective", "kl_approx", "clip_fraction", "ESS", "weight"]
+        if self.kl_coeff:
+            out += ["loss_kl", "kl"] if self.kl_in == "loss" else ["kl"]
+        if self._writes_entropy:
+            out += ["loss_entropy", "entropy"] if self.entropy_coeff else ["entropy"]
+        return out
+
+    def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
+        estimator = self._value_estimator
+        if estimator is not None:
+            known = {field.name for field in fields(estimator._AcceptedKeys)}
+            own = {field.name for field in fields(self._AcceptedKeys)}
+            estimator.set_keys(**{name: getattr(self.tensor_keys, name) for name in known & own})
+
+    def make_value_estimator(
+        self,
+        value_type: type[ValueEstimatorBase] | ValueEstimatorBase | ValueEstimators | None = None,
+        **hyperparams: Any,
+    ) -> TurnPolicyLoss:
+        """Choose the advantage estimator.
+
+        Args:
+            value_type: a :class:`~torchrl_llm.objectives.advantages.TurnEstimator` class, built from this loss's own options
+                and ``hyperparams``; ``ValueEstimators.GAE``, which means ``TurnGAE``; any other ``ValueEstimatorBase`` class or
+                instance; or ``None``: the algorithm's own.
+            **hyperparams: options of the estimator's class; they win over the loss's.
+
+        Returns:
+            The loss itself.
+        """
+        value_type = self.default_value_estimator if value_type is None else value_type
+        value_type = TurnGAE if value_type is ValueEstimators.GAE else value_type
+        if isinstance(value_type, ValueEstimators):
+            raise NotImplementedError(
+                f"{type(self).__name__} has no {value_type}; pass ValueEstimators.GAE or a class."
+            )
+        if isinstance(value_type, ValueEstimatorBase) and hyperparams:
+            raise ValueError(f"An estimator instance takes no hyperparameters; got {sorted(hyperparams)}.")
+        if isinstance(value_type, type) and issubclass(value_type, TurnEstimator):
+            value_type, hyperparams = value_type.for_loss(self, **hyperparams), {}
+        super().make_value_estimator(value_type, **hyperparams)
+        self._forward_value_estimator_keys()
+        return self
+
+    def _default_value_estimator(self) -> None:
+        self.make_value_estimator()
+
+    def objective(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
+        """What each token contributes, to be maximised: the clipped objective. The one method to override.
+
+        Args:
+            log_ratio: ``[B, L]``, new minus old log-prob, pooled over ``ratio_level``; 0 off actions. Its gradient is that of
+                the log-prob.
+            advantage: ``[B, L]``; 0 off actions.
+
+        Returns:
+            ``[B, L]``.
+        """
+        return F.clipped_objective(log_ratio, advantage, self.clip_low, self.clip_high)[0]
+
+    def weights(self, turn_ids: Tensor, process_group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+        """The weights of an optimizer batch, ``[B, L]`` each, under their names in ``_AcceptedKeys``.
+
+        Args:
+            turn_ids: ``[B, L]`` int64 of the whole batch (of this rank), -1 off actions.
+            process_group: count over all ranks of this group; ``None`` is this process only.
+        """
+        return {"loss_weight": F.loss_weights(turn_ids, self.weighting, self.weight_constant, process_group)}
+
+    @dispatch(auto_batch_size=False)
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """The losses and diagnostics of the rows in ``tensordict``, see the class; ``tensordict`` is not changed."""
+        turn_ids = self._get(tensordict, "turn_ids")
+        action = turn_ids >= 0
+        weights = self._read_weights(tensordict, turn_ids)
+        weight = weights["loss_weight"]
+        scored = self._run(self.actor_network, tensordict)
+        log_prob = self._get(scored, "log_prob", "The actor must write it.")
+        old, correction = self._old_log_prob(tensordict, action)
+        token_ratio = torch.where(action, log_prob - old, 0.0)
+        log_ratio = F.pool_log_ratio(token_ratio, turn_ids, self.ratio_level, self.ratio_reduction)
+        advantage = torch.where(action, self._get(tensordict, "advantage", "Run the value estimator first."), 0.0)
+        gain = self._unit_weight(weight, turn_ids) * correction * self.objective(log_ratio, advantage)
+        out = TensorDict({"loss_objective": -gain.sum()})
+        self._diagnose(out, weight, token_ratio.detach(), log_ratio.detach(), advantage)
+        if self.kl_coeff:
+            ref = torch.where(
+                action, self._get(tensordict, "ref_log_prob", "Score the reference, or set kl_coeff=0."), 0.0
+            )
+            # Samples of the old policy stand for samples of the present one.
+            self._kl_terms(
+                out, weight * correction * token_ratio.detach().exp(), torch.where(action, log_prob, 0.0), ref
+            )
+        if self._writes_entropy:
+            entropy = (weight * torch.where(action, self._get(scored, "entropy"), 0.0)).sum()
+            out["entropy"] = entropy.detach()
+            if self.entropy_coeff:
+                out["loss_entropy"] = -self.entropy_coeff * entropy
+        self._add_terms(out, tensordict, weights)
+        return out
+
+    def _add_terms(self, out: TensorDictBase, tensordict: TensorDictBase, weights: dict[str, Tensor]) -> None:
+        """Terms of a subclass; they write into ``out``."""
+
+    def _get(self, tensordict: TensorDictBase, name: str, hint: str = "") -> Tensor:
+        key = getattr(self.tensor_keys, name)
+        value = tensordict.get(key, None)
+        if value is None:
+            raise KeyError(f"{type(self).__name__} needs {key!r}, which is missing. {hint}".rstrip())
+        return value
+
+    def _run(self, module: TensorDictModuleBase, tensordict: TensorDictBase) -> TensorDictBase:
+        """Run a network on a tensordict of its own, so that the caller's is not written to."""
+        rows = self._get(tensordict, "turn_ids").shape[:1]
+        return module(TensorDict({key: tensordict.get(key) for key in module.in_keys}, batch_size=rows))
+
+    def _read_weights(self, tensordict: TensorDictBase, turn_ids: Tensor) -> dict[str, Tensor]:
+        """The weights written into the rows, or, if there are none, those of the rows as a whole batch."""
+        written = {name: tensordict.get(getattr(self.tensor_keys, name), None) for name in self._weight_names}
+        missing = [getattr(self.tensor_keys, name) for name, weight in written.items() if weight is None]
+        if len(missing) == len(written):
+            return self.weights(turn_ids)
+        if missing:
+            raise KeyError(f"The rows have a loss weight but no {missing}: write all of them with write_loss_weights.")
+        return {name: torch.where(turn_ids >= 0, weight, 0.0) for name, weight in written.items()}
+
+    def _unit_weight(self, weight: Tensor, turn_ids: Tensor) -> Tensor:
+        """Under sum pooling a unit counts with one token's weight, else with the sum of its tokens' weights."""
+        if self.ratio_level == "token" or self.ratio_reduction == "mean" or self.unit_weight == "equal":
+            return weight
+        ones = torch.ones_like(weight)
+        return weight / F.pool_log_ratio(ones, turn_ids, self.ratio_level, "sum").clamp_min(1.0)
+
+    def _old_log_prob(self, tensordict: TensorDictBase, action: Tensor) -> tuple[Tensor, Tensor]:
+        """The log-prob that ratios are taken against, and the sampler correction; ``[B, L]`` each."""
+        old = tensordict.get(self.tensor_keys.old_log_prob, None)
+        if old is None or self.sampler_correction is not None:
+            sample = torch.where(action, self._get(tensordict, "sample_log_prob"), 0.0)
+            old = sample if old is None else torch.where(action, old, 0.0)
+            if self.sampler_correction is not None:
+                return old, (old - sample).exp().clamp_max(self.sampler_correction)
+        return old, torch.ones_like(old)
+
+    def _kl_terms(self, out: TensorDictBase, weight: Tensor, log_prob: Tensor, ref: Tensor) -> None:
+        out["kl"] = (weight * F.kl_estimate(log_prob.detach(), ref, "k3")).sum()
+        if self.kl_in == "loss":
+            out["loss_kl"] = self.kl_coeff * (weight * F.kl_estimate(log_prob, ref, self.kl_kind)).sum()
+
+    @torch.no_grad()
+    def _diagnose(
+        self, out: TensorDictBase, weight: Tensor, token_ratio: Tensor, log_ratio: Tensor, advantage: Tensor
+    ) -> None:
+        clipped = F.clipped_objective(log_ratio, advantage, self.clip_low, self.clip_high)[1]
+        # The tokens are the old policy's, so this is KL(old || new).
+        out["kl_approx"] = (weight * F.kl_estimate(torch.zeros_like(token_ratio), token_ratio, "k3")).sum()
+        out["clip_fraction"] = (weight * clipped).sum()
+        out["ESS"] = F.effective_sample_size(log_ratio, weight)
+        out["weight"] = weight.sum()
+
+
+def write_loss_weights(
+    batch: TensorDictBase, loss_module: TurnPolicyLoss, process_group: dist.ProcessGroup | None = None
+) -> TensorDictBase:
+    """Write every weight that ``loss_module`` reads into an optimizer batch, before it is split into micro-batches.
+
+    Args:
+        batch: ``[B]`` rows with ``"turn_ids"``: all that one optimizer step sees on this rank.
+        loss_module: whose weights (``"loss_weight"``; ``"critic_weight"`` too for PPO).
+        process_group: count over all ranks of this group; losses are then summed over the ranks.
+
+    Returns:
+        ``batch``.
+    """
+    weights = loss_module.weights(batch.get(loss_module.tensor_keys.turn_ids), process_group)
+    for name, weight in weights.items():
+        batch.set(getattr(loss_module.tensor_keys, name), weight)
+    return batch
+
+
+def total(losses: TensorDictBase) -> Tensor:
+    """The sum of the entries whose name starts with ``loss_``: what to call ``backward`` on.
+
+    Examples:
+        >>> total(TensorDict({"loss_objective": torch.tensor(1.0), "loss_kl": torch.tensor(0.5), "kl": torch.tensor(9.0)}))
+        tensor(1.5000)
+    """
+    terms = [value for key, value in losses.items() if key.startswith("loss_")]
+    if not terms:
+        raise ValueError(f"Expected entries named loss_*; got {sorted(losses.keys())}.")
+    return torch.stack(terms).sum()
+
+
+@torch.no_grad()
+def merge(outputs: Sequence[TensorDictBase]) -> TensorDict:
+    """The figures of an optimizer batch from the outputs of its micro-batches, detached.
+
+    Sums, but for ``ESS`` and ``explained_variance``, which are averaged by ``"weight"``: an approximation, exact for one micro-batch.
+
+    Examples:
+        >>> halves = [TensorDict({"kl": torch.tensor(k), "ESS": torch.tensor(k), "weight": torch.tensor(0.5)}) for k in (0.2, 0.4)]
+        >>> figures = merge(halves)
+        >>> round(figures["kl"].item(), 4), round(figures["ESS"].item(), 4)
+        (0.6, 0.3)
+    """
+    if not outputs:
+        raise ValueError("merge needs the output of at least one micro-batch; got none.")
+    stacked = TensorDict.stack([output.detach() for output in outputs])
+    share = stacked["weight"] / stacked["weight"].sum().clamp_min(torch.finfo(torch.float32).tiny)
+    return TensorDict({key: ((share * x) if key in AVERAGED else x).sum(0) for key, x in stacked.items()})

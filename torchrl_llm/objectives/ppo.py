@@ -1,0 +1,115 @@
+"""PPO over conversations: :class:`LLMPPOLoss`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from torchrl_llm.keys import NestedKey
+from torchrl_llm.objectives import functional as F
+from torchrl_llm.objectives.advantages import Granularity, TurnGAE
+from torchrl_llm.objectives.policy import TurnPolicyLoss
+
+
+class LLMPPOLoss(TurnPolicyLoss):
+    """Proximal policy optimisation with a critic (Schulman et al., 2017, arXiv:1707.06347) and turn-level GAE.
+
+    Adds to :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss` the critic's term
+    ``critic_coeff * mean(0.5 * max((V - R)^2, (V_clip - R)^2))`` over the turns of the optimizer batch (its action tokens at token
+    granularity); ``V`` is pooled as in the estimator, ``V_clip`` stays within ``clip_value`` of the estimator's. Also reads
+    ``"value_target"``, ``"state_value"`` ``[B, L]`` and, if present, ``"critic_weight"``. Also returns ``loss_critic``, and, detached,
+    ``explained_variance`` of these rows and ``value_clip_fraction``.
+
+    Args:
+        actor: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
+        critic: writes ``"state_value"`` ``[B, L]``, index i the value of the prefix before token i, and ``"bootstrap_value"`` ``[B]``.
+
+    Keyword Args:
+        critic_coeff: weight of the critic's term. Default: 0.5.
+        clip_value: how far the value may move from the estimator's; ``None`` is off. Default: 0.2.
+        gamma, lmbda, granularity, single_turn, value_reduction, whiten: see
+            :class:`~torchrl_llm.objectives.advantages.TurnGAE`. Defaults: 0.99 (1.0 per token), 0.95, ``"turn"``, ``None``, ``"first"``, ``True``.
+        kl_coeff: weight of the KL to the reference. Default: 0.01.
+        **options: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
+    """
+
+    default_value_estimator = TurnGAE
+    critic_network: TensorDictModuleBase
+
+    _weight_names = ("loss_weight", "critic_weight")
+
+    def __init__(
+        self,
+        actor: TensorDictModuleBase,
+        critic: TensorDictModuleBase,
+        *,
+        critic_coeff: float = 0.5,
+        clip_value: float | None = 0.2,
+        gamma: float | None = None,
+        lmbda: float = 0.95,
+        granularity: Granularity = "turn",
+        single_turn: bool | None = None,
+        value_reduction: F.ValueReduction = "first",
+        whiten: bool = True,
+        kl_coeff: float = 0.01,
+        **options: Any,
+    ) -> None:
+        super().__init__(actor, critic, kl_coeff=kl_coeff, **options)
+        if clip_value is not None and clip_value <= 0:
+            raise ValueError(f"clip_value is {clip_value}; expected a distance > 0, or None.")
+        self.critic_coeff = critic_coeff
+        self.clip_value = clip_value
+        self.estimator_options |= {
+            "gamma": gamma,
+            "lmbda": lmbda,
+            "granularity": granularity,
+            "single_turn": single_turn,
+            "value_reduction": value_reduction,
+            "whiten": whiten,
+        }
+        self.make_value_estimator()
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        own = [*self.critic_network.in_keys, self.tensor_keys.value_target, self.tensor_keys.value]
+        return list(dict.fromkeys([*super().in_keys, *own]))
+
+    @property
+    def out_keys(self) -> list[NestedKey]:
+        return [*super().out_keys, "loss_critic", "explained_variance", "value_clip_fraction"]
+
+    @property
+    def _token_granularity(self) -> bool:
+        return getattr(self.value_estimator, "granularity", "turn") == "token"
+
+    def weights(self, turn_ids: Tensor, process_group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+        """The policy's weights, and the critic's: ``1/K`` for each of ``K`` turns (or ``1/N`` for each of ``N`` tokens)."""
+        critic = F.loss_weights(turn_ids, "token" if self._token_granularity else "turn", None, process_group)
+        return {**super().weights(turn_ids, process_group), "critic_weight": critic}
+
+    def _pool(self, value: Tensor, turn_ids: Tensor) -> Tensor:
+        """Each action token's value, or its turn's, as the estimator reads it; ``[B, L]``."""
+        if self._token_granularity:
+            return torch.where(turn_ids >= 0, value, 0.0)
+        reduction: F.ValueReduction = getattr(self.value_estimator, "value_reduction", "first")
+        return F.turn_to_token(F.turn_reduce(value, turn_ids, F.count_turns(turn_ids), reduction), turn_ids)
+
+    def _add_terms(self, out: TensorDictBase, tensordict: TensorDictBase, weights: dict[str, Tensor]) -> None:
+        hint = "Run the value estimator first."
+        turn_ids, weight = self._get(tensordict, "turn_ids"), weights["critic_weight"]
+        value = self._pool(self._get(self._run(self.critic_network, tensordict), "value"), turn_ids)
+        target = torch.where(turn_ids >= 0, self._get(tensordict, "value_target", hint), 0.0)
+        error = (value - target).square()
+        clipped = torch.zeros_like(turn_ids, dtype=torch.bool)
+        if self.clip_value is not None:
+            old = self._pool(self._get(tensordict, "value", hint), turn_ids)
+            near = old + (value - old).clamp(-self.clip_value, self.clip_value)
+            error, clipped = torch.maximum(error, (near - target).square()), (value - old).abs() > self.clip_value
+        out["loss_critic"] = self.critic_coeff * (weight * 0.5 * error).sum()
+        out["explained_variance"] = F.explained_variance(value.detach(), target, weight)
+        out["value_clip_fraction"] = (weight * clipped).sum()
