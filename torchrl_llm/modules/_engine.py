@@ -1,0 +1,364 @@
+"""A causal language model that remembers the contexts of slots: :class:`CachedModel`.
+
+Which tokens are computed, in which forward, under which mask, and whether what is cached still holds. Sampling is done
+in :mod:`torchrl_llm.modules.hf`, storage in :mod:`torchrl_llm.modules._kv_cache`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchrl_llm.modules._kv_cache import Ints, SlotCache, common_prefix
+from torchrl_llm.modules.adapters import use_adapter
+from torchrl_llm.modules.lm import backbone, causal_lm, lm_logits
+
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_ATTENTION = ("sdpa", "eager")
+_BORROW = 32  # tokens that are worth copying from another row instead of computing them
+_SPLIT = 16  # columns of padding that are worth another forward
+_MAX_TOKENS = 8192  # most tokens in one forward
+_MAX_MASK = 2**25  # most elements in one attention mask
+_ADVICE = "Use a vLLM policy for this model, or another model."
+_SAMPLE = 16  # elements of each parameter that the staleness check reads
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot be generated from with keys and values cached by slot."""
+
+
+class ContextLengthError(ValueError):
+    """Prompt and response together are longer than the model's positions."""
+
+
+class CachedModel:
+    """Logits of the next token for many slots, computing only tokens that a slot's cache does not hold.
+
+    Use: inside :meth:`session`, one :meth:`prefill`, then any number of :meth:`step` and :meth:`permute`, then
+    :meth:`remember`. An error in between leaves the slots forgotten, never wrong.
+
+    Args:
+        model: a causal language model of transformers, or a ``PeftModel`` around one.
+        adapter: the LoRA adapter to run under; ``None``: the model itself, adapters off.
+
+    Raises:
+        UnsupportedModelError: see :class:`torchrl_llm.modules.hf.HFPolicy`.
+    """
+
+    def __init__(self, model: nn.Module, *, adapter: str | None = None) -> None:
+        self.model = model
+        self.adapter = adapter
+        self.cache = SlotCache()
+        self._fingerprint: tuple[Any, Tensor] | None = None
+        _check_family(model)
+        config = causal_lm(model).config.get_text_config()
+        self._windows = _attention_windows(config)
+        self.max_positions = _max_positions(config)
+        self._check_forward()
+
+    @property
+    def device(self) -> torch.device:
+        """Where token ids go."""
+        return causal_lm(self.model).get_input_embeddings().weight.device
+
+    def drop(self) -> None:
+        """Forget all contexts and free their memory."""
+        self.cache.drop()
+        self._fingerprint = None
+
+    @contextmanager
+    def session(self) -> Iterator[None]:
+        """Evaluation mode, no gradients, the right adapter; the cache is dropped if the weights are new.
+
+        Afterwards each module has its own training flag back, and the model its active adapter.
+        """
+        training = [module for module in self.model.modules() if module.training]
+        for module in training:
+            module.training = False
+        try:
+            with torch.no_grad(), use_adapter(self.model, self.adapter):
+                self._drop_if_stale()
+                yield
+        finally:
+            for module in training:
+                module.training = True
+
+    def _drop_if_stale(self) -> None:
+        # Version counters miss fused optimizers and writes to `.data`, hence the sampled elements.
+        parameters = list(self.model.parameters())
+        exact = [(id(p), p._version, p.data_ptr()) for p in parameters]
+        samples = [p.detach().flatten()[:: max(1, p.numel() // _SAMPLE)] for p in parameters]
+        sampled = torch.cat([x.to(self.device, torch.float64) for x in samples])
+        if self._fingerprint is None or self._fingerprint[0] != exact or not torch.equal(self._fingerprint[1], sampled):
+            self.cache.drop()
+            self._fingerprint = exact, sampled
+
+    def prefill(self, prompts: Ints, lengths: Ints, *, slots: Ints, room: int) -> Tensor:
+        """Read the prompts. Afterwards row i of the cache is row i of the batch.
+
+        Args:
+            prompts: ``[n, L]`` ids, right-padded.
+            lengths: ``[n]``, >= 1.
+            slots: ``[n]``, distinct.
+            room: tokens that may follow.
+
+        Returns:
+            logits ``[n, V]`` of the token after each prompt.
+
+        Raises:
+            ContextLengthError: the longest prompt and ``room`` more tokens are more than the model's positions.
+        """
+        n, longest = len(slots), int(lengths.max())
+        self._check_length(longest, room)
+        prompts = prompts[:, :longest]
+        self.cache.arrange(slots, longest + room)
+        limit = np.minimum(self.cache.lengths[:n], lengths - 1)
+        held = common_prefix(self.cache.tokens[:n, :longest], prompts, limit)
+        self.cache.lengths[:n] = 0
+        leader = _first_equal(prompts, lengths)
+        leaders = np.unique(leader)
+        held = self._share(prompts, lengths, held, leaders)
+        hidden: list[Tensor | None] = [None] * n
+        for rows in _buckets(leaders, lengths - held):
+            for row, state in zip(rows.tolist(), self._read(prompts, held, lengths, rows), strict=True):
+                hidden[row] = state
+        followers = np.flatnonzero(leader != np.arange(n))
+        self.cache.copy(leader[followers], followers, longest)
+        logits = lm_logits(self.model, torch.stack([hidden[row] for row in leaders]))  # type: ignore[misc]
+        return logits[torch.from_numpy(np.searchsorted(leaders, leader)).to(logits.device)]
+
+    def step(self, ids: Tensor, positions: Tensor, *, width: int) -> Tensor:
+        """Append one token to each of the first ``k`` rows.
+
+        Args:
+            ids: ``[k]`` int64.
+            positions: ``[k]`` int64, the number of tokens before each.
+            width: more than the largest position.
+
+        Returns:
+            logits ``[k, V]`` of the token after it.
+        """
+        return lm_logits(self.model, self._forward(ids.unsqueeze(-1), positions.unsqueeze(-1), width=width))
+
+    def permute(self, source: Ints) -> None:
+        """Row i of the first ``len(source)`` rows becomes what row ``source[i]`` was."""
+        rest = np.arange(len(source), len(self.cache.slots))
+        self.cache.permute(np.concatenate([source, rest]))
+
+    def remember(self, prompts: Ints, lengths: Ints, responses: Ints, ends: Ints) -> None:
+        """Record what the first rows hold: the prompts, and the responses up to the last token but one.
+
+        Args:
+            prompts: ``[n, L]``.
+            lengths: ``[n]``.
+            responses: ``[n, A]``.
+            ends: ``[n]``, tokens of each response.
+        """
+        n, width = prompts.shape
+        self.cache.tokens[:n, :width] = prompts
+        columns = lengths[:, None] + np.arange(responses.shape[1])
+        np.put_along_axis(self.cache.tokens[:n], columns, responses, axis=1)
+        self.cache.lengths[:n] = lengths + ends - 1
+
+    # Prefill: what to read, and reading it.
+
+    def _check_length(self, longest: int, room: int) -> None:
+        if longest + room > self.max_positions:
+            raise ContextLengthError(
+                f"A prompt of {longest} tokens and a response of up to {room} are more than the {self.max_positions} "
+                "positions of the model. Lower max_model_len or max_output_tokens, or take a model with more positions."
+            )
+
+    def _share(self, prompts: Ints, lengths: Ints, held: Ints, rows: Ints) -> Ints:
+        """Fill rows with prefixes that other rows hold, or that several of them begin with; returns the new ``held``."""
+        held = self._borrow(prompts, lengths, held, rows)
+        fresh = rows[lengths[rows] - 1 - held[rows] >= _BORROW]
+        if len(fresh) < 2:
+            return held
+        first = fresh[:1]
+        common = int(common_prefix(prompts[first], prompts[fresh], lengths[fresh] - 1).min())
+        if common - int(held[fresh].max()) < _BORROW:
+            return held
+        ends = np.full_like(lengths, common)
+        self._read(prompts, held, ends, first)
+        held = held.copy()
+        held[first] = common
+        self.cache.tokens[first, :common] = prompts[first, :common]
+        return self._borrow(prompts, lengths, held, fresh)
+
+    def _borrow(self, prompts: Ints, lengths: Ints, held: Ints, rows: Ints) -> Ints:
+        """Copy to each of ``rows`` the longest prefix of its prompt that any row holds, where that saves enough."""
+        n, longest = prompts.shape
+        available = self.cache.lengths.copy()
+        available[:n] = held
+        result, pairs = held.copy(), []
+        for row in rows[lengths[rows] - 1 - held[rows] >= _BORROW].tolist():
+            start, prompt = int(held[row]), prompts[row]
+            donors = np.flatnonzero((available > start) & (self.cache.tokens[:, start] == prompt[start]))
+            if not len(donors):
+                continue
+            limit = np.minimum(available[donors], lengths[row] - 1)
+            prefix = common_prefix(self.cache.tokens[donors, :longest], prompt[None], limit)
+            if prefix.max() - start >= _BORROW:
+                result[row] = prefix.max()
+                pairs.append((int(donors[prefix.argmax()]), row))
+        if pairs:
+            source, target = np.array(pairs, np.int64).T
+            self.cache.copy(source, target, int(result[target].max()))
+            for row in target:
+                self.cache.tokens[row, : result[row]] = prompts[row, : result[row]]
+        return result
+
+    def _read(self, prompts: Ints, held: Ints, ends: Ints, rows: Ints) -> Tensor:
+        """Compute tokens ``held`` to ``ends`` of the prompts of ``rows`` ``[m]``.
+
+        The windows end together, so that the last column belongs to every row's last token: a row with fewer tokens to
+        read than the others reads some again, and padding where its prompt does not reach so far back.
+
+        Returns:
+            hidden states ``[m, H]`` of the last tokens.
+        """
+        count, longest = int((ends - held)[rows].max()), int(ends[rows].max())
+        chunk = max(1, min(count, _MAX_TOKENS, _MAX_MASK // longest))
+        height = max(1, min(_MAX_TOKENS // chunk, _MAX_MASK // (chunk * longest)))
+        parts = []
+        for part in (rows[i : i + height] for i in range(0, len(rows), height)):
+            positions = (ends[part] - count)[:, None] + np.arange(count)
+            ids = np.take_along_axis(prompts[part], positions.clip(0), axis=1)
+            place = None if part[0] == 0 and part[-1] == len(part) - 1 else self._put(part)
+            for start in range(0, count, chunk):
+                window = slice(start, start + chunk)
+                width = longest - count + min(start + chunk, count)
+                state = self._forward(
+                    self._put(ids[:, window]), self._put(positions[:, window]), width=width, rows=place
+                )
+            parts.append(state)
+        return torch.cat(parts)
+
+    def _put(self, array: Ints) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+    # One forward.
+
+    def _forward(self, ids: Tensor, positions: Tensor, *, width: int, rows: Tensor | None = None) -> Tensor:
+        """Run the backbone on new tokens ``[m, q]``; negative positions are padding. Returns ``[m, H]``, last column."""
+        self.cache.aim(positions, width=width, rows=rows)
+        if positions.shape[1] > 1:
+            positions = positions.clamp(min=0)
+        out = backbone(self.model)(
+            input_ids=ids,
+            position_ids=positions,
+            attention_mask=self._masks(positions, width),
+            past_key_values=self.cache,
+            use_cache=True,
+        )
+        return out.last_hidden_state[:, -1]
+
+    def _masks(self, positions: Tensor, width: int) -> Tensor | dict[str, Tensor]:
+        """Additive masks ``[m, 1, q, width]``: a token sees its own column, those before, and no further than its window."""
+        dtype = causal_lm(self.model).get_input_embeddings().weight.dtype
+        columns, positions = torch.arange(width, device=positions.device), positions[:, None, :, None]
+        hidden = columns > positions
+        masks = {}
+        for kind, window in self._windows.items():
+            out = hidden if window is None else hidden | (columns <= positions - window)
+            masks[kind] = torch.zeros(out.shape, dtype=dtype, device=out.device).masked_fill_(out, -torch.inf)
+        # A single kind goes in as a tensor: models that do not tell kinds apart do not know the dictionary.
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def _check_forward(self) -> None:
+        """Compare cached, padded, stepwise computation with the model's own forward on two short rows."""
+        lm = causal_lm(self.model)
+        weight = lm.get_input_embeddings().weight
+        ids = (np.arange(16, dtype=np.int64).reshape(2, 8) * 7 + 1) % weight.shape[0]
+        lengths = np.array([7, 3], np.int64)
+        with self.session():
+            plain = [lm(input_ids=self._put(ids[i : i + 1, : lengths[i] + 1])).logits[0, -2:] for i in range(2)]
+            try:
+                first = self.prefill(ids, lengths, slots=np.arange(2), room=1)
+                second = self.step(self._put(ids[[0, 1], lengths]), self._put(lengths), width=8)
+            except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+                raise UnsupportedModelError(
+                    f"{_what(lm)} fails in a forward with keys and values cached by slot: {error} {_ADVICE}"
+                ) from error
+            finally:
+                self.drop()
+        expected, found = torch.stack(plain).float(), torch.stack([first, second], dim=1).float()
+        tolerance = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 3e-2
+        if not torch.allclose(found, expected, rtol=0, atol=tolerance * max(1.0, float(expected.abs().max()))):
+            raise UnsupportedModelError(
+                f"{_what(lm)} has other logits with keys and values cached by slot than without (largest difference "
+                f"{float((found - expected).abs().max()):.3g}), so log-probs would be wrong. {_ADVICE}"
+            )
+
+
+def _what(lm: Any) -> str:
+    return f"{type(lm).__name__} (model_type {lm.config.model_type!r})"
+
+
+def _check_family(model: nn.Module) -> None:
+    """Refuse models whose layers keep something else than keys and values by position."""
+    lm = causal_lm(model)
+    config = lm.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    problem = None
+    if getattr(lm, "_is_stateful", False) or kinds:
+        problem = f"has layers that keep a state of another kind ({', '.join(sorted(kinds)) or 'recurrent'})"
+    elif lm.config.is_encoder_decoder:
+        problem = "is an encoder-decoder"
+    elif getattr(config, "attention_chunk_size", None) is not None:
+        problem = "attends in chunks"
+    elif any(peft.is_prompt_learning for peft in getattr(model, "peft_config", {}).values()):
+        problem = "has a prompt-learning adapter, which lengthens every prompt"
+    elif "position_ids" not in signature(backbone(model).forward).parameters:
+        problem = "takes no position_ids"
+    if problem:
+        raise UnsupportedModelError(
+            f"{_what(lm)} {problem}; HFPolicy needs attention layers with keys and values by position. {_ADVICE}"
+        )
+    if config._attn_implementation not in _ATTENTION:
+        raise UnsupportedModelError(
+            f"{_what(lm)} uses attn_implementation={config._attn_implementation!r}, which takes no ready-made mask; "
+            f"expected one of {_ATTENTION}. Load the model with attn_implementation='sdpa'."
+        )
+
+
+def _attention_windows(config: Any) -> dict[str, int | None]:
+    """How far back the layers of each kind see; ``None``: to the beginning."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = ["full_attention" if window is None else "sliding_attention"]
+    return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
+
+
+def _max_positions(config: Any) -> float:
+    """The longest context. Rope variants that depend on the batch's longest row count up to where they set in."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    longest = getattr(config, "max_position_embeddings", None)
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        longest = rope.get("original_max_position_embeddings") or longest
+    return float("inf") if longest is None else longest
+
+
+def _first_equal(prompts: Ints, lengths: Ints) -> Ints:
+    """``[n]``: the first row with the same prompt as each row."""
+    seen: dict[bytes, int] = {}
+    return np.array([seen.setdefault(prompts[i, : lengths[i]].tobytes(), i) for i in range(len(lengths))], np.int64)
+
+
+def _buckets(rows: Ints, missing: Ints) -> list[Ints]:
+    """Split ``rows`` so that none of them reads mostly what it has read, or padding: long prompts, short feedback."""
+    buckets: list[list[int]] = []
+    for row in sorted(rows.tolist(), key=lambda row: -missing[row]):
+        most = missing[buckets[-1][0]] if buckets else 0
+        if not buckets or (2 * missing[row] < most and most - missing[row] > _SPLIT):
+            buckets.append([])
+        buckets[-1].append(row)
+    return [np.sort(np.array(bucket, np.int64)) for bucket in buckets]

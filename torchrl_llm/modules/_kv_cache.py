@@ -1,0 +1,164 @@
+"""Keys and values of the slots' contexts, kept between turns: :class:`SlotCache`.
+
+Storage and bookkeeping only. Which tokens are computed, and with what mask, is decided in
+:mod:`torchrl_llm.modules.hf`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from transformers import Cache
+
+Ints = NDArray[np.int64]
+
+_ALIGNMENT = 64  # columns are allocated in multiples of this
+
+
+class SlotCache(Cache):
+    """A transformers cache of ``[rows, heads, columns, dim]`` per layer: the token at position p of a row lies in column p.
+
+    Rows are right-padded and of different lengths; a forward writes each new token to its own position
+    (:meth:`aim`) and sees the columns up to the longest row, so the attention mask must hide what lies behind a token.
+    The last column is a dump for padding and never seen.
+
+    Rows are addressed by number; :meth:`arrange` brings the slots of a batch to rows 0, 1, ..., so that a batch is a
+    view of the storage and not a copy.
+
+    Attributes:
+        slots: ``[rows]``, the slot that each row belongs to.
+        tokens: ``[rows, columns]``, the ids whose keys and values are held.
+        lengths: ``[rows]``, how many of them are valid.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.drop()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Contents are worth nothing in another process or beside copied weights: copies start empty.
+        return SlotCache, ()
+
+    def drop(self) -> None:
+        """Forget everything and free the memory."""
+        self._layers: list[tuple[Tensor, Tensor]] = []
+        self.slots: Ints = np.zeros(0, np.int64)
+        self.lengths: Ints = np.zeros(0, np.int64)
+        self.tokens: Ints = np.zeros((0, 0), np.int64)
+
+    # Bookkeeping, on the host.
+
+    def arrange(self, slots: Ints, columns: int) -> None:
+        """Bring ``slots`` ``[n]`` (distinct) to rows 0 to n - 1, with room for ``columns`` tokens each."""
+        known = {slot: row for row, slot in enumerate(self.slots.tolist())}
+        new = [slot for slot in slots.tolist() if slot not in known]
+        self._reserve(len(known) + len(new), columns + 1)
+        self.slots[len(known) :] = new
+        known.update({slot: len(known) + i for i, slot in enumerate(new)})
+        first = [known.pop(slot) for slot in slots.tolist()]
+        self.permute(np.array(first + list(known.values()), np.int64))
+
+    def permute(self, source: Ints) -> None:
+        """Row i becomes what row ``source[i]`` was; only rows that move are copied."""
+        moved = np.flatnonzero(source != np.arange(len(source)))
+        if not len(moved):
+            return
+        self.slots, self.lengths, self.tokens = self.slots[source], self.lengths[source], self.tokens[source]
+        for storage in self._storages():
+            to, of = (torch.from_numpy(rows).to(storage.device) for rows in (moved, source[moved]))
+            storage.index_copy_(0, to, storage.index_select(0, of))
+
+    def copy(self, source: Ints, target: Ints, columns: int) -> None:
+        """Copy the first ``columns`` columns of rows ``source`` ``[m]`` to rows ``target`` ``[m]``, keys and values only."""
+        if not len(source):
+            return
+        for storage in self._storages():
+            to, of = (torch.from_numpy(rows).to(storage.device) for rows in (target, source))
+            part = storage[:, :, :columns]
+            part.index_copy_(0, to, part.index_select(0, of))
+
+    def _reserve(self, rows: int, columns: int) -> None:
+        """Grow the storage to at least this size; contents are kept."""
+        old_rows, old_columns = self.tokens.shape
+        if rows <= old_rows and columns <= old_columns:
+            return
+        if columns > old_columns:
+            columns = -(-max(columns, old_columns * 5 // 4) // _ALIGNMENT) * _ALIGNMENT
+        rows, columns = max(rows, old_rows), max(columns, old_columns)
+        self.tokens = np.pad(self.tokens, ((0, rows - old_rows), (0, columns - old_columns)))
+        self.lengths = np.pad(self.lengths, (0, rows - old_rows))
+        self.slots = np.pad(self.slots, (0, rows - old_rows))
+        for i, (keys, values) in enumerate(self._layers):
+            self._layers[i] = self._grown(keys), self._grown(values)
+
+    def _grown(self, storage: Tensor) -> Tensor:
+        rows, heads, columns, dim = storage.shape
+        grown = storage.new_zeros(self.tokens.shape[0], heads, self.tokens.shape[1], dim)
+        grown[:rows, :, :columns] = storage
+        return grown
+
+    def _storages(self) -> list[Tensor]:
+        return [storage for layer in self._layers for storage in layer]
+
+    # What a model's forward calls.
+
+    def aim(self, positions: Tensor, *, width: int, rows: Tensor | None = None) -> None:
+        """Say where the next forward writes and what it sees.
+
+        Args:
+            positions: ``[n, q]`` int64, the column of each new token; negative for padding.
+            width: the columns that are seen.
+            rows: ``[n]`` int64, the rows of the batch; ``None``: rows 0 to n - 1.
+        """
+        self._width, self._rows, self._num = width, rows, positions.shape[0]
+        row = torch.arange(self._num, device=positions.device) if rows is None else rows
+        columns = self.tokens.shape[1]
+        self._row = row.view(-1, 1, 1)
+        self._column = torch.where(positions < 0, columns - 1, positions).unsqueeze(1)
+        self._indices: dict[int, Tensor] = {}
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store ``[n, heads, q, dim]`` keys and values where :meth:`aim` said and return those of the whole context.
+
+        Returns:
+            keys and values ``[n, heads, width, dim]``.
+        """
+        while len(self._layers) <= layer_idx:
+            self._layers.append((self._allocate(key_states), self._allocate(value_states)))
+        keys, values = self._layers[layer_idx]
+        return self._write(keys, key_states), self._write(values, value_states)
+
+    def _allocate(self, states: Tensor) -> Tensor:
+        rows, columns = self.tokens.shape
+        # Zeros, for what is masked must still be finite.
+        return states.new_zeros(rows, states.shape[1], columns, states.shape[3])
+
+    def _write(self, storage: Tensor, states: Tensor) -> Tensor:
+        _, heads, columns, dim = storage.shape
+        if (index := self._indices.get(heads)) is None:
+            head = torch.arange(heads, device=storage.device).view(1, -1, 1)
+            index = ((self._row * heads + head) * columns + self._column).flatten()
+            self._indices[heads] = index
+        storage.view(-1, dim).index_copy_(0, index, states.reshape(-1, dim))
+        seen = storage[:, :, : self._width]
+        return seen[: self._num] if self._rows is None else seen.index_select(0, self._rows)
+
+
+def common_prefix(a: Ints, b: Ints, limit: Ints) -> Ints:
+    """Length of the longest common prefix of each row of ``a`` and ``b``, at most ``limit``.
+
+    Args:
+        a, b: ``[n, L]`` or ``[1, L]`` ids.
+        limit: ``[n]``, at most ``L``.
+
+    Returns:
+        ``[n]``.
+    """
+    differs = (a != b) | (np.arange(a.shape[1]) >= limit[:, None])
+    return np.where(differs.any(1), differs.argmax(1), a.shape[1]).astype(np.int64)

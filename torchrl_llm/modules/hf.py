@@ -1,0 +1,264 @@
+"""In-process generation with a transformers model: :class:`HFPolicy`.
+
+One call a turn for all live slots, with keys and values kept between turns. Storage of keys and values lives in
+:mod:`torchrl_llm.modules._kv_cache`, distributions and noise in :mod:`torchrl_llm.modules.sampling`, idle slots and
+TensorDict keys in :mod:`torchrl_llm.modules.policy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from torchrl_llm.modules._engine import CachedModel, ContextLengthError, UnsupportedModelError
+from torchrl_llm.modules._kv_cache import Ints
+from torchrl_llm.modules.lm import causal_lm, check_vocabulary
+from torchrl_llm.modules.policy import Generation, SamplingConfig, TurnPolicy
+from torchrl_llm.modules.sampling import SamplingProcessor, draw, likeliest, turn_noise
+
+__all__ = ["ContextLengthError", "HFPolicy", "NonFiniteLogitsError", "UnsupportedModelError"]
+
+_SHRINK = 0.75  # finished rows are taken out of the batch when no more than this share is alive
+
+
+class NonFiniteLogitsError(FloatingPointError):
+    """The model's logits are NaN or infinite: there is no distribution to sample from."""
+
+
+class HFPolicy(TurnPolicy):
+    """Samples responses from a transformers causal language model, in this process.
+
+    Exact and stateless to the caller: ids depend on the weights, the prompt and ``(seed, episode_id, turn)``; never on
+    the neighbours in the batch, the slot, or what was generated before. Keys and values are kept by slot, so that a turn
+    computes only the tokens which the slot has not seen; a cached token is used only where the prompt agrees with it.
+    Equal prompts (the members of a group) are computed once, and so is a prefix that another slot holds.
+
+    The log-prob recorded is that of the distribution left by all processors of ``sampling``, in float32; with greedy
+    decoding, the log-prob of the likeliest token under that same distribution. Nothing comes from the model's
+    ``generation_config`` but its list of end tokens. The distribution covers the model's whole vocabulary: where it is
+    padded beyond the tokenizer's (as Qwen's is), the padding ids keep the probability that the model gives them.
+
+    The cache is dropped when the weights change. :meth:`weights_changed` says so; besides, every call compares the
+    parameters' identities, version counters and a few sampled elements with those of the last call, so that a
+    forgotten notice cannot go unseen unless a change misses all samples.
+
+    Args:
+        model: a causal language model of transformers with attention layers only (``sdpa`` or ``eager``), or a
+            ``PeftModel`` around one. Training mode is switched off during generation and put back after.
+        tokenizer: the model's tokenizer: its end-of-turn id stops responses, its vocabulary is checked.
+        sampling: how responses are sampled; default ``SamplingConfig()``.
+        adapter: the LoRA adapter to generate with; ``None``: the model itself, adapters off.
+        seed: the first part of the noise key, >= 0.
+
+    Attributes:
+        stop_ids: the ids that end a response: ``sampling.stop_ids``, or those found in tokenizer and model.
+
+    Raises:
+        UnsupportedModelError: a model with state-space, convolution or chunked layers, another attention
+            implementation, prompt-learning adapters, or one whose cached forward disagrees with its plain one (both are
+            compared on a few tokens).
+        VocabularyMismatchError: the tokenizer has ids that the model does not embed.
+        ContextLengthError: prompt and longest response exceed the model's positions (from ``forward``).
+        NonFiniteLogitsError: the model's logits are NaN or infinite (from ``forward``).
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> from tokenizers import Tokenizer, models
+        >>> from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+        >>> vocabulary = {"<end>": 0} | {str(i): i for i in range(1, 16)}
+        >>> tokenizer = PreTrainedTokenizerFast(
+        ...     tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<end>")), eos_token="<end>")
+        >>> model = Qwen2ForCausalLM(Qwen2Config(
+        ...     vocab_size=16, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...     num_key_value_heads=1, bos_token_id=None, eos_token_id=0))
+        >>> policy = HFPolicy(model, tokenizer, SamplingConfig(max_output_tokens=4))
+        >>> turn = TensorDict(
+        ...     tokens=dict(prompt=torch.tensor([[3, 4, 5], [6, 0, 0]]), prompt_length=torch.tensor([[3], [1]])),
+        ...     turn=torch.zeros(2, 1, dtype=torch.int64), episode_id=torch.tensor([[0], [1]]), batch_size=[2])
+        >>> policy(turn)["tokens", "response"].shape
+        torch.Size([2, 4])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        sampling: SamplingConfig | None = None,
+        *,
+        adapter: str | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(sampling or SamplingConfig(), seed=seed)
+        check_vocabulary(model, tokenizer)
+        self.model = model
+        self.adapter = adapter
+        self.stop_ids = _stop_ids(self.sampling, model, tokenizer)
+        self._engine = CachedModel(model, adapter=adapter)
+        self._processor = SamplingProcessor(self.sampling, stop_ids=self.stop_ids)
+
+    @property
+    def exact(self) -> bool:
+        """Whether a scorer at the same temperature and ``min_output_tokens`` computes the log-probs recorded here."""
+        return not self.sampling.truncates
+
+    def weights_changed(self) -> None:
+        """Tell the policy that its weights are new: drops the cache; later tokens carry the next ``policy_version``."""
+        super().weights_changed()
+        self.drop_cache()
+
+    def drop_cache(self) -> None:
+        """Free the memory of the cached keys and values. Costs time at the next turn, never correctness."""
+        self._engine.drop()
+
+    def close(self) -> None:
+        """Free the cache."""
+        self.drop_cache()
+
+    def generate(
+        self, prompt: Tensor, lengths: Tensor, turn: Tensor, episode_id: Tensor, *, slots: Tensor, greedy: bool
+    ) -> Generation:
+        """Sample one response per row; see :meth:`TurnPolicy.generate`. ``slots`` are distinct."""
+        prompts, sizes = prompt.cpu().numpy(), lengths.cpu().numpy()
+        width = self.sampling.max_output_tokens
+        noise = None
+        if not greedy:
+            noise = turn_noise(seed=self.seed, episode_id=episode_id.tolist(), turn=turn.tolist(), width=width)
+        with self._engine.session():
+            logits = self._engine.prefill(prompts, sizes, slots=slots.cpu().numpy(), room=width)
+            loop = _Responses(self._engine, self._processor, prompts, sizes, noise, logits, self.stop_ids, width)
+            while logits is not None:
+                logits = loop.advance(logits)
+            generation = loop.close()
+        if not bool(torch.isfinite(generation.log_probs).all()):
+            self.drop_cache()
+            raise NonFiniteLogitsError(
+                f"The logits of {type(causal_lm(self.model)).__name__} are NaN or infinite, so nothing can be sampled. "
+                "The weights have probably diverged: lower the learning rate, clip gradients, or load a checkpoint."
+            )
+        return Generation(*(x.to(prompt.device) for x in generation))
+
+
+class _Responses:
+    """The responses of one turn while they grow. Row i of every tensor is row i of the cache.
+
+    Finished rows are moved behind those that are alive and take part in no further forward.
+    """
+
+    def __init__(
+        self,
+        engine: CachedModel,
+        processor: SamplingProcessor,
+        prompts: Ints,
+        lengths: Ints,
+        noise: Tensor | None,
+        logits: Tensor,
+        stop_ids: Sequence[int],
+        width: int,
+    ) -> None:
+        n, device = len(lengths), logits.device
+        self._engine, self._processor = engine, processor
+        self._prompts, self._lengths = prompts, lengths
+        self._order = np.arange(n)  # the batch row that each cache row holds
+        self._alive, self._index = n, 0
+        self._noise = None if noise is None else noise.to(device)
+        self._tokens = torch.zeros(n, width, dtype=torch.int64, device=device)
+        self._log_probs = torch.zeros(n, width, dtype=torch.float32, device=device)
+        self._positions = torch.from_numpy(lengths).to(device)
+        self._finished = torch.zeros(n, dtype=torch.bool, device=device)
+        self._stops: Tensor | None = None
+        if stop_ids:
+            self._stops = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)
+            self._stops[list(stop_ids)] = True
+        self._context = _context(prompts, lengths, width).to(device) if processor.needs_context else None
+
+    def advance(self, logits: Tensor) -> Tensor | None:
+        """Sample the next token of each row that is alive; returns the logits ``[k, V]`` after it, or None at the end."""
+        ids, log_probs = self._sample(logits)
+        self._tokens[: self._alive, self._index] = ids
+        self._log_probs[: self._alive, self._index] = log_probs
+        self._index += 1
+        if self._index == self._tokens.shape[1]:
+            return None
+        if self._stops is not None:
+            self._finished[: self._alive] |= self._stops[ids]
+            self._drop_finished()
+            if not self._alive:
+                return None
+            ids = self._tokens[: self._alive, self._index - 1]
+        positions = self._positions[: self._alive] + (self._index - 1)
+        if self._context is not None:
+            self._context[: self._alive].scatter_(1, positions.unsqueeze(1), ids.unsqueeze(1))
+        longest = int(self._lengths[self._order[: self._alive]].max())
+        return self._engine.step(ids, positions, width=longest + self._index)
+
+    def _sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        context = None if self._context is None else self._context[: self._alive]
+        logits = self._processor(logits, index=self._index, context=context)
+        if self._noise is None:
+            return likeliest(logits)
+        return draw(logits, self._noise[: self._alive, self._index])
+
+    def _drop_finished(self) -> None:
+        alive = self._alive - int(self._finished[: self._alive].sum())
+        if alive and alive > _SHRINK * self._alive:
+            return
+        if alive:
+            finished = self._finished[: self._alive].cpu().numpy()
+            holes = np.flatnonzero(finished[:alive])
+            movers = alive + np.flatnonzero(~finished[alive:])
+            source = np.arange(len(self._order))
+            source[holes], source[movers] = movers, holes
+            self._permute(source)
+        self._alive = alive
+
+    def _permute(self, source: Ints) -> None:
+        self._engine.permute(source)
+        self._order = self._order[source]
+        index = torch.from_numpy(source).to(self._tokens.device)
+        for name in ("_noise", "_tokens", "_log_probs", "_positions", "_finished", "_context"):
+            if (value := getattr(self, name)) is not None:
+                setattr(self, name, value[index])
+
+    def close(self) -> Generation:
+        """Tell the cache what it holds; returns the responses in the order of the batch."""
+        width = self._tokens.shape[1]
+        ends = torch.full_like(self._positions, width)
+        if self._stops is not None:
+            hits = self._stops[self._tokens]
+            ends = torch.where(hits.any(1), hits.int().argmax(1) + 1, ends)
+        self._engine.remember(
+            self._prompts[self._order], self._lengths[self._order], self._tokens.cpu().numpy(), ends.cpu().numpy()
+        )
+        back = torch.from_numpy(np.argsort(self._order)).to(ends.device)
+        return Generation(self._tokens[back], ends[back], self._log_probs[back])
+
+
+def _context(prompts: Ints, lengths: Ints, width: int) -> Tensor:
+    """``[n, L + width]``: the prompts, padded with their own first ids, which add no id to the row."""
+    padded = np.pad(prompts, ((0, 0), (0, width)))
+    return torch.from_numpy(np.where(np.arange(padded.shape[1]) < lengths[:, None], padded, prompts[:, :1]))
+
+
+def _stop_ids(sampling: SamplingConfig, model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a response, checked against the model's vocabulary."""
+    lm = causal_lm(model)
+    found = sampling.stop_ids
+    if found is None:
+        listed = getattr(getattr(lm, "generation_config", None), "eos_token_id", None)
+        listed = listed if isinstance(listed, list | tuple) else [listed]
+        found = tuple(sorted({i for i in (*listed, tokenizer.eos_token_id) if i is not None}))
+        if not found:
+            raise ValueError(
+                "SamplingConfig.stop_ids is None, but neither the tokenizer nor model.generation_config names an end "
+                "token. Set tokenizer.eos_token, or pass stop_ids=(...); stop_ids=() lets every response run to "
+                "max_output_tokens."
+            )
+    vocabulary = lm.get_output_embeddings().weight.shape[0]
+    strange = [i for i in found if not 0 <= i < vocabulary]
+    if strange:
+        raise ValueError(f"stop_ids {strange} are no ids of the model, whose vocabulary has {vocabulary} tokens.")
+    return found
