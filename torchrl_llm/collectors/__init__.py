@@ -1,1 +1,9 @@
-""""""
+"""Collectors that deliver whole conversations: :class:`TurnCollector`.
+
+Environments and policies come from :mod:`torchrl_llm.envs` and :mod:`torchrl_llm.modules`; rows are made in
+:mod:`torchrl_llm.data`.
+"""
+
+from torchrl_llm.collectors.turn import TurnCollector
+
+__all__ = ["TurnCollector"]

@@ -354,6 +354,11 @@ class GEMEnv(EnvBase):
         }
         self.full_done_spec = Composite(done, shape=(n,), device=self.device)
 
+    @property
+    def group_size(self) -> int:
+        """Episodes that share a task."""
+        return self.tickets.group_size
+
     # ------------------------------------------------------------------ TorchRL's private methods
 
     def _set_seed(self, seed: int | None) -> None:

@@ -1,0 +1,298 @@
+"""TurnCollector: B tickets over N slots."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import nn
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.envs import Compose, RewardScaling, SerialEnv, TransformedEnv
+from torchrl.envs.utils import ExplorationType, exploration_type
+from torchrl.objectives import LossModule
+from torchrl.trainers import Trainer
+
+from torchrl_llm import keys
+from torchrl_llm.collectors import TurnCollector
+from torchrl_llm.envs import EnvironmentFault, GEMEnv
+from torchrl_llm.testing.environments import Dice, Faulty, StopOrGo
+from torchrl_llm.testing.policies import ScriptedPolicy
+
+MASK = ("collector", "mask")
+RATE = 0.3
+
+
+def is_long(episode):
+    return random.Random(episode).random() < RATE
+
+
+def length(episode):
+    return 5 if is_long(episode) else 1
+
+
+def one_or_five(episode, turn, context):
+    return "stop" if turn == length(episode) - 1 else "go on"
+
+
+@pytest.fixture
+def make(tokenizer):
+    def make(env=StopOrGo, **kwargs):
+        return GEMEnv(env, **{"tokenizer": tokenizer, "max_output_tokens": 16, **kwargs})
+
+    return make
+
+
+@pytest.fixture
+def says(tokenizer):
+    return partial(ScriptedPolicy, tokenizer=tokenizer, max_output_tokens=16)
+
+
+def episodes(batch):
+    return batch["episode_id"][:, 0, 0].tolist()
+
+
+class TestBatches:
+    """What makes a batch on-policy."""
+
+    @pytest.mark.parametrize(
+        ("slots", "size", "group"), [(4, 16, 1), (4, 16, 4), (8, 4, 2), (6, 10, 2), (1, 3, 1), (4, 4, 4)]
+    )
+    def test_exactly_b_whole_conversations_in_ticket_order(self, make, says, slots, size, group):
+        policy = says(one_or_five)
+        collector = TurnCollector(make(num_envs=slots, group_size=group), policy, batch_size=size, total_batches=4)
+        for i, batch in enumerate(collector):
+            assert batch.batch_size[0] == size
+            ids = episodes(batch)
+            assert ids == list(range(i * size, (i + 1) * size))
+            mask = batch[MASK]
+            assert mask.sum(-1).tolist() == [length(episode) for episode in ids]
+            assert (mask == (torch.arange(mask.shape[1]) < mask.sum(-1, keepdim=True))).all()
+            assert (batch["group_id"][:, 0, 0] == torch.tensor(ids) // group).all()
+            last = mask.sum(-1) - 1
+            assert batch["next", "done"][torch.arange(size), last].all()
+            assert batch["next", "done"].sum() == size
+            assert set(batch[keys.POLICY_VERSION][batch[keys.RESPONSE_MASK]].tolist()) == {i}
+            policy.weights_changed()
+        assert i == 3
+
+    def test_lengths_have_the_rate_of_the_policy(self, make, says):
+        size, batches = 40, 10
+        collector = TurnCollector(make(num_envs=8), says(one_or_five), batch_size=size, total_batches=batches)
+        played = [batch[MASK].sum(-1) for batch in collector]
+        lengths = torch.cat(played).tolist()
+        total = size * batches
+        assert lengths == [length(episode) for episode in range(total)]
+        assert abs(lengths.count(5) - RATE * total) < 4 * (total * RATE * (1 - RATE)) ** 0.5
+        assert 5 in lengths[-8:] or any(is_long(e) for e in range(total - 8)), (
+            "long episodes are not dropped at the end"
+        )
+
+    def test_rows_hold_the_conversation(self, make, says):
+        batch = TurnCollector(make(Dice, num_envs=3), says(lambda e, t, c: f"{e}.{t}"), batch_size=7).rollout()
+        mask = batch[MASK]
+        assert batch["episode_id"].squeeze(-1)[mask].tolist() == [e for e in range(7) for _ in range(3)]
+        assert batch["turn"].squeeze(-1).tolist() == [[0, 1, 2]] * 7
+        following, context = batch["next", "tokens", "prompt"][:, :-1], batch[keys.PROMPT][:, 1:]
+        assert (following == context).all()
+        grows = batch["next", "tokens", "prompt_length"] > batch[keys.PROMPT_LENGTH]
+        assert grows.all()
+        for row in batch[:, -1]["next"].unbind(0):
+            text = "".join(chr(c) for c in row[keys.PROMPT][: int(row[keys.PROMPT_LENGTH])] if c > 255)
+            assert text == ""
+
+    def test_a_batch_does_not_depend_on_the_number_of_slots(self, make, says):
+        def rollout(slots):
+            script = lambda episode, turn, context: f"{episode}.{turn}"  # noqa: E731
+            return TurnCollector(make(partial(Dice, turns=2), num_envs=slots), says(script), batch_size=6).rollout()
+
+        one, six, nine = rollout(1), rollout(6), rollout(9)
+        assert (one == six).all()
+        assert (one == nine).all()
+
+    def test_padding(self, make, says):
+        batch = TurnCollector(make(num_envs=4), says(one_or_five), batch_size=16).rollout()
+        rest = batch[~batch[MASK]]
+        assert len(rest) > 0
+        for key in ("turn_ids", "policy_version", "episode_id", "group_id"):
+            assert (rest[key] == -1).all()
+        for key in (keys.PROMPT, keys.PROMPT_LENGTH, keys.RESPONSE, keys.RESPONSE_MASK, ("next", "reward")):
+            assert not rest[key].any()
+
+    def test_idle_slots_are_not_spoken_for(self, make, says):
+        spoken = []
+
+        def script(episode, turn, context):
+            spoken.append((episode, turn))
+            return one_or_five(episode, turn, context)
+
+        batch = TurnCollector(make(num_envs=8), says(script), batch_size=12).rollout()
+        assert len(spoken) == len(set(spoken)) == batch[MASK].sum()
+
+
+class TestLimits:
+    def test_total_batches(self, make, says):
+        collector = TurnCollector(make(num_envs=2), says(one_or_five), batch_size=2, total_batches=3)
+        assert len(collector) == 3
+        assert len(list(collector)) == 3
+        assert list(collector) == []
+
+    def test_total_frames_counts_turns(self, make, says):
+        collector = TurnCollector(
+            make(num_envs=2), says(lambda e, t, c: "go" if t < 2 else "stop"), batch_size=2, total_frames=13
+        )
+        assert [int(batch[MASK].sum()) for batch in collector] == [6, 6, 6]
+        assert collector.stats()["frames"] == 18
+        with pytest.raises(TypeError, match="total_batches"):
+            len(collector)
+
+    def test_iteration_can_be_left_and_taken_up_again(self, make, says):
+        collector = TurnCollector(make(num_envs=2), says(one_or_five), batch_size=2)
+        seen = [episodes(next(iter(collector))) for _ in range(2)]
+        assert [*seen, episodes(collector.next())] == [[0, 1], [2, 3], [4, 5]]
+
+
+class TestTorchRL:
+    def test_replay_buffer(self, make, says):
+        buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        collector = TurnCollector(
+            make(num_envs=2),
+            says(one_or_five),
+            batch_size=6,
+            total_batches=2,
+            replay_buffer=buffer,
+            # A buffer's rows have one width: conversations are cut to their first turn here.
+            postproc=lambda batch: batch[:, 0].exclude("collector"),
+        )
+        assert list(collector) == [None, None]
+        assert collector.getattr_rb("write_count") == len(buffer) == 12
+        assert buffer[:]["episode_id"].flatten().tolist() == list(range(12))
+
+    def test_hooks_and_exploration_type(self, make, says):
+        events = []
+        collector = TurnCollector(
+            make(),
+            says(lambda e, t, c: events.append(exploration_type()) or "stop"),
+            batch_size=1,
+            exploration_type=ExplorationType.DETERMINISTIC,
+            pre_collect_hook=lambda: events.append("before"),
+            post_collect_hook=lambda batch: events.append(batch.shape),
+        )
+        collector.rollout()
+        assert events == ["before", ExplorationType.DETERMINISTIC, (1, 1)]
+
+    def test_transformed_env(self, make, says):
+        env = TransformedEnv(make(num_envs=2), Compose(RewardScaling(loc=0.0, scale=2.0)))
+        collector = TurnCollector(env, says(one_or_five), batch_size=4)
+        assert collector.rollout()["next", "reward"].sum() == 8
+        state = collector.state_dict()
+        other = TurnCollector(
+            TransformedEnv(make(num_envs=2), Compose(RewardScaling(loc=0.0, scale=2.0))),
+            says(one_or_five),
+            batch_size=4,
+        )
+        other.load_state_dict(state)
+        assert episodes(other.rollout()) == [4, 5, 6, 7]
+
+    def test_environment_factory(self, make, says):
+        assert episodes(TurnCollector(make, says(one_or_five), batch_size=1).rollout()) == [0]
+
+    def test_trainer(self, make, says):
+        class Null(LossModule):
+            def __init__(self):
+                super().__init__()
+                self.weight = nn.Parameter(torch.zeros(()))
+
+            def forward(self, tensordict):
+                return TensorDict({"loss_objective": self.weight * tensordict["next", "reward"].mean()})
+
+        buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        loss = Null()
+        collector = TurnCollector(
+            make(num_envs=2),
+            says(one_or_five),
+            batch_size=6,
+            replay_buffer=buffer,
+            postproc=lambda batch: batch[:, 0].exclude("collector"),
+        )
+        trainer = Trainer(
+            collector=collector,
+            total_frames=18,
+            frame_skip=1,
+            optim_steps_per_batch=1,
+            loss_module=loss,
+            optimizer=torch.optim.SGD(loss.parameters(), lr=1.0),
+            progress_bar=False,
+            seed=3,
+        )
+        trainer.register_op("process_optim_batch", lambda batch: buffer.sample())
+        trainer.train()
+        assert trainer.collected_frames == 18
+        assert collector.closed
+        assert loss.weight != 0
+
+    def test_update_policy_weights(self, make, says):
+        policy = says(one_or_five)
+        TurnCollector(make(), policy, batch_size=1).update_policy_weights_()
+        assert policy.policy_version == 1
+
+
+class TestState:
+    def test_a_new_collector_goes_on_with_the_next_ticket(self, make, says):
+        def collector(seed):
+            script = lambda episode, turn, context: "x"  # noqa: E731
+            env = make(partial(Dice, turns=2), num_envs=3, group_size=1, seed=seed)
+            return TurnCollector(env, says(script), batch_size=5, total_batches=3)
+
+        first = collector(4)
+        first.rollout()
+        state = first.state_dict()
+        second = collector(0)
+        second.load_state_dict(state)
+        rest = list(second)
+        assert len(rest) == 2
+        assert all((a == b).all() for a, b in zip(first, rest, strict=True))
+        assert second.stats() == first.stats()
+
+    def test_set_seed(self, make, says):
+        collector = TurnCollector(make(Dice), says(lambda e, t, c: "x"), batch_size=2)
+        assert collector.set_seed(5) != 5
+        first = collector.rollout()
+        assert collector.set_seed(5, static_seed=True) == 5
+        assert (collector.rollout() == first).all()
+
+    def test_shutdown_twice(self, make, says):
+        collector = TurnCollector(make(), says(one_or_five), batch_size=1)
+        collector.shutdown()
+        collector.shutdown()
+        assert collector.env.is_closed
+        with pytest.raises(RuntimeError, match="shut down"):
+            collector.rollout()
+
+
+class TestErrors:
+    def test_batch_not_divisible_by_group(self, make, says):
+        with pytest.raises(ValueError, match="group size 4"):
+            TurnCollector(make(num_envs=4, group_size=4), says(one_or_five), batch_size=6)
+
+    def test_batched_environments(self, make, says):
+        with pytest.raises(ValueError, match="one dimension"):
+            TurnCollector(SerialEnv(2, make), says(one_or_five), batch_size=2)
+
+    def test_idling_environment(self, make, says):
+        with pytest.raises(RuntimeError, match="refill"):
+            TurnCollector(make(num_envs=2, on_done="idle"), says(one_or_five), batch_size=4).rollout()
+
+    def test_groups_torn_by_someone_else(self, make, says):
+        env = make(num_envs=2, group_size=2)
+        env.reset(TensorDict({"_reset": torch.tensor([[True], [False]])}, [2]))
+        with pytest.raises(RuntimeError, match="whole"):
+            TurnCollector(env, says(one_or_five), batch_size=4).rollout()
+
+    def test_a_fault_ends_iteration_and_closes(self, make, says):
+        collector = TurnCollector(make(partial(Faulty, "raise", 1)), says(one_or_five), batch_size=1)
+        with pytest.raises(EnvironmentFault, match="turn 1"):
+            list(collector)
+        assert collector.closed

@@ -1,0 +1,52 @@
+"""Tickets: pure functions of a counter."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchrl_llm.envs import Tickets
+from torchrl_llm.envs.tickets import EVAL_IDS
+
+
+class TestTickets:
+    @given(st.integers(0, 2**63), st.integers(1, 8), st.integers(1, 4), st.integers(1, 50))
+    def test_whole_groups_share_a_task(self, seed, group_size, num_tasks, groups):
+        tickets = Tickets(seed=seed, group_size=group_size, num_tasks=num_tasks)
+        dealt = [tickets[i] for i in range(groups * group_size)]
+        assert [ticket.episode_id for ticket in dealt] == list(range(len(dealt)))
+        for i in range(0, len(dealt), group_size):
+            assert len({ticket[1:] for ticket in dealt[i : i + group_size]}) == 1
+        assert {ticket.env_id for ticket in dealt} == set(range(min(groups, num_tasks)))
+        assert len({ticket.seed for ticket in dealt}) > 0.9 * groups
+
+    @given(st.integers(0, 99), st.integers(0, 99))
+    def test_streams_share_no_task_and_no_id(self, seed, other):
+        train, evaluation = Tickets(seed=seed), Tickets(seed=other, stream="eval")
+        assert not {train[i].seed for i in range(50)} & {evaluation[i].seed for i in range(50)}
+        assert evaluation[0].episode_id == evaluation[0].group_id == EVAL_IDS
+
+    @given(st.integers(1, 5), st.integers(1, 4))
+    def test_workers_split_one_stream(self, num_workers, group_size):
+        rounds = 3 * group_size
+        whole = Tickets(group_size=group_size)
+        workers = [Tickets(group_size=group_size, worker=w, num_workers=num_workers) for w in range(num_workers)]
+        dealt = sorted(worker[i] for worker in workers for i in range(rounds))
+        assert dealt == [whole[i] for i in range(rounds * num_workers)]
+
+    def test_seeds_are_fixed_for_ever(self):
+        # A change here changes every game of every seeded run.
+        assert [Tickets(seed=1)[i].seed for i in range(3)] == [3023998540, 2970908266, 2253905058]
+
+    @pytest.mark.parametrize(
+        "wrong",
+        [{"seed": -1}, {"stream": "test"}, {"group_size": 0}, {"num_tasks": 0}, {"worker": 2, "num_workers": 2}],
+    )
+    def test_wrong_options_are_named(self, wrong):
+        with pytest.raises(ValueError, match=f"Tickets.{next(iter(wrong))}"):
+            Tickets(**wrong)
+
+    def test_negative_index(self):
+        with pytest.raises(IndexError, match="counted from 0"):
+            Tickets()[-1]

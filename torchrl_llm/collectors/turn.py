@@ -1,0 +1,268 @@
+"""On-policy batches of whole conversations: :class:`TurnCollector`.
+
+Here lives how B tickets are played over N slots and put in order. The environment deals the tickets, the policy speaks,
+``TurnsToSequence`` makes rows: this module computes nothing with tokens.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.collectors import BaseCollector
+from torchrl.data import ReplayBuffer
+from torchrl.envs import EnvBase, TransformedEnv
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from torchrl_llm import keys
+
+MASK = ("collector", "mask")
+
+_PADDING = {
+    key: -1
+    for name in (keys.TURN_IDS, keys.POLICY_VERSION, keys.EPISODE_ID, keys.GROUP_ID)
+    for key in (name, ("next", name))
+}
+"""What the steps after an episode's end hold, where it is not 0."""
+
+
+class TurnCollector(BaseCollector):
+    """Plays B tickets over N slots, each to its end, and delivers them in the order dealt.
+
+    A slot is refilled as soon as its episode ends, until B tickets are dealt; then slots idle, and the batch is complete
+    when the last episode is. Short and long episodes are therefore met as often as the policy plays them, one policy
+    version plays the whole batch, groups are whole, and nothing is in flight between batches. ``B`` may be any multiple
+    of the group size; ``B = 4 N`` keeps slots about 80 % busy, ``B = 8 N`` 89 %.
+
+    Batches are ``[B, T]``, right-padded to the longest episode; ``("collector", "mask")`` ``[B, T]`` marks the steps that
+    were played. Frames are turns. With a ``replay_buffer`` each batch extends it, and iteration yields ``None``.
+
+    Args:
+        env: an environment with batch size ``[N]`` that speaks :mod:`torchrl_llm.keys` and deals the next ticket at a
+            partial reset, such as :class:`~torchrl_llm.envs.GEMEnv` with ``on_done="refill"``; or a function that makes it.
+        policy: a :class:`~torchrl_llm.modules.policy.TurnPolicy`.
+        batch_size: conversations B in a batch.
+        total_frames: stop once this many turns are collected; default -1, no limit.
+        total_batches: stop after this many batches; default -1, no limit.
+        replay_buffer: extended by every batch; default none.
+        postproc: called on every batch, before it is stored or yielded; default none.
+        exploration_type: as in TorchRL; default ``ExplorationType.RANDOM``.
+        policy_device: the policy reads its input on this device; default the environment's.
+        pre_collect_hook, post_collect_hook: called before and after every batch; default none.
+
+    Raises:
+        ValueError: ``batch_size`` is not a multiple of the environment's group size, or the environment has not exactly
+            one batch dimension.
+        RuntimeError: the environment leaves slots empty at a partial reset, or deals tickets other than B whole groups.
+
+    Examples:
+        >>> from torchrl_llm.envs import GEMEnv
+        >>> from torchrl_llm.testing.environments import StopOrGo
+        >>> from torchrl_llm.testing.policies import ScriptedPolicy
+        >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
+        >>> tokenizer = byte_tokenizer()
+        >>> env = GEMEnv(StopOrGo, tokenizer=tokenizer, num_envs=2, max_output_tokens=32)
+        >>> policy = ScriptedPolicy(lambda episode, turn, _: "stop" if turn == episode else "go", tokenizer=tokenizer)
+        >>> collector = TurnCollector(env, policy, batch_size=3, total_batches=1)
+        >>> for batch in collector:
+        ...     print(batch["collector", "mask"].int().tolist())
+        [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
+    """
+
+    init_random_frames = 0
+
+    def __init__(
+        self,
+        env: EnvBase | Callable[[], EnvBase],
+        policy: Callable[[TensorDictBase], TensorDictBase],
+        *,
+        batch_size: int,
+        total_frames: int = -1,
+        total_batches: int = -1,
+        replay_buffer: ReplayBuffer | None = None,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        exploration_type: ExplorationType = ExplorationType.RANDOM,
+        policy_device: torch.device | str | None = None,
+        pre_collect_hook: Callable[[], None] | None = None,
+        post_collect_hook: Callable[[TensorDictBase], None] | None = None,
+    ) -> None:
+        super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
+        self.env: EnvBase = env if isinstance(env, EnvBase) else env()
+        if len(self.env.batch_size) != 1:
+            raise ValueError(f"The environment's batch size is {self.env.batch_size}; expected one dimension [N].")
+        self.group_size = int(getattr(self.env, "group_size", 1))
+        if batch_size < 1 or batch_size % self.group_size:
+            raise ValueError(f"batch_size is {batch_size}; expected a multiple of the group size {self.group_size}.")
+        self.policy = policy
+        self.batch_size = batch_size
+        self.total_frames = total_frames
+        self.total_batches = total_batches
+        self.requested_frames_per_batch = batch_size
+        self.replay_buffer = replay_buffer
+        self.postproc = postproc
+        self.exploration_type = exploration_type
+        self.policy_device = None if policy_device is None else torch.device(policy_device)
+        self.closed = False
+        self._frames = 0
+        self._iter = -1
+        self._carrier: TensorDictBase | None = None
+
+    # ------------------------------------------------------------------ iteration
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Yield batches, or ``None`` for each batch written to the replay buffer, until a limit is reached."""
+        while not self._reached_limit():
+            batch = self.rollout()
+            if self.replay_buffer is None:
+                yield batch
+            else:
+                self.replay_buffer.extend(batch)
+                yield None
+
+    def rollout(self) -> TensorDictBase:
+        """Collect one batch ``[B, T]`` (whatever the limits say) and return it; the replay buffer is left alone."""
+        if self.closed:
+            raise RuntimeError("The collector was shut down. Make a new one.")
+        if self.pre_collect_hook is not None:
+            self.pre_collect_hook()
+        with torch.no_grad(), set_exploration_type(self.exploration_type):
+            batch = self._in_order(self._play())
+        self._frames += int(batch[MASK].sum())
+        self._iter += 1
+        if self.postproc is not None:
+            batch = self.postproc(batch)
+        if self.post_collect_hook is not None:
+            self.post_collect_hook(batch)
+        return batch
+
+    def __len__(self) -> int:
+        if self.total_batches < 0:
+            raise TypeError("The number of batches is unknown; pass total_batches to fix it.")
+        return self.total_batches
+
+    def _reached_limit(self) -> bool:
+        return 0 <= self.total_frames <= self._frames or 0 <= self.total_batches <= self._iter + 1
+
+    def _play(self) -> list[TensorDictBase]:
+        """Play B tickets; return the steps that were played, a TensorDict ``[number of active slots]`` for each turn."""
+        fresh = torch.arange(self.env.batch_size[0]) < self.batch_size
+        current = self._deal(self._carrier if self._carrier is not None else TensorDict({}, self.env.batch_size), fresh)
+        active, left = fresh, self.batch_size - int(fresh.sum())
+        steps = []
+        while active.any():
+            current = self._speak(current, active)
+            everyone = bool(active.all())
+            if not everyone:
+                current.set("_step", active.unsqueeze(-1).to(self.env.device))
+            current = self.env.step(current)
+            step = current.exclude("_step")
+            steps.append(step if everyone else step[active])
+            current = self.env.step_mdp(step)
+            finished = active & current[keys.DONE].flatten().cpu()
+            fresh = finished & (finished.cumsum(0) <= left)
+            left -= int(fresh.sum())
+            if fresh.any():
+                current = self._deal(current, fresh)
+            active = active & ~finished | fresh
+        self._carrier = current
+        return steps
+
+    def _deal(self, current: TensorDictBase, slots: Tensor) -> TensorDictBase:
+        reset = slots.unsqueeze(-1).to(self.env.device)
+        current = self.env.reset(current.copy().set("_reset", reset))
+        if not current[keys.PROMPT_LENGTH][reset].all():
+            raise RuntimeError(
+                "The environment left slots empty at a partial reset, so no more tickets can be dealt. "
+                'Make it with on_done="refill" (on_done="idle" is for stock collectors).'
+            )
+        return current
+
+    def _speak(self, current: TensorDictBase, active: Tensor) -> TensorDictBase:
+        # Slots whose episode is over still show it; to the policy they idle.
+        idle = ~active.unsqueeze(-1).to(self.env.device)
+        current.set(keys.PROMPT_LENGTH, current[keys.PROMPT_LENGTH].masked_fill(idle, 0))
+        if self.policy_device is None:
+            return self.policy(current)
+        return self.policy(current.to(self.policy_device)).to(self.env.device)
+
+    def _in_order(self, steps: list[TensorDictBase]) -> TensorDictBase:
+        """Sort steps into a batch ``[B, T]``: one indexed read a key, each freed as soon as it is read."""
+        episode = torch.cat([step[keys.EPISODE_ID].flatten() for step in steps])
+        turn = torch.cat([step[keys.TURN].flatten() for step in steps])
+        group = torch.cat([step[keys.GROUP_ID].flatten() for step in steps])
+        episodes, row = episode.unique(return_inverse=True)
+        self._check_tickets(episodes, group[turn == 0])
+        index = torch.zeros(self.batch_size, int(turn.max()) + 1, dtype=torch.int64, device=row.device)
+        mask = torch.zeros_like(index, dtype=torch.bool)
+        index[row, turn] = torch.arange(len(row), device=row.device)
+        mask[row, turn] = True
+        batch = TensorDict({MASK: mask}, batch_size=mask.shape, device=self.env.device)
+        steps = [step.copy() for step in steps]
+        for key in list(steps[0].keys(include_nested=True, leaves_only=True)):
+            values = torch.cat([step.pop(key) for step in steps])[index]
+            padding = ~mask.view(*mask.shape, *[1] * (values.ndim - 2))
+            batch.set(key, values.masked_fill_(padding, _PADDING.get(key, 0)))
+        return batch
+
+    def _check_tickets(self, episodes: Tensor, group: Tensor) -> None:
+        sizes = group.unique(return_counts=True)[1]
+        if len(episodes) != self.batch_size or not (sizes == self.group_size).all():
+            raise RuntimeError(
+                f"The environment dealt {len(episodes)} episodes in groups of {sorted(set(sizes.tolist()))}; expected "
+                f"{self.batch_size} in groups of {self.group_size}. Was it reset by something else than this collector? "
+                "A reset of all its slots keeps groups whole; a partial one may not."
+            )
+
+    # ------------------------------------------------------------------ what TorchRL asks of a collector
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the environment's tickets; return the next seed, as TorchRL's collectors do."""
+        return int(self.env.set_seed(seed, static_seed=static_seed))
+
+    def getattr_rb(self, attr: str) -> Any:
+        """An attribute of the replay buffer."""
+        return getattr(self.replay_buffer, attr)
+
+    def state_dict(self) -> OrderedDict:
+        """The counters and the environment's state. Nothing is in flight between batches."""
+        return OrderedDict(env_state_dict=_env_state(self.env), frames=self._frames, iter=self._iter)
+
+    def load_state_dict(self, state_dict: OrderedDict, **kwargs: Any) -> None:
+        """Go on with the ticket that comes next in ``state_dict``."""
+        _load_env_state(self.env, state_dict["env_state_dict"])
+        self._frames, self._iter = state_dict["frames"], state_dict["iter"]
+        self._carrier = None
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """Close the environment (unless ``close_env=False``); a second call does nothing. The policy stays open."""
+        if not self.closed:
+            self.closed = True
+            self._carrier = None
+            if close_env and not self.env.is_closed:
+                self.env.close(raise_if_closed=raise_on_error)
+
+    def _maybe_fallback_update(self, policy_or_weights: Any = None, *, model_id: str | None = None) -> None:
+        # The policy is in this process: without weights given it already has them.
+        if policy_or_weights is not None:
+            weights = self._extract_weights_if_needed(policy_or_weights, model_id or "policy")
+            TensorDict.from_module(self.policy).data.update_(weights.data)
+        if hasattr(self.policy, "weights_changed"):
+            self.policy.weights_changed()
+
+
+def _env_state(env: EnvBase) -> OrderedDict:
+    if isinstance(env, TransformedEnv):
+        return OrderedDict(base=_env_state(env.base_env), transform=env.transform.state_dict())
+    return OrderedDict(env.state_dict())
+
+
+def _load_env_state(env: EnvBase, state: OrderedDict) -> None:
+    if isinstance(env, TransformedEnv):
+        _load_env_state(env.base_env, state["base"])
+        env.transform.load_state_dict(state["transform"])
+    else:
+        env.load_state_dict(state)
