@@ -1,1 +1,5 @@
-""""""
+"""Metrics, their names, and the report of a run."""
+
+from torchrl_llm.record.metrics import LOSS_METRICS, METRICS, Timer, credit_metrics, rollout_metrics, wilson_interval
+
+__all__ = ["LOSS_METRICS", "METRICS", "Timer", "credit_metrics", "rollout_metrics", "wilson_interval"]

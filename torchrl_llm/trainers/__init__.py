@@ -1,1 +1,24 @@
-""""""
+"""The training loop, written out, and what it needs: settings, evaluation, checkpoints, callbacks."""
+
+from torchrl_llm.trainers.build import Run, build_run
+from torchrl_llm.trainers.callbacks import Callback, ProgressBar
+from torchrl_llm.trainers.checkpoint import save_weights
+from torchrl_llm.trainers.cli import parse_run_config
+from torchrl_llm.trainers.config import ConfigError, RunConfig, TrainerConfig
+from torchrl_llm.trainers.evaluation import Evaluation, evaluate
+from torchrl_llm.trainers.trainer import LLMTrainer
+
+__all__ = [
+    "Callback",
+    "ConfigError",
+    "Evaluation",
+    "LLMTrainer",
+    "ProgressBar",
+    "Run",
+    "RunConfig",
+    "TrainerConfig",
+    "build_run",
+    "evaluate",
+    "parse_run_config",
+    "save_weights",
+]

@@ -1,0 +1,90 @@
+"""LLMREINFORCE by hand: the whole training loop in one file, to read and to change.
+
+    python examples/custom_loop.py
+
+Collector and replay buffer are TorchRL's own. The environment's finished slots idle until every slot is done, so one
+batch holds exactly NUM_ENVS conversations, all played by the same weights.
+"""
+
+import argparse
+
+import torch
+from torchrl.collectors import Collector
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from torchrl_llm import keys
+from torchrl_llm.data import TurnsToSequence, micro_batches
+from torchrl_llm.envs import GEMEnv
+from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer
+from torchrl_llm.objectives import LLMReinforceLoss, total, write_loss_weights
+from torchrl_llm.testing import tiny_model_path
+
+NUM_ENVS = 128
+MAX_TURNS = 4
+EPOCHS = 2
+MAX_TOKENS = 16_384
+
+
+def main(iterations: int = 100, lr: float = 1e-3, seed: int = 0) -> list[float]:
+    """Train the shipped small model on GuessTheNumber; returns the win rate of each training batch."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32)
+
+    # Play: a text environment with NUM_ENVS slots, and a policy that answers all of them at once.
+    sampling = SamplingConfig(temperature=1.0, max_output_tokens=16)
+    env = GEMEnv(
+        "game:GuessTheNumber-v0-easy",
+        tokenizer=tokenizer,
+        num_envs=NUM_ENVS,
+        max_model_len=256,
+        max_output_tokens=sampling.max_output_tokens,
+        on_done="idle",
+        seed=seed,
+    )
+    policy = HFPolicy(model, tokenizer, sampling, seed=seed)
+    collector = Collector(
+        env,
+        policy,
+        frames_per_batch=NUM_ENVS * MAX_TURNS,
+        total_frames=NUM_ENVS * MAX_TURNS * iterations,
+        reset_at_each_iter=True,
+        use_buffers=False,
+        trust_policy=True,
+    )
+
+    # Store: turns [N, T] go in, rows [B] come out, one conversation each.
+    buffer = ReplayBuffer(storage=LazyTensorStorage(NUM_ENVS), transform=TurnsToSequence(), batch_size=NUM_ENVS)
+
+    # Learn: score the action tokens in one forward, weight them by the normalised return of their turn.
+    loss = LLMReinforceLoss(TokenScorer(model, sampling), gamma=0.9, kl_coeff=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
+
+    win_rates = []
+    try:
+        for iteration, turns in enumerate(collector):
+            buffer.extend(turns)
+            batch = buffer[:]
+            buffer.empty()
+            loss.value_estimator(batch)
+            write_loss_weights(batch, loss)
+            for _ in range(EPOCHS):
+                for part in micro_batches(batch, MAX_TOKENS):
+                    total(loss(part)).backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            policy.weights_changed()
+            win_rates.append(batch[keys.TURN_SUCCESS].any(-1).float().mean().item())
+            print(f"iteration {iteration:3d}  games {len(batch)}  win rate {win_rates[-1]:.3f}", flush=True)
+    finally:
+        collector.shutdown()
+    return win_rates
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--iterations", type=int, default=100)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    main(**vars(parser.parse_args()))

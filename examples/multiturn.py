@@ -1,0 +1,63 @@
+"""Train a language model on a multi-turn game, evaluate it before and after, and write a report.
+
+    python examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml
+    python examples/multiturn.py --algo GRPO --config examples/configs/grpo_multiturn.yaml --wandb
+
+``--help`` documents every setting. The report goes to ``--output-dir``: ``result.json``, ``learning_curve.png``,
+``conversations_before.md``, ``conversations_after.md``, the metrics as CSV, and the weights.
+"""
+
+import logging
+import resource
+import time
+
+from torchrl_llm.record.report import comparison_table, conversations_text, plot_learning_curve, write_json
+from torchrl_llm.trainers import Evaluation, Run, RunConfig, build_run, parse_run_config
+
+
+def main(config: RunConfig) -> dict:
+    """Train as ``config`` says; returns what ``result.json`` holds."""
+    started, cpu = time.perf_counter(), time.process_time()
+    run = build_run(config)
+    before = run.final_evaluation()
+    write_conversations(run, before, "before")
+    print(f"before training, {before.episodes} episodes: win rate {before.success:.3f}", flush=True)
+    run.trainer.train()
+    after = run.final_evaluation()
+    write_conversations(run, after, "after")
+    title = f"{config.algo} on {config.env_name}"
+    plot_learning_curve(run.trainer.history, config.output_dir / "learning_curve.png", title=title)
+    result = {
+        "algo": config.algo,
+        "seed": config.seed,
+        "env_name": config.env_name,
+        "success_before": before.success,
+        "success_before_ci95": before.success_ci95,
+        "success_after": after.success,
+        "success_ci95": after.success_ci95,
+        "reward_before": before.reward,
+        "reward_after": after.reward,
+        "turns_before": before.turns,
+        "turns_after": after.turns,
+        "episodes": run.trainer.episodes,
+        "iterations": run.trainer.iteration,
+        "stop_reason": run.trainer.stop_reason,
+        "wall_s": round(time.perf_counter() - started, 1),
+        "cpu_s": round(time.process_time() - cpu, 1),
+        "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+    }
+    write_json(result, config.output_dir / "result.json")
+    print(f"\n{title}: {run.trainer.stop_reason}\n\n{comparison_table({'before': before, 'after': after})}\n")
+    print(f"report: {config.output_dir}/ (result.json, learning_curve.png, conversations_*.md)")
+    return result
+
+
+def write_conversations(run: Run, evaluation: Evaluation, when: str) -> None:
+    """Write sample conversations of ``evaluation`` to ``conversations_<when>.md``."""
+    text = f"# Conversations {when} training\n\n{conversations_text(evaluation.rows, run.tokenizer, count=6)}"
+    (run.config.output_dir / f"conversations_{when}.md").write_text(text)
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    main(parse_run_config(description=__doc__))

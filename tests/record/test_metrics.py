@@ -1,0 +1,83 @@
+"""Metrics: against hand-made rows and known intervals."""
+
+import math
+
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_llm.record import Timer, credit_metrics, rollout_metrics, wilson_interval
+
+
+@pytest.fixture
+def rows() -> TensorDict:
+    """Two conversations: one won in the second turn, one cut in its first; the padding holds rubbish."""
+    yes, no = True, False
+    return TensorDict(
+        tokens=torch.arange(12).view(2, 6),
+        attention_mask=torch.tensor([[yes] * 6, [yes, yes, yes, no, no, no]]),
+        turn_ids=torch.tensor([[-1, 0, 0, -1, 1, -1], [-1, 0, -1, -1, -1, -1]]),
+        turn=TensorDict(
+            reward=torch.tensor([[0.25, 1.0], [0.5, 99.0]]),
+            mask=torch.tensor([[yes, yes], [yes, no]]),
+            terminated=torch.tensor([[no, yes], [no, no]]),
+            truncated=torch.tensor([[no, no], [yes, yes]]),
+            success=torch.tensor([[no, yes], [no, yes]]),
+            value=torch.tensor([[1.0, 2.0], [3.0, 99.0]]),
+            value_target=torch.tensor([[2.0, 4.0], [6.0, -99.0]]),
+            batch_size=[2],
+        ),
+        batch_size=[2],
+    )
+
+
+class TestRolloutMetrics:
+    def test_counts_only_what_was_played(self, rows):
+        assert rollout_metrics(rows) == {
+            "rollout/reward": pytest.approx((1.25 + 0.5) / 2),
+            "rollout/success": 0.5,
+            "rollout/truncated": 0.5,
+            "rollout/turns": 1.5,
+            "rollout/response_length": pytest.approx(4 / 3),
+            "data/tokens": 9.0,
+            "data/action_share": pytest.approx(4 / 9),
+        }
+
+
+class TestCreditMetrics:
+    def test_by_hand(self, rows):
+        # Targets 2, 4, 6 have variance 8/3; the errors 1, 2, 3 have variance 2/3.
+        figures = credit_metrics(rows)
+        assert figures["critic/explained_variance"] == pytest.approx(0.75)
+        assert figures["critic/value_return_correlation"] == pytest.approx(1.0)
+
+    def test_undefined_is_nan(self, rows):
+        rows["turn", "value_target"] = torch.ones(2, 2)
+        assert all(math.isnan(value) for value in credit_metrics(rows).values())
+
+
+class TestWilsonInterval:
+    # Newcombe (1998), Statistics in Medicine 17, Table I: method 3 (Wilson, no continuity correction).
+    @pytest.mark.parametrize(
+        ("successes", "trials", "low", "high"),
+        [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+    )
+    def test_published_values(self, successes, trials, low, high):
+        assert wilson_interval(successes, trials) == pytest.approx((low, high), abs=6e-5)
+
+    @pytest.mark.parametrize(("successes", "trials"), [(3, 2), (-1, 5), (0, 0)])
+    def test_wrong_counts(self, successes, trials):
+        with pytest.raises(ValueError, match="expected 0 <= successes"):
+            wilson_interval(successes, trials)
+
+
+class TestTimer:
+    def test_adds_up_and_starts_anew(self):
+        timer = Timer()
+        for _ in range(2):
+            with timer("a"):
+                pass
+        first = timer.read()
+        assert set(first) == {"a"}
+        assert first["a"] > 0
+        assert timer.read() == {}

@@ -1,0 +1,95 @@
+"""Settings: what is accepted, what is an error, and what the error says."""
+
+from pathlib import Path
+
+import pytest
+
+from torchrl_llm.trainers import ConfigError, RunConfig, parse_run_config
+
+CONFIGS = sorted((Path(__file__).parents[2] / "examples" / "configs").glob("*.yaml"))
+
+
+class TestRunConfig:
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"algo": "GRPO"}, "group_size=1, expected at least 2"),
+            ({"algo": "GRPO", "group_size": 4, "batch_size": 30}, "batch_size=30 is not a multiple of group_size=4"),
+            ({"algo": "GRPO", "group_size": 4, "num_envs": 6, "batch_size": 32}, "num_envs=6 is not a multiple"),
+            ({"minibatch_size": 12}, "does not divide batch_size=32"),
+            ({"algo": "GRPO", "group_size": 4, "minibatch_size": 2}, "a group must not be cut"),
+            ({"algo": "LLMREINFORCE", "lmbda": 0.9}, "LLMREINFORCE has no lmbda"),
+            ({"algo": "GRPO", "group_size": 4, "critic_coeff": 0.5}, "GRPO has no critic_coeff"),
+            ({"algo": "PPO"}, "expected one of 'LLMPPO'"),
+            ({"temperature": 0.0}, "ExplorationType.DETERMINISTIC"),
+            ({"max_output_tokens": 1024}, "leaves no room for a prompt"),
+            ({"stop_at_success": 0.9, "evaluation_interval": 0}, "set evaluation_interval"),
+            ({"stop_at_success": 1.1}, "a rate in"),
+            ({"warmup_fraction": 2.0}, "a share between 0 and 1"),
+            ({"epochs": 0}, "at least 1"),
+            ({"max_iterations": 0}, "at least 1, or null"),
+            ({"lora_r": -1}, "0 to train all weights"),
+        ],
+    )
+    def test_wrong_settings_are_errors_that_say_what_to_do(self, settings, message):
+        with pytest.raises(ValueError, match=message):
+            RunConfig(**settings)
+
+    def test_error_is_named(self):
+        with pytest.raises(ConfigError):
+            RunConfig(algo="GRPO")
+
+
+class TestParseRunConfig:
+    @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+    def test_every_shipped_file_is_valid(self, path):
+        config = parse_run_config([f"--config={path}"])
+        assert config.algo in ("LLMPPO", "LLMREINFORCE", "GRPO")
+
+    def test_starting_points(self):
+        ppo, reinforce, grpo = (
+            parse_run_config([f"--config={CONFIGS[0].parent / name}.yaml"])
+            for name in ("ppo_llm", "reinforce_llm", "grpo_multiturn")
+        )
+        assert (ppo.batch_size, ppo.lr_actor, ppo.lr_critic, ppo.kl_coeff) == (32, 5e-6, 5e-5, 0.01)
+        assert (ppo.gamma, ppo.lmbda, ppo.critic_coeff, ppo.epochs) == (0.99, 0.95, 0.5, 2)
+        assert (reinforce.batch_size, reinforce.lr_actor, reinforce.gamma, reinforce.epochs) == (32, 5e-6, 0.9, 2)
+        assert (grpo.batch_size // grpo.group_size, grpo.group_size, grpo.lr_actor) == (16, 4, 3e-4)
+        assert (grpo.kl_coeff, grpo.temperature, grpo.max_model_len) == (5e-4, 0.85, 2048)
+        assert {c.model_path for c in (ppo, reinforce, grpo)} == {"Qwen/Qwen2.5-0.5B-Instruct"}
+
+    def test_flags_override_the_file(self):
+        config = parse_run_config([f"--config={CONFIGS[0]}", "--max-steps", "77", "--seed=5", "--wandb"])
+        assert (config.max_steps, config.seed, config.wandb) == (77, 5, True)
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--no-such-field", "1"], "no_such_field"),
+            (["--algo", "DQN"], "DQN"),
+            (["--algo", "GRPO", "--batch-size", "30", "--group-size", "4"], "not a multiple of group_size=4"),
+            (["--epochs", "two"], "epochs"),
+        ],
+    )
+    def test_unknown_and_contradictory_fields_exit_with_a_message(self, arguments, message, capsys):
+        with pytest.raises(SystemExit) as stopped:
+            parse_run_config(arguments)
+        assert stopped.value.code == 2
+        assert message in capsys.readouterr().err
+
+    def test_unknown_field_in_the_file(self, tmp_path, capsys):
+        path = tmp_path / "run.yaml"
+        path.write_text("algo: LLMPPO\nlearning_rate: 1.0\n")
+        with pytest.raises(SystemExit):
+            parse_run_config([f"--config={path}"])
+        assert "learning_rate" in capsys.readouterr().err
+
+    def test_help_documents_every_field(self, capsys):
+        with pytest.raises(SystemExit):
+            parse_run_config(["--help"])
+        text = " ".join(capsys.readouterr().out.split())
+        for name in vars(RunConfig()):
+            start = text.find(f"--{name} ")
+            assert start >= 0, name
+            # More than the type and the default: the sentence of the docstring.
+            assert len(text[start : start + 200].split("(type")[0]) > len(name) + 15, name

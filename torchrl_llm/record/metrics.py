@@ -1,0 +1,182 @@
+"""Every metric's name and meaning (:data:`METRICS`), and the pure functions that compute them from rows.
+
+What the losses report of themselves (KL, clip fraction, ...) is computed by them; it is only named here. Logging is
+TorchRL's loggers'.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_llm import keys
+
+METRICS: dict[str, str] = {
+    "rollout/reward": "return of an episode (undiscounted sum of rewards), mean over the batch",
+    "rollout/success": "share of episodes that ended in success",
+    "rollout/turns": "turns per episode",
+    "rollout/response_length": "tokens per response",
+    "rollout/truncated": "share of episodes that were cut (context, step budget) rather than ended",
+    "rollout/episodes": "episodes played in training so far",
+    "rollout/steps": "turns played in training so far",
+    "loss/objective": "the policy's term of the loss",
+    "loss/critic": "the critic's term of the loss (LLMPPO)",
+    "loss/entropy": "the entropy bonus' term of the loss",
+    "loss/kl": "the reference KL's term of the loss",
+    "policy/entropy": "entropy per action token, nats",
+    "policy/kl_reference": "KL to the reference per action token, nats, estimated on the sampled tokens",
+    "policy/kl_old": "KL between the policies before and during the update per action token, nats (k3)",
+    "policy/clip_fraction": "share of action tokens whose ratio was clipped",
+    "policy/ESS": "effective sample size of the importance ratios, as a share of the action tokens",
+    "policy/log_ratio": "mean |log ratio| of new to old policy per action token",
+    "policy/log_prob_gap": "mean |scorer - sampler| log-prob of the sampled tokens before the update, nats",
+    "policy/version": "number of weight updates the policy has received",
+    "critic/explained_variance": "1 - Var[target - value] / Var[target] over turns, before the update",
+    "critic/value_return_correlation": "Pearson correlation of value and value target over turns",
+    "critic/clip_fraction": "share of turns whose value left the clip range around the old value",
+    "optim/grad_norm_actor": "2-norm of the actor's gradient before clipping, mean over optimizer steps",
+    "optim/grad_norm_critic": "2-norm of the critic's gradient before clipping, mean over optimizer steps",
+    "optim/lr_actor": "learning rate of the actor",
+    "optim/lr_critic": "learning rate of the critic",
+    "data/padding_share": "share of padding in the positions of the training forward passes",
+    "data/tokens": "tokens in the rows of the batch, padding excluded",
+    "data/action_share": "share of action tokens in the rows",
+    "time/rollout_s": "seconds of collecting the batch",
+    "time/score_s": "seconds of old and reference log-probs, values, and credit",
+    "time/update_s": "seconds of the optimizer steps",
+    "time/evaluation_s": "seconds of evaluation in this iteration",
+    "time/rollout_tokens_per_s": "sampled tokens per second of collecting",
+    "time/update_tokens_per_s": "row tokens per second of score and update; a row counts once, whatever the epochs",
+    "evaluation/success": "success rate on the held-out tasks, sampled as in training",
+    "evaluation/success_low": "lower end of its 95 % Wilson interval",
+    "evaluation/success_high": "upper end of its 95 % Wilson interval",
+    "evaluation/reward": "return on the held-out tasks, sampled",
+    "evaluation/turns": "turns per episode on the held-out tasks, sampled",
+    "evaluation_greedy/success": "success rate on the held-out tasks, greedy decoding",
+    "evaluation_greedy/success_low": "lower end of its 95 % Wilson interval",
+    "evaluation_greedy/success_high": "upper end of its 95 % Wilson interval",
+    "evaluation_greedy/reward": "return on the held-out tasks, greedy decoding",
+    "evaluation_greedy/turns": "turns per episode on the held-out tasks, greedy decoding",
+}
+"""Name -> meaning of every metric that the trainer logs. A metric that is not listed here is an error."""
+
+
+LOSS_METRICS: dict[str, str] = {
+    "loss_objective": "loss/objective",
+    "loss_critic": "loss/critic",
+    "loss_entropy": "loss/entropy",
+    "loss_kl": "loss/kl",
+    "entropy": "policy/entropy",
+    "kl": "policy/kl_reference",
+    "kl_approx": "policy/kl_old",
+    "clip_fraction": "policy/clip_fraction",
+    "ESS": "policy/ESS",
+    "log_ratio": "policy/log_ratio",
+    "value_clip_fraction": "critic/clip_fraction",
+}
+"""Output key of a loss -> its name in :data:`METRICS`; averaged over the optimizer steps of an iteration."""
+
+
+def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
+    """Confidence interval of a success rate (Wilson, 1927), 95 % by default.
+
+    Args:
+        successes: number of successes, 0 <= successes <= trials.
+        trials: number of trials, >= 1.
+        z: normal quantile of the two-sided level.
+
+    Returns:
+        Lower and upper end, within [0, 1].
+
+    Raises:
+        ValueError: if the counts are out of range.
+
+    Examples:
+        >>> low, high = wilson_interval(50, 100)
+        >>> round(low, 3), round(high, 3)
+        (0.404, 0.596)
+    """
+    if not 0 <= successes <= trials or trials < 1:
+        raise ValueError(f"{successes} successes of {trials} trials; expected 0 <= successes <= trials, trials >= 1.")
+    rate, z2n = successes / trials, z * z / trials
+    centre = (rate + z2n / 2) / (1 + z2n)
+    half = z / (1 + z2n) * (rate * (1 - rate) / trials + z2n / (4 * trials)) ** 0.5
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def rollout_metrics(rows: TensorDictBase) -> dict[str, float]:
+    """What was played: return, success, turns, lengths, from rows ``[B]``."""
+    mask = rows[keys.TURN_MASK]
+    actions = rows[keys.TURN_IDS] >= 0
+    turns, valid = mask.sum(), rows[keys.ATTENTION_MASK].sum()
+    return {
+        "rollout/reward": (rows[keys.TURN_REWARD] * mask).sum(-1).mean().item(),
+        "rollout/success": rows[keys.TURN_SUCCESS].logical_and(mask).any(-1).float().mean().item(),
+        "rollout/truncated": rows[keys.TURN_TRUNCATED]
+        .logical_and(mask)
+        .logical_and(~rows[keys.TURN_TERMINATED])
+        .any(-1)
+        .float()
+        .mean()
+        .item(),
+        "rollout/turns": mask.sum(-1).float().mean().item(),
+        "rollout/response_length": (actions.sum() / turns).item(),
+        "data/tokens": float(valid),
+        "data/action_share": (actions.sum() / valid).item(),
+    }
+
+
+def credit_metrics(rows: TensorDictBase) -> dict[str, float]:
+    """How well the frozen values predict their targets over the valid turns of rows ``[B]``."""
+    mask = rows[keys.TURN_MASK]
+    value, target = rows[keys.TURN_VALUE][mask].double(), rows[keys.TURN_VALUE_TARGET][mask].double()
+    return {
+        "critic/explained_variance": _explained_variance(value, target),
+        "critic/value_return_correlation": _correlation(value, target),
+    }
+
+
+def _explained_variance(value: Tensor, target: Tensor) -> float:
+    variance = target.var(correction=0)
+    # Undefined when the targets do not vary: nan says so.
+    return (1 - (target - value).var(correction=0) / variance).item() if variance > 0 else float("nan")
+
+
+def _correlation(value: Tensor, target: Tensor) -> float:
+    if value.numel() < 2 or value.var() == 0 or target.var() == 0:
+        return float("nan")
+    return torch.corrcoef(torch.stack([value, target]))[0, 1].item()
+
+
+class Timer:
+    """Adds up wall-clock seconds by phase.
+
+    Examples:
+        >>> timer = Timer()
+        >>> with timer("rollout"):
+        ...     pass
+        >>> sorted(timer.read())
+        ['rollout']
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[phase] += time.perf_counter() - start
+
+    def read(self) -> dict[str, float]:
+        """Seconds by phase since the last :meth:`read`, which starts anew."""
+        seconds, self._seconds = dict(self._seconds), defaultdict(float)
+        return seconds

@@ -1,0 +1,94 @@
+"""The report of a run: table, learning curve, sample conversations, ``result.json``.
+
+Reads figures and rows, draws and writes files. matplotlib is imported where a plot is drawn, not before.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tensordict import TensorDictBase
+
+from torchrl_llm import keys
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from torchrl_llm.trainers.evaluation import Evaluation
+
+
+def comparison_table(evaluations: Mapping[str, Evaluation]) -> str:
+    """A plain-text table, one evaluation a line: win rate with its 95 % interval, turns, return.
+
+    Args:
+        evaluations: label -> :class:`~torchrl_llm.trainers.Evaluation`.
+    """
+    width = max(len("weights"), *(len(label) for label in evaluations))
+    lines = [f"{'weights':<{width}}  win rate  95 % interval    turns  return  episodes"]
+    for label, result in evaluations.items():
+        low, high = result.success_ci95
+        lines.append(
+            f"{label:<{width}}  {result.success:8.3f}  [{low:.3f}, {high:.3f}]  {result.turns:6.2f}  "
+            f"{result.reward:6.3f}  {result.episodes:8d}"
+        )
+    return "\n".join(lines)
+
+
+def conversations_text(rows: TensorDictBase, tokenizer: PreTrainedTokenizerBase, *, count: int = 4) -> str:
+    """The first ``count`` conversations of ``rows`` as text, special tokens included, with their outcome."""
+    parts = []
+    for row in rows[:count]:
+        length, turns = int(row[keys.ATTENTION_MASK].sum()), int(row[keys.TURN_MASK].sum())
+        rewards = row[keys.TURN_REWARD][:turns].tolist()
+        reason = keys.StopReason(int(row[keys.TURN_STOP_REASON][turns - 1])).name.lower().replace("_", " ")
+        head = f"### episode {int(row[keys.EPISODE_ID])}: {reason} after {turns} turns, rewards {rewards}"
+        parts.append(f"{head}\n\n```text\n{tokenizer.decode(row[keys.TOKENS][:length])}\n```\n")
+    return "\n".join(parts)
+
+
+def plot_learning_curve(history: Sequence[Mapping[str, float]], path: Path, *, title: str) -> None:
+    """Success in training and on held-out tasks over turns played, with the 95 % interval of the latter.
+
+    Args:
+        history: the metrics of each iteration (:attr:`torchrl_llm.trainers.LLMTrainer.history`).
+        path: a ``.png`` file to write.
+        title: of the plot.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(
+        [m["rollout/steps"] for m in history],
+        [m["rollout/success"] for m in history],
+        color="0.7",
+        linewidth=1,
+        label="training batches",
+    )
+    evaluated = [m for m in history if "evaluation/success" in m]
+    if evaluated:
+        steps = [m["rollout/steps"] for m in evaluated]
+        axes.plot(steps, [m["evaluation/success"] for m in evaluated], "o-", color="C0", label="held-out, sampled")
+        low, high = ([m[f"evaluation/success_{end}"] for m in evaluated] for end in ("low", "high"))
+        axes.fill_between(steps, low, high, color="C0", alpha=0.2, linewidth=0, label="95 % interval")
+    axes.set(xlabel="turns played", ylabel="win rate", ylim=(0, 1.02), title=title)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def write_json(result: Mapping[str, Any], path: Path) -> None:
+    """Write ``result`` as strict JSON: nan and infinities become null."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: clean(entry) for key, entry in value.items()}
+        if isinstance(value, list | tuple):
+            return [clean(entry) for entry in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    path.write_text(json.dumps(clean(result), indent=2, allow_nan=False, default=str) + "\n")

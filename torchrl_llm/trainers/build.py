@@ -1,0 +1,213 @@
+"""Settings -> components: :func:`build_run` makes everything a :class:`~torchrl_llm.trainers.RunConfig` names.
+
+The only place that knows every part. What it returns is plain TorchRL pieces: replace any of them and build
+:class:`~torchrl_llm.trainers.LLMTrainer` yourself (``examples/custom_loop.py`` does without it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from peft import LoraConfig
+from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
+from torchrl.record.loggers import Logger, get_logger
+from transformers import AutoTokenizer
+
+from torchrl_llm.collectors import TurnCollector
+from torchrl_llm.data import TurnsToSequence
+from torchrl_llm.envs import GEMEnv
+from torchrl_llm.modules import ActorCritic, HFPolicy, load_actor_critic
+from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss
+from torchrl_llm.testing import tiny_model_path
+from torchrl_llm.trainers.callbacks import Callback, ProgressBar
+from torchrl_llm.trainers.checkpoint import save_weights
+from torchrl_llm.trainers.config import RunConfig
+from torchrl_llm.trainers.evaluation import Evaluation, evaluate
+from torchrl_llm.trainers.trainer import LLMTrainer
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What :func:`build_run` made.
+
+    Attributes:
+        config: the settings.
+        tokenizer: the model's.
+        models: actor, critic and reference.
+        policy: plays; shares the actor's weights.
+        trainer: the loop.
+        make_env: makes an environment for a ticket stream: ``make_env(stream="test")``.
+    """
+
+    config: RunConfig
+    tokenizer: Any
+    models: ActorCritic
+    policy: HFPolicy
+    trainer: LLMTrainer
+    make_env: Callable[..., GEMEnv]
+
+    def final_evaluation(self, *, greedy: bool = False) -> Evaluation:
+        """Play ``config.final_episodes`` tasks that nothing else uses."""
+        env = self.make_env(stream="test")
+        try:
+            return evaluate(env, self.policy, self.config.final_episodes, greedy=greedy)
+        finally:
+            env.close()
+
+
+def build_run(config: RunConfig, *, env: Any = None, callbacks: Sequence[Callback] = ()) -> Run:
+    """Build model, environment, policy, collector, buffer, loss, optimizer, loggers and the trainer.
+
+    Args:
+        config: the settings.
+        env: what :class:`~torchrl_llm.envs.GEMEnv` plays instead of ``config.env_name``: a factory of text environments.
+        callbacks: added to the progress bar.
+
+    Returns:
+        A :class:`Run`.
+    """
+    accelerator = Accelerator(mixed_precision=config.mixed_precision, cpu=config.device == "cpu")
+    path = str(tiny_model_path()) if config.model_path == "tiny" else config.model_path
+    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or path, trust_remote_code=config.trust_remote_code)
+    sampling = config.sampling()
+    models = load_models(config, path, tokenizer, device=config.device or accelerator.device)
+    policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed)
+    make_env = partial(_make_env, config, tokenizer, env or config.env_name)
+    replay_buffer = make_replay_buffer(config)
+    collector = TurnCollector(
+        make_env(stream="train", group_size=config.group_size),
+        policy,
+        batch_size=config.batch_size,
+        replay_buffer=replay_buffer,
+    )
+    loss = make_objective(config, models)
+    trainer = LLMTrainer(
+        collector=collector,
+        replay_buffer=replay_buffer,
+        policy=policy,
+        loss=loss,
+        optimizer=make_optimizer(config, models),
+        config=config,
+        reference=models.reference,
+        evaluator=_make_evaluator(config, policy, make_env),
+        save=partial(_save, config, models, tokenizer) if config.save_checkpoints else None,
+        loggers=make_loggers(config),
+        callbacks=[*([ProgressBar()] if config.progress else []), *callbacks],
+        accelerator=accelerator,
+    )
+    return Run(config=config, tokenizer=tokenizer, models=models, policy=policy, trainer=trainer, make_env=make_env)
+
+
+def load_models(config: RunConfig, path: str, tokenizer: Any, *, device: Any) -> ActorCritic:
+    """Actor, critic and reference of ``config`` on one base model."""
+    lora = None
+    if config.lora_r:
+        lora = LoraConfig(
+            r=config.lora_r,
+            lora_alpha=config.lora_alpha or 2 * config.lora_r,
+            target_modules=config.lora_targets,
+            task_type="CAUSAL_LM",
+        )
+    return load_actor_critic(
+        path,
+        tokenizer=tokenizer,
+        lora=lora,
+        critic=config.algo == "LLMPPO",
+        reference=config.kl_coeff != 0,
+        sampling=config.sampling(),
+        entropy=True,
+        dtype=config.dtype,
+        device=device,
+        attn_implementation=config.attn_implementation,
+        trust_remote_code=config.trust_remote_code,
+        gradient_checkpointing=config.gradient_checkpointing,
+        seed=config.seed,
+    )
+
+
+def make_objective(config: RunConfig, models: ActorCritic) -> TurnPolicyLoss:
+    """The loss of ``config.algo`` with its value estimator; fields that are None keep the class's default."""
+
+    def given(*names: str) -> dict[str, Any]:
+        return {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+
+    common = given("kl_coeff", "clip_epsilon", "entropy_coeff", "ratio_level", "gamma")
+    if config.algo == "LLMREINFORCE":
+        return LLMReinforceLoss(models.actor, **common)
+    if config.algo == "GRPO":
+        return LLMGRPOLoss(models.actor, group_size=config.group_size, **common)
+    own = given("critic_coeff", "lmbda", "granularity", "value_reduction", "whiten")
+    return LLMPPOLoss(models.actor, models.critic, **common, **own)
+
+
+def make_optimizer(config: RunConfig, models: ActorCritic) -> torch.optim.Optimizer:
+    """AdamW with one parameter group for the actor and, if there is one, a second for the critic."""
+    groups: list[dict[str, Any]] = [{"params": list(models.actor_parameters()), "lr": config.lr_actor}]
+    if models.critic is not None:
+        lr = config.lr_actor if config.lr_critic is None else config.lr_critic
+        groups.append({"params": list(models.critic_parameters()), "lr": lr})
+    return torch.optim.AdamW(groups, weight_decay=config.weight_decay, betas=(0.9, config.adam_beta2))
+
+
+def make_replay_buffer(config: RunConfig) -> ReplayBuffer:
+    """A buffer of one batch of rows, as wide as the longest conversation."""
+    return ReplayBuffer(
+        storage=LazyTensorStorage(config.batch_size),
+        sampler=SamplerWithoutReplacement(),
+        transform=TurnsToSequence(),
+        batch_size=config.batch_size,
+    )
+
+
+def make_loggers(config: RunConfig) -> list[Logger]:
+    """CSV always, TensorBoard and Weights & Biases by flag."""
+    where = config.output_dir
+    loggers = [get_logger("csv", str(where), "csv")]
+    if config.tensorboard:
+        loggers.append(get_logger("tensorboard", str(where), "tensorboard"))
+    if config.wandb:
+        kwargs = {"project": config.wandb_project}
+        loggers.append(get_logger("wandb", str(where), where.name, wandb_kwargs=kwargs))
+    for target in loggers:
+        target.log_hparams({name: str(value) for name, value in vars(config).items()})
+    return loggers
+
+
+def _make_env(config: RunConfig, tokenizer: Any, env: Any, *, stream: str, group_size: int = 1) -> GEMEnv:
+    return GEMEnv(
+        env,
+        tokenizer=tokenizer,
+        num_envs=config.num_envs,
+        max_turns=config.max_turns,
+        max_model_len=config.max_model_len,
+        max_output_tokens=config.max_output_tokens,
+        group_size=group_size,
+        system_prompt=config.system_prompt,
+        template=config.template,
+        chat_template_kwargs=config.chat_template_kwargs,
+        seed=config.seed,
+        stream=stream,
+    )
+
+
+def _make_evaluator(config: RunConfig, policy: HFPolicy, make_env: Callable[..., GEMEnv]) -> Callable[[], dict]:
+    env = make_env(stream="eval")
+
+    def evaluator() -> dict[str, float]:
+        metrics = evaluate(env, policy, config.evaluation_episodes).metrics("evaluation")
+        if config.evaluation_greedy:
+            metrics |= evaluate(env, policy, config.evaluation_episodes, greedy=True).metrics("evaluation_greedy")
+        return metrics
+
+    return evaluator
+
+
+def _save(config: RunConfig, models: ActorCritic, tokenizer: Any, name: str) -> Path:
+    return save_weights(models, tokenizer, config.output_dir / "checkpoints" / name)

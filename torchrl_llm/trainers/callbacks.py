@@ -1,0 +1,49 @@
+"""What watches a run: the :class:`Callback` protocol and the callbacks that come with the library."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from tqdm.auto import tqdm
+
+if TYPE_CHECKING:
+    from torchrl_llm.trainers.trainer import LLMTrainer
+
+
+class Callback:
+    """Override what you need; every hook gets the trainer and may set ``trainer.stop_reason`` to end the run.
+
+    Examples:
+        >>> class Watch(Callback):
+        ...     def on_iteration(self, trainer, metrics):
+        ...         if metrics["rollout/reward"] > 0.9:
+        ...             trainer.stop_reason = "reward above 0.9"
+    """
+
+    def on_start(self, trainer: LLMTrainer) -> None:
+        """Before the first iteration."""
+
+    def on_iteration(self, trainer: LLMTrainer, metrics: dict[str, float]) -> None:
+        """After each iteration, with its metrics (evaluation included where there was one)."""
+
+    def on_end(self, trainer: LLMTrainer) -> None:
+        """After the last iteration, also when the run failed."""
+
+
+class ProgressBar(Callback):
+    """A tqdm bar over turns, with reward, success and KL of the last iteration."""
+
+    _shown = ("rollout/reward", "rollout/success", "evaluation/success", "policy/kl_old")
+
+    def on_start(self, trainer: LLMTrainer) -> None:
+        self._bar = tqdm(total=trainer.config.max_steps, unit="turn", desc=type(trainer.loss).__name__, smoothing=0.05)
+        self._postfix: dict[str, str] = {}
+
+    def on_iteration(self, trainer: LLMTrainer, metrics: dict[str, float]) -> None:
+        self._bar.update(min(trainer.steps, trainer.config.max_steps) - self._bar.n)
+        new = {name.removeprefix("rollout/"): f"{metrics[name]:.3g}" for name in self._shown if name in metrics}
+        self._postfix |= new
+        self._bar.set_postfix(self._postfix)
+
+    def on_end(self, trainer: LLMTrainer) -> None:
+        self._bar.close()

@@ -1,0 +1,260 @@
+"""Typed settings: :class:`TrainerConfig` for the loop, :class:`RunConfig` for a whole run.
+
+Flat on purpose: a YAML file and the command line of ``examples/multiturn.py`` have exactly these names. Every field is
+documented where it is declared; contradictions are errors at construction. Nothing here builds anything.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from torchrl_llm.modules.policy import SamplingConfig
+
+Algorithm = Literal["LLMPPO", "LLMREINFORCE", "GRPO"]
+
+
+class ConfigError(ValueError):
+    """A setting that is out of range, or two settings that contradict each other."""
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)
+
+
+@dataclass(kw_only=True)
+class TrainerConfig:
+    """What :class:`~torchrl_llm.trainers.LLMTrainer` itself reads.
+
+    Attributes:
+        epochs: passes over each batch.
+        minibatch_size: conversations per optimizer step; None takes the whole batch in one step.
+        max_tokens: tokens (padding included) of one forward and backward pass. It bounds memory and never changes the
+            gradient.
+        max_grad_norm: gradients are clipped to this 2-norm, actor and critic apart.
+        schedule: the learning rates' course after the warm-up, over ``max_steps``.
+        warmup_fraction: share of ``max_steps`` over which the learning rates rise from 0.
+        min_lr_fraction: the cosine schedule ends at this share of the learning rate.
+        max_steps: turns to play in training; the run ends with the iteration that reaches it.
+        max_iterations: cap on iterations; None sets none.
+        max_seconds: cap on wall-clock time, checked between iterations; None sets none.
+        stop_at_success: end the run when the sampled evaluation's success rate reaches this; None never does.
+        evaluation_interval: iterations between evaluations; 0 evaluates only before and after the run.
+        seed: of minibatch order (and, in :class:`RunConfig`, of everything else).
+    """
+
+    epochs: int = 1
+    minibatch_size: int | None = None
+    max_tokens: int = 16_384
+    max_grad_norm: float = 1.0
+    schedule: Literal["cosine", "constant"] = "cosine"
+    warmup_fraction: float = 0.0
+    min_lr_fraction: float = 0.0
+    max_steps: int = 100_000
+    max_iterations: int | None = None
+    max_seconds: float | None = None
+    stop_at_success: float | None = None
+    evaluation_interval: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "max_tokens", "max_steps"):
+            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected at least 1.")
+        for name in ("minibatch_size", "max_iterations"):
+            value = getattr(self, name)
+            _require(value is None or value >= 1, f"{name} is {value}; expected at least 1, or null.")
+        for name in ("warmup_fraction", "min_lr_fraction"):
+            value = getattr(self, name)
+            _require(0 <= value <= 1, f"{name} is {value}; expected a share between 0 and 1.")
+        _require(self.max_grad_norm > 0, f"max_grad_norm is {self.max_grad_norm}; expected > 0.")
+        _require(self.evaluation_interval >= 0, f"evaluation_interval is {self.evaluation_interval}; expected >= 0.")
+        _require(
+            self.stop_at_success is None or 0 < self.stop_at_success <= 1,
+            f"stop_at_success is {self.stop_at_success}; expected a rate in (0, 1], or null.",
+        )
+        _require(
+            self.stop_at_success is None or self.evaluation_interval > 0,
+            "stop_at_success needs evaluations during the run: set evaluation_interval to 1 or more.",
+        )
+
+
+@dataclass(kw_only=True)
+class RunConfig(TrainerConfig):
+    """A whole run: model, environment, sampling, algorithm and loop, for :func:`~torchrl_llm.trainers.build_trainer`.
+
+    Attributes:
+        algo: the algorithm.
+        model_path: a directory, or a model id of a hub, in transformers format. "tiny" is the small model that comes
+            with the package.
+        tokenizer_path: where the tokenizer is; None takes model_path.
+        dtype: of the base weights; "auto" takes the checkpoint's. Adapters and heads are float32.
+        device: torch device of model and training; None lets accelerate choose.
+        mixed_precision: autocast of the training forward passes.
+        attn_implementation: as in transformers ("sdpa", "eager", "flash_attention_2"); None takes its default.
+        trust_remote_code: run code that comes with the model.
+        gradient_checkpointing: recompute activations in the backward pass to save memory.
+        lora_r: rank of the LoRA adapters; 0 trains all weights.
+        lora_alpha: LoRA's scale is lora_alpha / lora_r; None takes 2 * lora_r.
+        lora_targets: names of the linear modules that get adapters, or "all-linear".
+        env_name: id of a GEM environment, or a list of ids (a mixture).
+        num_envs: environment slots played side by side.
+        max_turns: our own cap on turns (truncation); None leaves it to the environment.
+        max_model_len: longest conversation in tokens, the last response included.
+        system_prompt: put before the first message; None adds none.
+        template: "chat" for the tokenizer's chat template, "raw" for plain concatenation (base models).
+        chat_template_kwargs: passed to the chat template, such as enable_thinking.
+        temperature: sampling temperature in training.
+        top_k: keep the likeliest tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens of this mass; 1 keeps all.
+        min_p: drop tokens less likely than this times the likeliest; 0 keeps all.
+        repetition_penalty: 1 is off.
+        min_output_tokens: responses cannot end earlier.
+        max_output_tokens: responses are cut here.
+        batch_size: conversations per iteration, all groups together.
+        group_size: conversations per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for.
+        gamma: discount per turn; None takes the algorithm's default, as below.
+        lmbda: lambda of the turn-level GAE (LLMPPO).
+        kl_coeff: weight of the KL to the reference model (AgileRL's beta); 0 needs no reference.
+        clip_epsilon: PPO's clip, one number or [low, high].
+        critic_coeff: weight of the critic's term (LLMPPO).
+        entropy_coeff: weight of the entropy bonus.
+        granularity: credit per "turn" or per "token" (LLMPPO).
+        ratio_level: importance ratio per "token", "turn" or "sequence".
+        value_reduction: the value of a turn (LLMPPO): "first" (unbiased), "mean" or "last".
+        whiten: whiten the advantages over the batch (LLMPPO).
+        lr_actor: learning rate of the policy.
+        lr_critic: learning rate of the critic (LLMPPO); None takes lr_actor.
+        weight_decay: AdamW's.
+        adam_beta2: AdamW's second moment decay.
+        evaluation_episodes: conversations per evaluation, the same held-out tasks each time.
+        evaluation_greedy: evaluate greedy decoding too.
+        final_episodes: conversations of the evaluations before and after the run, on tasks used for nothing else.
+        output_dir: where metrics, checkpoints and the report go.
+        save_checkpoints: write the best and the last weights to output_dir.
+        tensorboard: log to TensorBoard too.
+        wandb: log to Weights & Biases too.
+        wandb_project: its project.
+        progress: show a progress bar.
+    """
+
+    algo: Algorithm = "LLMPPO"
+    # model
+    model_path: str = "Qwen/Qwen2.5-0.5B-Instruct"
+    tokenizer_path: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str | None = None
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+    gradient_checkpointing: bool = False
+    lora_r: int = 16
+    lora_alpha: int | None = None
+    lora_targets: list[str] | str = "all-linear"
+    # environment
+    env_name: str | list[str] = "game:GuessTheNumber-v0-easy"
+    num_envs: int = 16
+    max_turns: int | None = None
+    max_model_len: int = 1024
+    system_prompt: str | None = None
+    template: Literal["chat", "raw"] = "chat"
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # sampling
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_output_tokens: int = 0
+    max_output_tokens: int = 64
+    # algorithm
+    batch_size: int = 32
+    group_size: int = 1
+    gamma: float | None = None
+    lmbda: float | None = None
+    kl_coeff: float | None = None
+    clip_epsilon: float | tuple[float, float] | None = None
+    critic_coeff: float | None = None
+    entropy_coeff: float | None = None
+    granularity: Literal["turn", "token"] | None = None
+    ratio_level: Literal["token", "turn", "sequence"] | None = None
+    value_reduction: Literal["first", "mean", "last"] | None = None
+    whiten: bool | None = None
+    # optimisation
+    lr_actor: float = 5e-6
+    lr_critic: float | None = None
+    weight_decay: float = 0.0
+    adam_beta2: float = 0.999
+    # run
+    evaluation_episodes: int = 256
+    evaluation_greedy: bool = False
+    final_episodes: int = 512
+    output_dir: Path = Path("runs/multiturn")
+    save_checkpoints: bool = True
+    tensorboard: bool = False
+    wandb: bool = False
+    wandb_project: str = "torchrl_llm"
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.sampling()  # raises what SamplingConfig says of its fields
+        self.output_dir = Path(self.output_dir)
+        if isinstance(self.clip_epsilon, list):
+            self.clip_epsilon = tuple(self.clip_epsilon)
+        _require(self.algo in ("LLMPPO", "LLMREINFORCE", "GRPO"), _unknown_algorithm(self.algo))
+        for name in ("num_envs", "batch_size", "group_size", "evaluation_episodes", "final_episodes"):
+            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected at least 1.")
+        _require(self.lora_r >= 0, f"lora_r is {self.lora_r}; expected a rank, or 0 to train all weights.")
+        self._check_groups()
+        self._check_algorithm()
+        _require(
+            self.max_output_tokens < self.max_model_len,
+            f"max_output_tokens={self.max_output_tokens} leaves no room for a prompt in "
+            f"max_model_len={self.max_model_len}: lower the first or raise the second.",
+        )
+
+    def _check_groups(self) -> None:
+        group = self.group_size
+        for name in ("batch_size", "num_envs", "minibatch_size"):
+            value = getattr(self, name)
+            _require(
+                value is None or value % group == 0,
+                f"{name}={value} is not a multiple of group_size={group}: a group must not be cut. "
+                f"Use a multiple of {group}.",
+            )
+        _require(
+            self.minibatch_size is None or self.batch_size % self.minibatch_size == 0,
+            f"minibatch_size={self.minibatch_size} does not divide batch_size={self.batch_size}: "
+            "optimizer steps would differ in size.",
+        )
+        _require(
+            self.algo != "GRPO" or group >= 2,
+            f"GRPO compares the conversations of one task: group_size={group}, expected at least 2.",
+        )
+
+    def _check_algorithm(self) -> None:
+        foreign = {
+            "LLMPPO": (),
+            "LLMREINFORCE": ("lmbda", "critic_coeff", "lr_critic", "granularity", "value_reduction", "whiten"),
+            "GRPO": ("lmbda", "critic_coeff", "lr_critic", "granularity", "value_reduction", "whiten"),
+        }[self.algo]
+        given = [name for name in foreign if getattr(self, name) is not None]
+        _require(not given, f"{self.algo} has no {', '.join(given)}: remove the field, or use LLMPPO.")
+
+    def sampling(self) -> SamplingConfig:
+        """The sampling settings of training."""
+        return SamplingConfig(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            min_output_tokens=self.min_output_tokens,
+            max_output_tokens=self.max_output_tokens,
+        )
+
+
+def _unknown_algorithm(name: str) -> str:
+    return f"algo is {name!r}; expected one of 'LLMPPO', 'LLMREINFORCE', 'GRPO'."

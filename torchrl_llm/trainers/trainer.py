@@ -1,0 +1,252 @@
+"""The training loop, written out: :class:`LLMTrainer`.
+
+It knows no algorithm: credit and objective are the loss's, sampling is the policy's, games are the collector's. What
+is built from settings stands in :mod:`torchrl_llm.trainers.build`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from accelerate import Accelerator
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl.collectors import BaseCollector
+from torchrl.data import ReplayBuffer
+from torchrl.record.loggers import Logger
+
+from torchrl_llm import keys
+from torchrl_llm.data import apply_in_micro_batches, micro_batches, minibatches, padding_share
+from torchrl_llm.modules import TokenScorer
+from torchrl_llm.modules.policy import TurnPolicy
+from torchrl_llm.objectives import TurnPolicyLoss, merge, total, write_loss_weights
+from torchrl_llm.record import LOSS_METRICS, METRICS, Timer, credit_metrics, rollout_metrics
+from torchrl_llm.trainers.callbacks import Callback
+from torchrl_llm.trainers.config import TrainerConfig
+
+logger = logging.getLogger(__name__)
+Evaluator = Callable[[], dict[str, float]]
+"""Plays held-out episodes and returns metrics; ``evaluation/success`` decides what is best."""
+
+
+class LLMTrainer:
+    """Collects, credits, updates, evaluates, until a limit of ``config`` is reached.
+
+    Args:
+        collector: fills ``replay_buffer`` with one on-policy batch of whole conversations per iteration.
+        replay_buffer: holds rows (its transform is :class:`~torchrl_llm.data.TurnsToSequence`).
+        policy: what the collector plays with; told after each update that its weights are new.
+        loss: one of the losses of :mod:`torchrl_llm.objectives`, with its value estimator made.
+        optimizer: its first parameter group is the actor's, its second, if any, the critic's.
+        config: the loop's settings.
+        reference: scores the reference log-probs; None where the loss needs none.
+        evaluator: run every ``config.evaluation_interval`` iterations.
+        save: called as ``save("last")`` after each evaluation and at the end, and ``save("best")`` after the best.
+        loggers: TorchRL loggers; each gets every metric.
+        callbacks: watch the run.
+        accelerator: device, mixed precision and backward; None makes a plain one.
+
+    Attributes:
+        iteration, steps, episodes: iterations, turns and conversations so far.
+        history: the metrics of every iteration.
+        stop_reason: why the run ends; None while it runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        collector: BaseCollector,
+        replay_buffer: ReplayBuffer,
+        policy: TurnPolicy,
+        loss: TurnPolicyLoss,
+        optimizer: torch.optim.Optimizer,
+        config: TrainerConfig,
+        reference: TokenScorer | None = None,
+        evaluator: Evaluator | None = None,
+        save: Callable[[str], object] | None = None,
+        loggers: Sequence[Logger] = (),
+        callbacks: Sequence[Callback] = (),
+        accelerator: Accelerator | None = None,
+    ) -> None:
+        self.collector, self.replay_buffer, self.policy = collector, replay_buffer, policy
+        self.loss, self.reference, self.config = loss, reference, config
+        self.evaluator, self.save, self.loggers, self.callbacks = evaluator, save, tuple(loggers), tuple(callbacks)
+        self.accelerator = accelerator or Accelerator()
+        self.optimizer = self.accelerator.prepare(optimizer)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: self._lr_factor())
+        self.generator = torch.Generator().manual_seed(config.seed)
+        self.iteration = self.steps = self.episodes = 0
+        self.best_success = -math.inf
+        self.history: list[dict[str, float]] = []
+        self.stop_reason: str | None = None
+        self._timer = Timer()
+
+    def train(self) -> list[dict[str, float]]:
+        """Run until a limit is reached; returns :attr:`history`. Collector and loggers are closed at the end."""
+        self._started = time.monotonic()
+        try:
+            for callback in self.callbacks:
+                callback.on_start(self)
+            batches = iter(self.collector)
+            while self.stop_reason is None:
+                self._log(self.iterate(batches))
+            logger.info("training ends: %s", self.stop_reason)
+        finally:
+            for callback in self.callbacks:
+                callback.on_end(self)
+            self.close()
+        if self.save is not None:
+            self.save("last")
+        return self.history
+
+    def iterate(self, batches) -> dict[str, float]:
+        """One iteration: collect, score, credit, update, and evaluate when it is time."""
+        with self._timer("rollout"):
+            next(batches)
+            batch = self.replay_buffer[:].to(self.accelerator.device)
+            self.replay_buffer.empty(empty_write_count=False)
+        self.steps += int(batch[keys.TURN_MASK].sum())
+        self.episodes += batch.shape[0]
+        metrics = rollout_metrics(batch) | self.learn(batch)
+        self.iteration += 1
+        self._check_limits()
+        interval = self.config.evaluation_interval
+        if self.evaluator is not None and interval and (self.iteration % interval == 0 or self.stop_reason):
+            metrics |= self._evaluate()
+        return metrics | self._progress_metrics(batch)
+
+    def learn(self, batch: TensorDictBase) -> dict[str, float]:
+        """Score, credit and update on rows ``[B]``; the policy is told that its weights are new."""
+        with self._timer("score"):
+            self.score(batch)
+            self.loss.value_estimator(batch)
+        valued = keys.TURN_VALUE in batch.keys(include_nested=True)
+        metrics = credit_metrics(batch) if valued else {}
+        with self._timer("update"):
+            metrics |= self.update(batch)
+        self.policy.weights_changed()
+        return metrics
+
+    @torch.no_grad()
+    def score(self, batch: TensorDictBase) -> None:
+        """Write what the loss needs from frozen weights: old and reference log-probs, values."""
+        limit, loss = self.config.max_tokens, self.loss
+        if not self.policy.exact:
+            apply_in_micro_batches(loss.actor_network, batch, limit)
+            batch.rename_key_(keys.LOG_PROB, keys.OLD_LOG_PROB)
+        if self.reference is not None:
+            apply_in_micro_batches(self.reference, batch, limit)
+            batch.rename_key_(keys.LOG_PROB, keys.REF_LOG_PROB)
+        if loss.critic_network is not None:
+            apply_in_micro_batches(loss.critic_network, batch, limit)
+
+    def update(self, batch: TensorDictBase) -> dict[str, float]:
+        """``config.epochs`` passes of optimizer steps over ``batch``; returns the means of the loss's figures."""
+        steps: list[dict[str, Tensor]] = []
+        padding: list[float] = []
+        size = self.config.minibatch_size or batch.shape[0]
+        self.schedule.step()
+        for _ in range(self.config.epochs):
+            for minibatch in minibatches(batch, size, generator=self.generator):
+                parts = micro_batches(write_loss_weights(minibatch, self.loss), self.config.max_tokens)
+                padding.append(padding_share(parts))
+                steps.append(self._backward(parts) | self._optimizer_step())
+        means = {name: torch.stack([step[name] for step in steps]).mean().item() for name in steps[0]}
+        # Before the first step the model still is the one that sampled.
+        means["policy/log_prob_gap"] = self._log_prob_gap(batch, steps[0])
+        return means | {"data/padding_share": sum(padding) / len(padding)}
+
+    def _backward(self, parts: list[TensorDictBase]) -> dict[str, Tensor]:
+        """Accumulate the gradient of one optimizer batch: losses are weighted sums, so parts add up."""
+        outputs = []
+        for part in parts:
+            with self.accelerator.autocast():
+                out = self.loss(part)
+            self.accelerator.backward(total(out))
+            outputs.append(out)
+        merged = merge(outputs)
+        return {name: merged[key] for key, name in LOSS_METRICS.items() if key in merged}
+
+    def _optimizer_step(self) -> dict[str, Tensor]:
+        norms = {}
+        for name, group in zip(("actor", "critic"), self.optimizer.param_groups, strict=False):
+            norms[f"optim/grad_norm_{name}"] = self.accelerator.clip_grad_norm_(
+                group["params"], self.config.max_grad_norm
+            )
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return norms
+
+    def _log_prob_gap(self, batch: TensorDictBase, first_step: dict[str, Tensor]) -> float:
+        if self.policy.exact:
+            return first_step["policy/log_ratio"].item()
+        actions = batch[keys.TURN_IDS] >= 0
+        return (batch[keys.OLD_LOG_PROB] - batch[keys.SAMPLE_LOG_PROB])[actions].abs().mean().item()
+
+    def _lr_factor(self) -> float:
+        """Linear warm-up, then cosine (or constant), over the share of ``max_steps`` played."""
+        config, done = self.config, min(1.0, self.steps / self.config.max_steps)
+        if done < config.warmup_fraction:
+            return done / config.warmup_fraction
+        if config.schedule == "constant":
+            return 1.0
+        rest = (done - config.warmup_fraction) / max(1e-12, 1 - config.warmup_fraction)
+        return config.min_lr_fraction + (1 - config.min_lr_fraction) * 0.5 * (1 + math.cos(math.pi * rest))
+
+    def _check_limits(self) -> None:
+        config, seconds = self.config, time.monotonic() - self._started
+        if self.steps >= config.max_steps:
+            self.stop_reason = f"max_steps={config.max_steps} turns played"
+        elif config.max_iterations is not None and self.iteration >= config.max_iterations:
+            self.stop_reason = f"max_iterations={config.max_iterations}"
+        elif config.max_seconds is not None and seconds >= config.max_seconds:
+            self.stop_reason = f"max_seconds={config.max_seconds}"
+
+    def _evaluate(self) -> dict[str, float]:
+        with self._timer("evaluation"):
+            metrics = self.evaluator()
+        if self.save is not None:
+            self.save("last")
+        success = metrics["evaluation/success"]
+        if success > self.best_success:
+            self.best_success = success
+            if self.save is not None:
+                self.save("best")
+        target = self.config.stop_at_success
+        if target is not None and success >= target:
+            self.stop_reason = f"stop_at_success={target} reached: {success:.3f}"
+        return metrics
+
+    def _progress_metrics(self, batch: TensorDictBase) -> dict[str, float]:
+        seconds = self._timer.read()
+        learning = seconds["score"] + seconds["update"]
+        groups = zip(("actor", "critic"), self.optimizer.param_groups, strict=False)
+        return {
+            "rollout/episodes": float(self.episodes),
+            "rollout/steps": float(self.steps),
+            "policy/version": float(self.policy.policy_version),
+            **{f"optim/lr_{name}": group["lr"] for name, group in groups},
+            **{f"time/{phase}_s": value for phase, value in seconds.items()},
+            "time/rollout_tokens_per_s": (batch[keys.TURN_IDS] >= 0).sum().item() / seconds["rollout"],
+            "time/update_tokens_per_s": batch[keys.ATTENTION_MASK].sum().item() / learning,
+        }
+
+    def _log(self, metrics: dict[str, float]) -> None:
+        unknown = sorted(set(metrics) - set(METRICS))
+        if unknown:
+            raise KeyError(f"metrics {unknown} are not named in torchrl_llm.record.METRICS: add them there.")
+        self.history.append(metrics)
+        for target in self.loggers:
+            target.log_metrics(metrics, step=self.steps)
+        for callback in self.callbacks:
+            callback.on_iteration(self, metrics)
+
+    def close(self) -> None:
+        """Shut the collector down and flush the loggers; safe to call twice."""
+        self.collector.shutdown()
+        for target in self.loggers:
+            target.flush()
