@@ -273,8 +273,9 @@ def episode_return(reward: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
         tensor([1.5000])
     """
     _check_shapes(reward=reward, mask=mask)
-    played_before = mask.cumsum(1) - mask.long()
-    return (_masked(reward, mask) * gamma**played_before).sum(1)
+    reward = _masked(reward, mask)
+    played_before = (mask.cumsum(1) - mask.long()).to(reward.dtype)
+    return (reward * gamma**played_before).sum(1)
 
 
 def turn_gae(

@@ -1,0 +1,265 @@
+"""The estimators: which keys they read and write, their options, and their errors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conversations import DOUBLE, LAYOUT, Values, law, layouts, make_critic, make_rows
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from torchrl_llm.objectives import GroupRelative, ReBN, TurnGAE
+from torchrl_llm.objectives import functional as F
+
+
+def close(actual, expected, atol=1e-10):
+    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=1e-10, atol=atol)
+
+
+def rows_and_parts(seed: int = 0, layout=LAYOUT, **kwargs):
+    rows = make_rows(layout, seed, **kwargs)
+    mask, ids = rows["turn", "mask"], rows["turn_ids"]
+    return rows, rows["turn", "reward"], mask, ids, mask & (F.turn_lengths(ids, mask.shape[1]) > 0)
+
+
+class TestTurnGAE:
+    @law(layouts(), st.sampled_from(["first", "mean", "last"]))
+    def test_turns(self, case, reduction):
+        layout, seed = case
+        rows, reward, mask, ids, acted = rows_and_parts(seed, layout)
+        value = F.turn_reduce(rows["state_value"], ids, mask.shape[1], reduction)
+        bootstrap = torch.where(rows["turn", "truncated"].any(1), rows["bootstrap_value"], 0.0)
+        advantage, target = F.turn_gae(reward, value, mask, 0.9, 0.8, bootstrap, acted=acted)
+        out = TurnGAE(gamma=0.9, lmbda=0.8, value_reduction=reduction, whiten=False)(rows)
+        close(out["turn", "advantage"], advantage)
+        close(out["turn", "value_target"], target)
+        close(out["turn", "value"], value)
+        close(out["advantage"], F.turn_to_token(advantage, ids))
+        close(out["value_target"], F.turn_to_token(target, ids))
+
+    def test_tokens(self):
+        rows, reward, mask, ids, _ = rows_and_parts()
+        bootstrap = torch.where(rows["turn", "truncated"].any(1), rows["bootstrap_value"], 0.0)
+        advantage, target = F.token_gae(reward, rows["state_value"], ids, mask, 1.0, 0.95, bootstrap)
+        out = TurnGAE(granularity="token", whiten=False)(rows)
+        close(out["advantage"], advantage)
+        close(out["value_target"], target)
+        close(out["turn", "advantage"], F.turn_first(advantage, ids, mask.shape[1]))
+
+    def test_defaults_by_granularity(self):
+        assert (TurnGAE().gamma, TurnGAE().lmbda, TurnGAE().granularity) == (0.99, 0.95, "turn")
+        assert TurnGAE(granularity="token").gamma == 1.0
+        assert TurnGAE(granularity="auto", single_turn=True).granularity == "token"
+        assert TurnGAE(granularity="auto", single_turn=False).granularity == "turn"
+
+    def test_auto_does_not_look_at_the_batch(self):
+        rows, *_ = rows_and_parts(layout=[[(True, 1, 3)], [(True, 2, 2)]])
+        out = TurnGAE(granularity="auto", single_turn=False, whiten=False)(rows.clone())
+        close(out["advantage"], TurnGAE(granularity="turn", whiten=False)(rows)["advantage"])
+        with pytest.raises(ValueError, match="needs single_turn"):
+            TurnGAE(granularity="auto")
+
+    @pytest.mark.parametrize("granularity", ["turn", "token"])
+    def test_whitening_is_over_the_steps(self, granularity):
+        rows, _, _, ids, acted = rows_and_parts()
+        raw = TurnGAE(granularity=granularity, whiten=False)(rows.clone())
+        out = TurnGAE(granularity=granularity)(rows)
+        steps, key = (ids >= 0, "advantage") if granularity == "token" else (acted, ("turn", "advantage"))
+        close(out[key], F.masked_whiten(raw[key], steps))
+        close(out[key][steps].mean(), 0.0)
+        close(out[key][steps].std(), 1.0, atol=1e-7)
+        close(out["value_target"], raw["value_target"])
+
+    def test_only_truncation_bootstraps(self):
+        rows, *_ = rows_and_parts()
+        estimator = TurnGAE(whiten=False)
+        ended = rows["turn", "terminated"] | rows["turn", "truncated"]
+        assert rows["turn", "truncated"].any()
+        assert rows["turn", "terminated"].any()
+        changed = rows.clone().update({"bootstrap_value": rows["bootstrap_value"] + 1})
+        moved = (estimator(rows.clone())["turn", "advantage"] != estimator(changed)["turn", "advantage"]).any(1)
+        assert moved.tolist() == rows["turn", "truncated"].any(1).tolist()
+        rows["turn", "terminated"] = ended  # GEM sets both at its turn limit: that is termination
+        changed["turn", "terminated"] = ended
+        close(estimator(rows)["advantage"], estimator(changed)["advantage"])
+
+    def test_a_missing_bootstrap_is_an_error_only_where_it_is_needed(self):
+        rows, *_ = rows_and_parts()
+        del rows["bootstrap_value"]
+        with pytest.raises(KeyError, match=r"bootstrap_value.*truncated"):
+            TurnGAE()(rows)
+        rows["turn", "terminated"] = rows["turn", "terminated"] | rows["turn", "truncated"]
+        assert TurnGAE()(rows)["advantage"].isfinite().all()
+
+    def test_an_unfinished_conversation_is_an_error(self):
+        rows, *_ = rows_and_parts()
+        for flag in ("terminated", "truncated"):
+            rows["turn", flag][3] = False
+        for estimator in (TurnGAE(), ReBN(), GroupRelative()):
+            with pytest.raises(ValueError, match=r"Row\(s\) \[3\] end in a turn"):
+                estimator(rows)
+
+    @pytest.mark.parametrize("chunk", [None, 4])
+    def test_the_critic_runs_once_without_a_graph_and_not_if_its_values_are_there(self, chunk):
+        rows, *_ = rows_and_parts()
+        critic, calls = make_critic(), []
+        critic.module.register_forward_hook(lambda module, args, out: calls.append(len(args[0])))
+        given = rows.clone()
+        TurnGAE(critic)(given)
+        assert calls == []
+        del rows["state_value"], rows["bootstrap_value"]
+        out = TurnGAE(critic, value_chunk_size=chunk, whiten=False)(rows)
+        assert calls == ([6] if chunk is None else [4, 2])
+        assert not out["state_value"].requires_grad
+        expected = critic(rows.select(*critic.in_keys))
+        close(out["state_value"], expected["state_value"].detach())
+        close(out["bootstrap_value"], expected["bootstrap_value"].detach())
+
+    def test_no_critic_and_no_values(self):
+        rows, *_ = rows_and_parts()
+        with pytest.raises(KeyError, match="has no critic"):
+            TurnGAE()(rows.exclude("state_value"))
+
+    def test_set_keys_and_dispatch(self):
+        rows, *_ = rows_and_parts()
+        expected = TurnGAE()(rows.clone())
+        estimator = TurnGAE()
+        estimator.set_keys(advantage=("deep", "advantage"), reward="score", value="v")
+        moved = rows.rename_key_("state_value", "v").set("score", rows["turn", "reward"])
+        close(estimator(moved)["deep", "advantage"], expected["advantage"])
+        assert "score" in estimator.in_keys
+        plain = TurnGAE()
+        rows = rows_and_parts(layout=[[(True, 1, 2)]])[0]
+        rows["turn", "terminated"], rows["turn", "truncated"] = rows["turn", "mask"], ~rows["turn", "mask"]
+        out = plain(**{"_".join(k) if isinstance(k, tuple) else k: rows[k] for k in plain.in_keys})
+        assert len(out) == len(plain.out_keys)
+        close(out[0], plain(rows)["advantage"])
+
+    def test_a_nan_off_the_mask_stays_there(self):
+        rows, *_ = rows_and_parts()
+        assert rows["turn", "reward"].isnan().any()
+        out = TurnGAE()(rows)
+        assert all(out[key].isfinite().all() for key in TurnGAE().out_keys)
+
+    def test_wrong_options(self):
+        with pytest.raises(ValueError, match="'first', 'mean', 'last'"):
+            TurnGAE(value_reduction="final")
+        with pytest.raises(ValueError, match="'turn', 'token', 'auto'"):
+            TurnGAE(granularity="word")
+
+
+class TestReBN:
+    @law(layouts(), st.booleans())
+    def test_definition(self, case, with_old):
+        layout, seed = case
+        rows, reward, mask, ids, acted = rows_and_parts(seed, layout)
+        out = ReBN(gamma=0.7, ddof=0, eps=1e-3)(rows.clone())
+        returns = F.turn_returns(reward, mask, 0.7, acted=acted)
+        close(out["turn", "value_target"], returns)
+        close(out["turn", "advantage"], F.rebn(returns, acted, 0, 1e-3))
+        close(out["advantage"], F.turn_to_token(out["turn", "advantage"], ids))
+
+    @pytest.mark.parametrize("old", ["old_log_prob", "sample_log_prob"])
+    def test_the_kl_is_paid_turn_by_turn_out_of_the_reward(self, old):
+        rows, reward, mask, ids, acted = rows_and_parts()
+        if old == "sample_log_prob":
+            del rows["old_log_prob"]
+        paid = reward - 0.1 * F.turn_sum(rows[old] - rows["ref_log_prob"], ids, mask.shape[1])
+        returns = F.turn_returns(paid, mask, 0.7, acted=acted)
+        out = ReBN(gamma=0.7, kl_coeff=0.1)(rows)
+        close(out["turn", "value_target"], returns)
+        close(out["turn", "advantage"], F.rebn(returns, acted))
+
+    def test_where_returns_do_not_differ_only_the_kl_is_left(self):
+        rows, _, mask, ids, acted = rows_and_parts()
+        rows["turn", "reward"] = torch.zeros_like(rows["turn", "reward"])
+        out = ReBN(kl_coeff=1e-4)(rows.clone())
+        kl = F.turn_sum(rows["old_log_prob"] - rows["ref_log_prob"], ids, mask.shape[1])
+        kl = F.turn_returns(-1e-4 * kl, mask, 0.9, acted=acted)
+        close(out["turn", "advantage"], torch.where(acted, kl - F.masked_mean(kl, acted), 0.0))
+        assert (ReBN()(rows)["advantage"] == 0).all()
+
+    def test_the_reference_is_asked_for(self):
+        rows, *_ = rows_and_parts()
+        with pytest.raises(KeyError, match=r"ref_log_prob.*kl_coeff=0"):
+            ReBN(kl_coeff=0.1)(rows.exclude("ref_log_prob"))
+        assert "ref_log_prob" in ReBN(kl_coeff=0.1).in_keys
+        assert "ref_log_prob" not in ReBN().in_keys
+
+
+class TestGroupRelative:
+    @law(layouts(max_rows=6))
+    def test_definition(self, case):
+        layout, seed = case
+        rows, reward, mask, ids, acted = rows_and_parts(seed, layout, group_size=2)
+        score = F.episode_return(reward, mask, 0.5)
+        expected = F.group_relative(score, rows["group_id"], partial="allow")
+        out = GroupRelative(gamma=0.5, partial="allow")(rows)
+        close(out["turn", "advantage"], torch.where(acted, expected[:, None], 0.0))
+        close(out["advantage"], torch.where(ids >= 0, expected[:, None], 0.0))
+        close(out["turn", "value_target"], torch.where(acted, score[:, None], 0.0))
+
+    @pytest.mark.parametrize(
+        "options",
+        [{"scale": "none"}, {"baseline": "leave_one_out", "scale": "none"}, {"ddof": 0}, {"eps": 1.0}],
+    )
+    def test_options_reach_the_formula(self, options):
+        rows, reward, mask, _, _ = rows_and_parts(group_size=3)
+        expected = F.group_relative(F.episode_return(reward, mask), rows["group_id"], **options)
+        actual = GroupRelative(**options)(rows.clone())["advantage"].sum(1) / (rows["turn_ids"] >= 0).sum(1)
+        close(actual, expected)
+        assert (actual - GroupRelative()(rows)["advantage"].amax(1)).abs().max() > 1e-3
+
+    def test_part_of_a_group(self):
+        rows, *_ = rows_and_parts(group_size=3)
+        with pytest.raises(ValueError, match="Expected 3"):
+            GroupRelative()(rows[:5])
+        with pytest.raises(ValueError, match="Expected 4"):
+            GroupRelative(group_size=4)(rows)
+        assert GroupRelative(partial="allow")(rows[:5])["advantage"].isfinite().all()
+
+    def test_wrong_options_fail_at_construction(self):
+        with pytest.raises(ValueError, match="leave_one_out"):
+            GroupRelative(baseline="leave_one_out")
+
+
+class TestEveryEstimator:
+    @pytest.mark.parametrize(
+        "estimator", [TurnGAE(), ReBN(kl_coeff=0.1), GroupRelative()], ids=lambda e: type(e).__name__
+    )
+    def test_order_and_padding_change_nothing(self, estimator):
+        rows, *_ = rows_and_parts(group_size=3)
+        expected = estimator(rows.clone())["advantage"]
+        order = torch.tensor([3, 0, 5, 1, 4, 2])
+        close(estimator(rows[order].clone())["advantage"], expected[order])
+        padded = TensorDict(
+            {
+                k: torch.nn.functional.pad(rows[k], (0, 4), value=fill)
+                for k, fill in (("turn_ids", -1), ("state_value", 0))
+            },
+            [6],
+        )
+        for key in ("old_log_prob", "ref_log_prob"):
+            padded[key] = torch.nn.functional.pad(rows[key], (0, 4), value=7.0)
+        padded["turn"] = TensorDict({k: torch.nn.functional.pad(v, (0, 2)) for k, v in rows["turn"].items()}, [6])
+        padded.update(rows.select("bootstrap_value", "group_id"))
+        close(estimator(padded)["advantage"][:, : expected.shape[1]], expected)
+
+    def test_value_estimate_does_not_write(self):
+        rows, *_ = rows_and_parts()
+        before = set(rows.keys(True))
+        target = TurnGAE().value_estimate(rows)
+        assert set(rows.keys(True)) == before
+        close(target, TurnGAE()(rows)["value_target"])
+
+    def test_float32_stays_float32(self):
+        rows, *_ = rows_and_parts()
+        single = rows.apply(lambda x: x.float() if x.dtype == DOUBLE else x)
+        for estimator in (TurnGAE(), ReBN(), GroupRelative()):
+            out = estimator(single.clone())
+            assert all(out[key].dtype == torch.float32 for key in estimator.out_keys)
+
+    def test_the_critic_is_not_a_submodule(self):
+        estimator = TurnGAE(make_critic())
+        assert list(estimator.parameters()) == []
+        assert isinstance(estimator.value_network.module, Values)
