@@ -191,6 +191,24 @@ class TestTokenScorer:
         with pytest.raises(ValueError, match="stop_ids is None"):
             TokenScorer(model, SamplingConfig(min_output_tokens=2))
 
+    def test_truncation_is_left_out_unless_asked_for(self, exact_norms):
+        model, rows = make_model(), make_rows()
+        sampling = SamplingConfig(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, repetition_penalty=1.2)
+        plain = TokenScorer(model, sampling)(rows.clone())["log_prob"]
+        assert torch.equal(plain, TokenScorer(model, SamplingConfig(temperature=0.8))(rows.clone())["log_prob"])
+        with pytest.raises(ValueError, match=r"repetition_penalty=1\.2"):
+            TokenScorer(model, sampling, truncate=True)
+        td = TokenScorer(model, SamplingConfig(top_k=20), truncate=True, entropy=True)(rows)
+        logits = naive_log_softmax(model, rows)
+        log_probs = logits.masked_fill(logits < logits.topk(20).values[..., -1:], -torch.inf).log_softmax(-1)
+        actions = rows["turn_ids"] >= 0
+        chosen = torch.where(actions, log_probs.gather(-1, rows["tokens"].unsqueeze(-1)).squeeze(-1), 0.0)
+        assert (chosen == -torch.inf).any()
+        assert (chosen[actions] > -torch.inf).any()
+        torch.testing.assert_close(td["log_prob"], chosen, rtol=0, atol=1e-12)
+        expected = torch.where(actions, -(log_probs.exp() * log_probs.clamp(min=-1e300)).sum(-1), 0.0)
+        torch.testing.assert_close(td["entropy"], expected, rtol=0, atol=1e-12)
+
     def test_rows_without_actions_still_give_a_graph(self):
         model, rows = make_model(), make_rows()
         rows["turn_ids"].fill_(-1)

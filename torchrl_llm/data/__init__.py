@@ -1,1 +1,17 @@
-""""""
+"""Conversations as data: rows out of turns, batches out of rows."""
+
+from torchrl_llm.data.agilerl import rows_from_agilerl
+from torchrl_llm.data.batching import apply_in_micro_batches, micro_batches, minibatches, padding_share
+from torchrl_llm.data.sequence import HistoryRewrittenError, TurnsToSequence, TurnViewError, turns_to_rows
+
+__all__ = [
+    "HistoryRewrittenError",
+    "TurnViewError",
+    "TurnsToSequence",
+    "apply_in_micro_batches",
+    "micro_batches",
+    "minibatches",
+    "padding_share",
+    "rows_from_agilerl",
+    "turns_to_rows",
+]

@@ -6,6 +6,7 @@ The state before a token belongs to the critic, losses and ratios to the objecti
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +20,7 @@ from torchrl_llm.modules.adapters import recompute_contexts, use_adapter
 from torchrl_llm.modules.lm import causal_lm, hidden_states, lm_logits
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.modules.positions import ActionPositions, action_positions
+from torchrl_llm.modules.sampling import SamplingProcessor
 
 
 class TokenScorer(TensorDictModuleBase):
@@ -32,9 +34,10 @@ class TokenScorer(TensorDictModuleBase):
     the entropy in nats of the distribution that token_i was drawn from.
 
     Scores are those of the distribution which ``sampling`` describes: its temperature, and its stop ids excluded from
-    the first ``min_output_tokens`` tokens of a turn. Truncation (top-k, top-p, min-p) and the repetition penalty are
-    not applied: a token outside of the new model's truncated support would have log-prob minus infinity. Where the
-    policy truncates, ``old_log_prob`` is scored anew and the loss corrects for the sampler.
+    the first ``min_output_tokens`` tokens of a turn. By default truncation (top-k, top-p, min-p) is left out: once the
+    weights change, a sampled token may fall outside the new support, where its log-prob is minus infinity. Where the
+    policy truncates, ``old_log_prob`` is scored anew and the loss corrects for the sampler. The repetition penalty is
+    always left out, for the distribution it makes depends on the whole context.
 
     Memory: the ``[M, V]`` logits of M action tokens are made in chunks; while training, chunks are recomputed in
     ``backward`` as soon as there is more than one, so that only one chunk of logits is alive at a time.
@@ -45,6 +48,7 @@ class TokenScorer(TensorDictModuleBase):
         adapter: the LoRA adapter to score under; ``None``: the model itself, adapters off.
         stop_ids: the ids that ``min_output_tokens`` holds back; needed when ``sampling.stop_ids`` is ``None`` and
             ``min_output_tokens > 0``.
+        truncate: apply top-k, top-p and min-p too; a token that they drop gets minus infinity.
         entropy: write the entropy as well. Costs about one more pass over the logits.
         frozen: never build a graph (a reference model).
         log_prob_key, entropy_key: where to write.
@@ -73,6 +77,7 @@ class TokenScorer(TensorDictModuleBase):
         *,
         adapter: str | None = None,
         stop_ids: Sequence[int] | None = None,
+        truncate: bool = False,
         entropy: bool = False,
         frozen: bool = False,
         log_prob_key: keys.NestedKey = keys.LOG_PROB,
@@ -87,6 +92,8 @@ class TokenScorer(TensorDictModuleBase):
         self.frozen = frozen
         self.chunk_logits = chunk_logits
         self.held_back = _held_back_ids(self.sampling, stop_ids)
+        self._masked = bool(self.held_back) or (truncate and self.sampling.truncates)
+        self._process = SamplingProcessor(_position_wise(self.sampling, truncate), stop_ids=())
         self.in_keys = [keys.TOKENS, keys.ATTENTION_MASK, keys.TURN_IDS]
         self.out_keys = [log_prob_key, entropy_key] if entropy else [log_prob_key]
 
@@ -134,14 +141,11 @@ class TokenScorer(TensorDictModuleBase):
             stops = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
             stops[list(self.held_back)] = True
             logits = logits.masked_fill(early.unsqueeze(-1) & stops, -torch.inf)
-        if self.sampling.temperature != 1:
-            logits = logits / self.sampling.temperature
+        logits = self._process(logits, index=0)
         if not self.entropy:
             return (-F.cross_entropy(logits, targets, reduction="none"),)
         log_probs = logits.log_softmax(-1)
-        return log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy_of(
-            log_probs, masked=bool(self.held_back)
-        )
+        return log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy_of(log_probs, masked=self._masked)
 
 
 def entropy_of(log_probs: Tensor, *, masked: bool = True) -> Tensor:
@@ -171,3 +175,14 @@ def _held_back_ids(sampling: SamplingConfig, stop_ids: Sequence[int] | None) -> 
             "know which ids were held back. Pass stop_ids= (the policy's), or set SamplingConfig.stop_ids."
         )
     return tuple(ids)
+
+
+def _position_wise(sampling: SamplingConfig, truncate: bool) -> SamplingConfig:
+    """The part of ``sampling`` that is the same function of the logits at every position."""
+    if truncate and sampling.repetition_penalty != 1:
+        raise ValueError(
+            f"truncate=True with repetition_penalty={sampling.repetition_penalty}: the penalty depends on the whole "
+            "context, which is not kept here. Set repetition_penalty=1.0, or truncate=False and score old_log_prob anew."
+        )
+    rest = replace(sampling, min_output_tokens=0, repetition_penalty=1.0)
+    return rest if truncate else replace(rest, top_k=0, top_p=1.0, min_p=0.0)

@@ -1,0 +1,132 @@
+"""Rows in batches that fit: :func:`minibatches` for optimizer steps, :func:`micro_batches` for memory.
+
+Losses are weighted sums (:func:`torchrl_llm.objectives.functional.loss_weights`), so how a batch is cut up never
+changes a gradient; these functions only decide how much padding it costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from torchrl_llm import keys
+
+
+def minibatches(batch: TensorDictBase, size: int, *, generator: torch.Generator | None = None) -> list[TensorDictBase]:
+    """Shuffle rows ``[B]`` and cut them into batches of at most ``size`` rows, one optimizer step each.
+
+    Args:
+        batch: rows of batch size ``[B]``.
+        size: most rows of a batch, >= 1. Where it does not divide B, batches are of nearly equal size instead of one
+            small remainder, whose step would count as much as the others.
+        generator: of the permutation, on the CPU; ``None`` keeps the order.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> rows = TensorDict(episode_id=torch.arange(5), batch_size=[5])
+        >>> [part["episode_id"].tolist() for part in minibatches(rows, 2)]
+        [[0, 1], [2, 3], [4]]
+    """
+    if size < 1:
+        raise ValueError(f"size is {size}; expected at least 1 row.")
+    count = batch.shape[0]
+    order = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
+    return [batch[part.to(batch.device or "cpu")] for part in order.tensor_split(max(1, -(-count // size)))]
+
+
+def micro_batches(batch: TensorDictBase, max_tokens: int) -> list[TensorDictBase]:
+    """Cut rows ``[B]`` into micro-batches of at most ``max_tokens`` tokens, padding included.
+
+    Rows are sorted by length, the longest first, and each micro-batch is trimmed to its longest row. A row of more than
+    ``max_tokens`` tokens gets a micro-batch of its own.
+
+    Args:
+        batch: rows of batch size ``[B]`` with ``"attention_mask"`` ``[B, L]``, right-padded.
+        max_tokens: bound on rows times longest row, >= 1.
+
+    Returns:
+        Micro-batches; the per-token keys (second dimension ``L``, outside of ``"turn"``) are ``[b, l]`` with l <= L.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> mask = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 0], [1, 1, 1, 0, 0]]).bool()
+        >>> rows = TensorDict(attention_mask=mask, episode_id=torch.arange(3), batch_size=[3])
+        >>> [(part["episode_id"].tolist(), part["attention_mask"].shape[1]) for part in micro_batches(rows, 8)]
+        [([1, 2], 4), ([0], 2)]
+    """
+    return [part for _, part in _packed(batch, max_tokens)]
+
+
+def padding_share(parts: Sequence[TensorDictBase]) -> float:
+    """The share of padding among all positions of some micro-batches, in [0, 1).
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> padding_share([TensorDict(attention_mask=torch.tensor([[True, True], [True, False]]), batch_size=[2])])
+        0.25
+    """
+    masks = [part[keys.ATTENTION_MASK] for part in parts]
+    valid = torch.stack([mask.sum() for mask in masks]).sum()
+    return 1 - float(valid) / sum(mask.numel() for mask in masks)
+
+
+@torch.no_grad()
+def apply_in_micro_batches(module: TensorDictModuleBase, batch: TensorDictBase, max_tokens: int) -> TensorDictBase:
+    """Run a scorer or critic over rows ``[B]`` without a graph, in micro-batches, and write its ``out_keys``.
+
+    Args:
+        module: reads its ``in_keys`` from micro-batches ``[b, l]`` and writes its ``out_keys``: ``[b, l]`` or ``[b, ...]``.
+        batch: rows of batch size ``[B]``; per-token results come back at its full width ``L``, 0 in the padding.
+        max_tokens: see :func:`micro_batches`.
+
+    Returns:
+        ``batch``.
+    """
+    width = batch[keys.ATTENTION_MASK].shape[1]
+    inputs = batch.select(*{keys.ATTENTION_MASK, *module.in_keys})
+    for index, part in _packed(inputs, max_tokens):
+        part = module(part)
+        trimmed = part[keys.ATTENTION_MASK].shape[1]
+        for key in module.out_keys:
+            value = part[key]
+            if _is_per_token(key, value, trimmed):
+                value = torch.nn.functional.pad(value.movedim(1, -1), (0, width - trimmed)).movedim(-1, 1)
+            if (
+                batch.get(key, None) is None
+                or batch[key].shape[1:] != value.shape[1:]
+                or batch[key].dtype != value.dtype
+            ):
+                batch.set(key, value.new_zeros(batch.shape[0], *value.shape[1:]))
+            batch[key][index] = value
+    return batch
+
+
+def _packed(batch: TensorDictBase, max_tokens: int) -> Iterator[tuple[Tensor, TensorDictBase]]:
+    """The row indices and the rows of each micro-batch."""
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens is {max_tokens}; expected at least 1.")
+    mask = batch[keys.ATTENTION_MASK]
+    lengths, order = mask.sum(-1).sort(descending=True, stable=True)
+    sizes, width = lengths.tolist(), mask.shape[1]
+    start = 0
+    while start < len(sizes):
+        longest = max(1, sizes[start])
+        end = min(len(sizes), start + max(1, max_tokens // longest))
+        yield order[start:end], _trim(batch[order[start:end]], width, longest)
+        start = end
+
+
+def _trim(rows: TensorDictBase, width: int, longest: int) -> TensorDictBase:
+    for key, value in list(rows.items(include_nested=True, leaves_only=True)):
+        if _is_per_token(key, value, width):
+            rows.set(key, value[:, :longest])
+    return rows
+
+
+def _is_per_token(key: keys.NestedKey, value: Tensor, width: int) -> bool:
+    """Whether ``value`` is ``[b, width, ...]`` and not one of the ``[b, T]`` entries under ``"turn"``."""
+    return value.ndim > 1 and value.shape[1] == width and not (isinstance(key, tuple) and key[0] == keys.TURN)
