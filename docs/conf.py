@@ -1,0 +1,139 @@
+"""Sphinx configuration. ``make docs`` builds the pages; warnings are errors."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, Field, fields
+from importlib import import_module
+from pathlib import Path
+
+from docstring_parser import parse
+
+import torchrl_llm
+from torchrl_llm.record import METRICS
+from torchrl_llm.trainers import RunConfig, TrainerConfig
+
+project = "torchrl_llm"
+author = "torchrl_llm contributors"
+copyright = author
+version = release = torchrl_llm.__version__
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build"]
+
+html_theme = "furo"
+html_title = "torchrl_llm"
+html_static_path = ["_static"]
+html_css_files = ["tables.css"]
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 100
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+
+# Every reference into this package must resolve. Those into other packages stay plain text: no inventory is fetched.
+nitpicky = True
+nitpick_ignore_regex = [(r"py:.*", r"(?!torchrl_llm\.).*")]
+# docs/results/ may hold no measurement yet.
+suppress_warnings = ["toc.empty_glob"]
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", r"\|")
+
+
+def _metrics_table() -> str:
+    """Name and meaning of every metric, one Markdown table a family."""
+    parts = []
+    for family in dict.fromkeys(name.partition("/")[0] for name in METRICS):
+        rows = [f"| `{name}` | {_cell(text)} |" for name, text in METRICS.items() if name.startswith(f"{family}/")]
+        parts.append("\n".join([f"## {family}", "", "| name | meaning |", "|---|---|", *rows]))
+    return "\n\n".join(parts)
+
+
+def _default(field: Field) -> str:
+    if field.default is not MISSING:
+        return f"`{field.default!r}`" if not hasattr(field.default, "parts") else f"`{field.default}`"
+    return "`{}`" if field.default_factory is dict else "required"
+
+
+def _settings_table(config: type, *, without: tuple[str, ...] = ()) -> str:
+    """The fields of a dataclass with the meaning that its docstring gives them."""
+    meaning = {entry.arg_name: entry.description or "" for entry in parse(config.__doc__ or "").params}
+    rows = [
+        f"| `{field.name}` | `{_cell(str(field.type))}` | {_default(field)} | {_cell(meaning[field.name])} |"
+        for field in fields(config)
+        if field.name not in without
+    ]
+    return "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])
+
+
+ROOMS = {
+    "keys": (),
+    "envs": (),
+    "modules": (),
+    "data": (),
+    "objectives": ("functional",),
+    "collectors": (),
+    "trainers": (),
+    "record": ("report",),
+    "testing": ("environments", "policies", "tiny", "tokenizers"),
+}
+"""Each package of the library, and its modules that are documented by themselves."""
+
+HERE = {"RunConfig", "TrainerConfig"}
+"""Documented on a page of their own."""
+
+
+def _reference(module: str) -> str:
+    """The reference of one module: its docstring, a table of what is public, and the members."""
+    loaded = import_module(module)
+    public = [name for name in getattr(loaded, "__all__", ()) if f"{module}.{name}" not in _module_names()]
+    lines = [f".. automodule:: {module}", "   :members:"]
+    lines += [f"   :exclude-members: {', '.join(sorted(HERE))}"] if HERE & set(public) else []
+    lines += ["   :undoc-members:"] if module.endswith(".keys") else []
+    if public:
+        lines += ["", "   .. autosummary::", "      :nosignatures:", "", *(f"      {name}" for name in public)]
+    return "\n".join(lines)
+
+
+def _module_names() -> set[str]:
+    return {f"torchrl_llm.{room}.{part}" for room, parts in ROOMS.items() for part in parts}
+
+
+def _write_reference(folder: Path) -> None:
+    """One page a room, from its ``__all__``."""
+    folder.mkdir(exist_ok=True)
+    for room, parts in ROOMS.items():
+        pages = [f"torchrl_llm.{room}", *(f"torchrl_llm.{room}.{part}" for part in parts)]
+        text = "\n\n".join(
+            f"{name}\n{('-' if part else '=') * len(name)}\n\n{_reference(name)}" for part, name in enumerate(pages)
+        )
+        path = folder / f"{room}.rst"
+        if not path.exists() or path.read_text() != text + "\n":
+            path.write_text(text + "\n")
+
+
+_write_reference(Path(__file__).parent / "api")
+
+myst_enable_extensions = ["dollarmath", "amsmath", "substitution", "colon_fence", "deflist"]
+myst_heading_anchors = 3
+myst_substitutions = {
+    "metrics_tables": _metrics_table(),
+    "trainer_settings": _settings_table(TrainerConfig),
+    "run_settings": _settings_table(RunConfig, without=tuple(field.name for field in fields(TrainerConfig))),
+}
