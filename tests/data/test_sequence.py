@@ -10,9 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torchrl.data import LazyTensorStorage, ListStorage, ReplayBuffer
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from torchrl_llm import keys
+from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.data import HistoryRewrittenError, TurnsToSequence, TurnViewError, turns_to_rows
+from torchrl_llm.envs import GEMEnv
+from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer
+from torchrl_llm.testing.environments import Dice
+from torchrl_llm.testing.tokenizers import byte_tokenizer
 
 WIDTH, RESPONSE_WIDTH = 40, 5  # of the contexts and of the responses
 
@@ -266,3 +272,44 @@ class TestTurnsToSequence:
         assert buffer.sample(2)[keys.TOKENS].shape == (2, 20)
         assert buffer[0][keys.TOKENS][:7].tolist() == [1, 2, 3, 4, 5, 6, 7]
         assert (buffer[1] == rows[0]).all()
+
+
+class TestCollectedConversations:
+    """A real model plays; one forward over each row gives back what the policy recorded turn by turn."""
+
+    @pytest.mark.parametrize("min_output_tokens", [0, 3])
+    def test_scorer_reproduces_the_log_probs_of_the_policy(self, min_output_tokens):
+        tokenizer = byte_tokenizer()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = Qwen2ForCausalLM(
+                Qwen2Config(
+                    vocab_size=264,
+                    hidden_size=32,
+                    intermediate_size=40,
+                    num_hidden_layers=2,
+                    num_attention_heads=2,
+                    num_key_value_heads=1,
+                    eos_token_id=2,
+                    bos_token_id=None,
+                )
+            ).eval()
+        model.lm_head.weight.data.mul_(20)  # far from uniform
+        sampling = SamplingConfig(max_output_tokens=8, min_output_tokens=min_output_tokens, temperature=0.8)
+        env = GEMEnv(Dice, tokenizer=tokenizer, num_envs=3, max_model_len=400, max_output_tokens=8, max_turns=3)
+        buffer = ReplayBuffer(
+            storage=LazyTensorStorage(6), batch_size=6, transform=TurnsToSequence(max_model_len=400, max_turns=3)
+        )
+        policy = HFPolicy(model, tokenizer, sampling)
+        collector = TurnCollector(env, policy, batch_size=6, total_batches=2, replay_buffer=buffer)
+        scorer = TokenScorer(model, sampling, stop_ids=policy.stop_ids)
+        for _ in collector:
+            rows = buffer[:]
+            buffer.empty()
+            assert rows.shape == (6,)
+            actions = rows[keys.TURN_IDS] >= 0
+            assert actions.sum() >= 6 * 3 * max(1, min_output_tokens)
+            assert rows[keys.TURN_MASK].sum() >= 6
+            log_prob = scorer(rows)[keys.LOG_PROB].detach()
+            assert float(log_prob.min()) < -2
+            torch.testing.assert_close(log_prob, rows[keys.SAMPLE_LOG_PROB], rtol=0, atol=1e-5)

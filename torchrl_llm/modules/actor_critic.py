@@ -125,8 +125,8 @@ def load_actor_critic(
         reference: make a reference.
         tokenizer: checked against the model's vocabulary if given.
         sampling: how the policy samples; scores are of the same distribution.
-        stop_ids: see :class:`~torchrl_llm.modules.TokenScorer`; default: of ``sampling``, else the tokenizer's
-            end-of-sequence id and the model's end tokens.
+        stop_ids: see :class:`~torchrl_llm.modules.TokenScorer`; default: those of ``sampling``, else the tokenizer's
+            end-of-sequence id and the model's end tokens, as a policy's.
         entropy: the actor's scorer writes the entropy as well.
         dtype: of the base weights: a torch dtype, its name, or ``"auto"`` (the checkpoint's, as ``None``).
         device: where to put everything.
@@ -155,7 +155,7 @@ def load_actor_critic(
     check_head(base)
     disable_dropout(base)
     sampling = sampling or SamplingConfig()
-    if sampling.min_output_tokens and stop_ids is None and sampling.stop_ids is None:
+    if stop_ids is None and sampling.stop_ids is None and tokenizer is not None:
         stop_ids = end_ids(base, tokenizer)
     if lora is None:
         actor_model, adapter, critic_adapter = base, None, None

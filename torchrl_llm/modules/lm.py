@@ -7,6 +7,7 @@ are, for a plain transformers model and for one inside a ``PeftModel``. Adapters
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -70,17 +71,25 @@ def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
     Returns:
         ``[..., V]`` in the head's dtype.
     """
+    return logits_function(model)(hidden)
+
+
+def logits_function(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """:func:`lm_logits` of one model, its configuration read once: for loops in which that time counts."""
     lm = causal_lm(model)
-    config = lm.config.get_text_config()
-    logits = lm.get_output_embeddings()(hidden)
+    config, head = lm.config.get_text_config(), lm.get_output_embeddings()
     factor = getattr(config, "logit_scale", None) or 1.0
     factor = factor * (getattr(config, "lm_head_multiplier", None) or 1.0)
     factor = factor / (getattr(config, "logits_scaling", None) or 1.0)
-    if factor != 1.0:
-        logits = logits * factor
-    if cap := getattr(config, "final_logit_softcapping", None):
-        logits = torch.tanh(logits / cap) * cap
-    return logits
+    cap = getattr(config, "final_logit_softcapping", None)
+
+    def logits_of(hidden: Tensor) -> Tensor:
+        logits = head(hidden)
+        if factor != 1.0:
+            logits = logits * factor
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    return logits_of
 
 
 @torch.no_grad()
@@ -139,13 +148,12 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
         )
 
 
-def end_ids(model: nn.Module, tokenizer: Any = None) -> tuple[int, ...]:
-    """The ids that end a response: the tokenizer's end-of-sequence id and the model's own list of end tokens."""
-    special = _special_ids(causal_lm(model))
-    ids = {*special["config.eos_token_id"], *special["generation_config.eos_token_id"]}
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return tuple(sorted(ids))
+def end_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a response unless told otherwise: the tokenizer's end-of-sequence id and the end tokens of the
+    model's ``generation_config``; sorted, perhaps empty."""
+    return tuple(
+        sorted({*_special_ids(causal_lm(model))["generation_config.eos_token_id"], *_ids(tokenizer.eos_token_id)})
+    )
 
 
 def _special_ids(lm: Any) -> dict[str, list[int]]:
@@ -154,10 +162,13 @@ def _special_ids(lm: Any) -> dict[str, list[int]]:
     for where in ("config", "generation_config"):
         config = getattr(lm, where, None)
         for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            value = getattr(config, field, None)
-            ids = value if isinstance(value, list | tuple) else [value]
-            found[f"{where}.{field}"] = [i for i in ids if i is not None]
+            found[f"{where}.{field}"] = _ids(getattr(config, field, None))
     return found
+
+
+def _ids(value: Any) -> list[int]:
+    """A special-token field of a configuration, which is an id, a list of them or None, as a list."""
+    return [i for i in (value if isinstance(value, list | tuple) else [value]) if i is not None]
 
 
 def _name(thing: Any) -> str:

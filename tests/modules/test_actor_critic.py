@@ -1,0 +1,246 @@
+"""load_actor_critic, its parts and its files, on random tiny Qwen2 models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from tensordict import TensorDict
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from torchrl_llm.modules import (
+    AdapterError,
+    LoraTargetError,
+    SamplingConfig,
+    TokenScorer,
+    VocabularyMismatchError,
+    load_actor_critic,
+    use_adapter,
+)
+from torchrl_llm.testing.tokenizers import byte_tokenizer
+
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+
+
+def make_model(seed: int = 0, **fields) -> Qwen2ForCausalLM:
+    config = {
+        "vocab_size": 264,
+        "hidden_size": 32,
+        "intermediate_size": 40,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "eos_token_id": 2,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Qwen2ForCausalLM(Qwen2Config(**(config | fields))).eval()
+
+
+def make_rows() -> TensorDict:
+    tokens = torch.randint(3, 200, (3, 12), generator=torch.Generator().manual_seed(0))
+    turn_ids = torch.tensor([-1, -1, 0, 0, 0, -1, 1, 1, -1, -1, 2, -1]).repeat(3, 1)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    return TensorDict(tokens=tokens, attention_mask=mask, turn_ids=turn_ids, batch_size=[3])
+
+
+def perturb(models, seed: int = 0) -> None:
+    """Train for one step's worth of noise: every trainable parameter moves."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in models.actor_parameters() + models.critic_parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+
+
+def outputs(models) -> list[torch.Tensor]:
+    rows = make_rows()
+    found = [models.actor(rows.clone())["log_prob"]]
+    if models.critic is not None:
+        td = models.critic(rows.clone())
+        found += [td["state_value"], td["bootstrap_value"]]
+    return [x.detach() for x in found]
+
+
+@pytest.fixture(params=["lora", "full"])
+def lora(request) -> LoraConfig | None:
+    return LoraConfig(**LORA) if request.param == "lora" else None
+
+
+class TestLoadActorCritic:
+    def test_reference_is_the_base_exactly_and_stays_it(self, lora):
+        expected = TokenScorer(make_model())(make_rows())["log_prob"].detach()
+        models = load_actor_critic(make_model(), lora=lora, critic=True, reference=True)
+        assert torch.equal(models.actor(make_rows())["log_prob"].detach(), expected)  # LoRA starts at zero
+        perturb(models)
+        assert not torch.allclose(models.actor(make_rows())["log_prob"], expected)
+        reference = models.reference(make_rows())["log_prob"]
+        assert torch.equal(reference, expected)
+        assert not reference.requires_grad
+
+    def test_actor_and_critic_have_their_own_gradients_in_one_graph(self, lora):
+        models = load_actor_critic(make_model(), lora=lora, critic=True, reference=True)
+        perturb(models)
+        actor, critic = models.actor_parameters(), models.critic_parameters()
+        assert not {id(p) for p in actor} & {id(p) for p in critic}
+
+        def gradients(use_actor, use_critic):
+            total = 0.0
+            if use_actor:
+                total = total + models.actor(make_rows())["log_prob"].sum()
+            models.reference(make_rows())
+            if use_critic:
+                td = models.critic(make_rows())
+                total = total + td["state_value"].sum() + td["bootstrap_value"].sum()
+            total.backward()
+            found = [p.grad for p in actor + critic]
+            for p in actor + critic:
+                p.grad = None
+            return found
+
+        both, only_actor, only_critic = gradients(True, True), gradients(True, False), gradients(False, True)
+        for i, grad in enumerate(both):
+            mine, other = (only_actor, only_critic) if i < len(actor) else (only_critic, only_actor)
+            assert other[i] is None
+            assert grad.abs().max() > 0
+            assert torch.equal(grad, mine[i])
+
+    def test_only_what_trains_requires_grad(self):
+        models = load_actor_critic(make_model(), lora=LoraConfig(**LORA), critic=True)
+        trainable = {name for name, p in models.model.named_parameters() if p.requires_grad}
+        assert all("lora_" in name for name in trainable)
+        assert len(trainable) == 2 * 2 * 2 * 2  # layers, modules, A and B, actor and critic
+        assert len(models.actor_parameters()) == 8
+        assert len(models.critic_parameters()) == 8 + 2
+        assert load_actor_critic(make_model(), lora=LoraConfig(**LORA)).critic_parameters() == []
+
+    def test_without_lora_nothing_is_shared(self):
+        base = make_model()
+        models = load_actor_critic(base, critic=True, reference=True)
+        assert models.model is base
+        assert models.adapter is None
+        groups = [base, models.critic.model, models.reference.model]
+        places = [{p.data_ptr() for p in group.parameters()} for group in groups]
+        assert not places[0] & places[1] | places[0] & places[2] | places[1] & places[2]
+        assert not hasattr(models.critic.model, "lm_head")
+        assert load_actor_critic(make_model()).reference is None
+
+    def test_adapters_of_a_bfloat16_base_are_float32(self):
+        models = load_actor_critic(make_model(), lora=LoraConfig(**LORA), critic=True, dtype="bfloat16")
+        assert models.model.get_base_model().dtype == torch.bfloat16
+        assert {p.dtype for p in models.actor_parameters() + models.critic_parameters()} == {torch.float32}
+        assert outputs(models)[0].dtype == torch.float32
+
+    def test_initialisation_is_seeded_and_leaves_the_global_generator_alone(self):
+        state = torch.get_rng_state()
+        first, again, other = (
+            load_actor_critic(make_model(), lora=LoraConfig(**LORA), critic=True, seed=seed) for seed in (1, 1, 2)
+        )
+        assert torch.equal(state, torch.get_rng_state())
+        a = [p for p in first.actor_parameters() if p.abs().sum() > 0]
+        assert len(a) == 4
+        for x, y, z in zip(*(m.actor_parameters() for m in (first, again, other)), strict=True):
+            assert torch.equal(x, y)
+            assert torch.equal(x, z) == (not x.any())
+        actor, critic = first.actor_parameters()[0], first.critic_parameters()[0]
+        assert not torch.equal(actor, critic)
+
+    def test_dropout_is_off(self):
+        models = load_actor_critic(make_model(attention_dropout=0.5), critic=True)
+        models.model.train()
+        assert torch.equal(outputs(models)[0], outputs(models)[0])
+
+    def test_gradient_checkpointing(self, lora):
+        gradients = []
+        for checkpointing in (False, True):
+            models = load_actor_critic(make_model(), lora=lora, critic=True, gradient_checkpointing=checkpointing)
+            perturb(models)
+            calls = []
+            decoders = [models.model.get_decoder()] + ([models.critic.model] if lora is None else [])
+            for decoder in decoders:
+                decoder.layers[0].self_attn.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+            td = models.critic(make_rows())
+            (models.actor(make_rows())["log_prob"].sum() + td["state_value"].square().sum()).backward()
+            assert len(calls) == (4 if checkpointing else 2)
+            assert not models.model.training  # generation would lose its KV cache in training mode
+            gradients.append([p.grad for p in models.actor_parameters() + models.critic_parameters()])
+        for plain, recomputed in zip(*gradients, strict=True):
+            torch.testing.assert_close(plain, recomputed, rtol=1e-5, atol=1e-6)
+
+    def test_scores_are_of_the_sampled_distribution(self):
+        tokenizer = byte_tokenizer()
+        sampling = SamplingConfig(temperature=0.7, min_output_tokens=2)
+        models = load_actor_critic(make_model(), tokenizer=tokenizer, sampling=sampling, reference=True, entropy=True)
+        assert models.actor.held_back == models.reference.held_back == (tokenizer.eos_token_id,)
+        assert models.actor.sampling == models.reference.sampling == sampling
+        assert models.actor.out_keys == ["log_prob", "entropy"]
+        assert models.reference.out_keys == ["log_prob"]
+        with pytest.raises(ValueError, match="stop_ids is None"):
+            load_actor_critic(make_model(), sampling=sampling)
+
+    def test_named_errors(self):
+        with pytest.raises(LoraTargetError, match=r"\['query'\].*'down_proj', 'gate_proj', 'k_proj', 'lm_head'"):
+            load_actor_critic(make_model(), lora=LoraConfig(target_modules=["q_proj", "query"]))
+        with pytest.raises(LoraTargetError, match=r"query\.\*"):
+            load_actor_critic(make_model(), lora=LoraConfig(target_modules=r"query.*"))
+        with pytest.raises(LoraTargetError, match=r"lora_dropout is 0\.1"):
+            load_actor_critic(make_model(), lora=LoraConfig(**LORA, lora_dropout=0.1))
+        with pytest.raises(LoraTargetError, match="init_lora_weights is 'pissa'"):
+            load_actor_critic(make_model(), lora=LoraConfig(**LORA, init_lora_weights="pissa"))
+        with pytest.raises(VocabularyMismatchError):
+            load_actor_critic(make_model(vocab_size=100), tokenizer=byte_tokenizer())
+        with pytest.raises(ValueError, match="dtype is 'half32'"):
+            load_actor_critic(make_model(), dtype="half32")
+        adapted = load_actor_critic(make_model(), lora=LoraConfig(**LORA)).model
+        with pytest.raises(ValueError, match="PeftModel already"):
+            load_actor_critic(adapted)
+
+    def test_all_linear_and_options_of_loading(self, tmp_path):
+        make_model().save_pretrained(tmp_path)
+        lora = LoraConfig(r=2, target_modules="all-linear")
+        models = load_actor_critic(tmp_path, lora=lora, attn_implementation="eager", dtype=torch.float64)
+        assert models.model.config._attn_implementation == "eager"
+        assert models.model.get_base_model().dtype == torch.float64
+        assert len(models.actor_parameters()) == 2 * 7 * 2
+
+
+class TestFiles:
+    def test_load_what_was_saved(self, lora, tmp_path):
+        models = load_actor_critic(make_model(), lora=lora, critic=True)
+        perturb(models)
+        expected = outputs(models)
+        models.save_pretrained(tmp_path)
+        fresh = load_actor_critic(make_model(), lora=lora, critic=True, seed=5)
+        assert not torch.allclose(outputs(fresh)[0], expected[0])
+        fresh.load_pretrained(tmp_path)
+        for value, other in zip(outputs(fresh), expected, strict=True):
+            assert torch.equal(value, other)
+        assert all(p.requires_grad for p in fresh.actor_parameters() + fresh.critic_parameters())
+        assert len(fresh.actor_parameters()) == len(models.actor_parameters())
+
+    def test_adapters_load_with_plain_peft(self, tmp_path):
+        models = load_actor_critic(make_model(), lora=LoraConfig(**LORA), critic=True)
+        perturb(models)
+        models.save_pretrained(tmp_path)
+        ids = make_rows()["tokens"]
+        for name in ("actor", "critic"):
+            files = {path.name for path in (tmp_path / name).iterdir()}
+            assert {"adapter_config.json", "adapter_model.safetensors"} <= files
+            loaded = PeftModel.from_pretrained(make_model(), tmp_path / name)
+            with use_adapter(models.model, name):
+                assert torch.equal(loaded(input_ids=ids).logits, models.model(input_ids=ids).logits)
+
+    def test_full_weights_load_with_plain_transformers(self, tmp_path):
+        models = load_actor_critic(make_model())
+        perturb(models)
+        models.save_pretrained(tmp_path)
+        ids = make_rows()["tokens"]
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
+        assert torch.equal(loaded(input_ids=ids).logits, models.model(input_ids=ids).logits)
+        assert not (tmp_path / "critic").exists()
+
+    def test_an_adapter_that_does_not_fit(self, tmp_path):
+        load_actor_critic(make_model(), lora=LoraConfig(**LORA)).save_pretrained(tmp_path)
+        for other in ({**LORA, "r": 8}, {**LORA, "target_modules": ["q_proj"]}):
+            models = load_actor_critic(make_model(), lora=LoraConfig(**other))
+            with pytest.raises(AdapterError, match=r"adapter_config\.json"):
+                models.load_pretrained(tmp_path)
