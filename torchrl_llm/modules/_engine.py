@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from torchrl_llm.modules._kv_cache import Ints, SlotCache, common_prefix
 from torchrl_llm.modules.adapters import use_adapter
-from torchrl_llm.modules.lm import backbone, causal_lm, lm_logits
+from torchrl_llm.modules.lm import backbone, causal_lm, logits_function
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ATTENTION = ("sdpa", "eager")
+_MOVING_ROPE = ("dynamic", "longrope")
 _BORROW = 32  # tokens that are worth copying from another row instead of computing them
 _SPLIT = 16  # columns of padding that are worth another forward
 _MAX_TOKENS = 8192  # most tokens in one forward
@@ -60,12 +61,23 @@ class CachedModel:
         config = causal_lm(model).config.get_text_config()
         self._windows = _attention_windows(config)
         self.max_positions = _max_positions(config)
+        # Inference mode is faster, but rope variants that rewrite their own buffers would leave inference tensors there.
+        self._no_graph = torch.no_grad if _rope_type(config) in _MOVING_ROPE else torch.inference_mode
         self._check_forward()
+
+    @property
+    def _embedding(self) -> Tensor:
+        return causal_lm(self.model).get_input_embeddings().weight
 
     @property
     def device(self) -> torch.device:
         """Where token ids go."""
-        return causal_lm(self.model).get_input_embeddings().weight.device
+        return self._embedding.device
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits."""
+        return causal_lm(self.model).get_output_embeddings().weight.shape[0]
 
     def drop(self) -> None:
         """Forget all contexts and free their memory."""
@@ -82,8 +94,10 @@ class CachedModel:
         for module in training:
             module.training = False
         try:
-            with torch.no_grad(), use_adapter(self.model, self.adapter):
+            with self._no_graph(), use_adapter(self.model, self.adapter):
                 self._drop_if_stale()
+                self._backbone, self._logits = backbone(self.model), logits_function(self.model)
+                self._minus_infinity, self._zero = self._embedding.new_tensor([-torch.inf, 0.0])
                 yield
         finally:
             for module in training:
@@ -124,13 +138,13 @@ class CachedModel:
         leader = _first_equal(prompts, lengths)
         leaders = np.unique(leader)
         held = self._share(prompts, lengths, held, leaders)
-        hidden: list[Tensor | None] = [None] * n
+        hidden: dict[int, Tensor] = {}
         for rows in _buckets(leaders, lengths - held):
             for row, state in zip(rows.tolist(), self._read(prompts, held, lengths, rows), strict=True):
                 hidden[row] = state
         followers = np.flatnonzero(leader != np.arange(n))
         self.cache.copy(leader[followers], followers, longest)
-        logits = lm_logits(self.model, torch.stack([hidden[row] for row in leaders]))  # type: ignore[misc]
+        logits = self._logits(torch.stack([hidden[row] for row in leaders]))
         return logits[torch.from_numpy(np.searchsorted(leaders, leader)).to(logits.device)]
 
     def step(self, ids: Tensor, positions: Tensor, *, width: int) -> Tensor:
@@ -144,7 +158,7 @@ class CachedModel:
         Returns:
             logits ``[k, V]`` of the token after it.
         """
-        return lm_logits(self.model, self._forward(ids.unsqueeze(-1), positions.unsqueeze(-1), width=width))
+        return self._logits(self._forward(ids.unsqueeze(-1), positions.unsqueeze(-1), width=width))
 
     def permute(self, source: Ints) -> None:
         """Row i of the first ``len(source)`` rows becomes what row ``source[i]`` was."""
@@ -251,7 +265,7 @@ class CachedModel:
         self.cache.aim(positions, width=width, rows=rows)
         if positions.shape[1] > 1:
             positions = positions.clamp(min=0)
-        out = backbone(self.model)(
+        out = self._backbone(
             input_ids=ids,
             position_ids=positions,
             attention_mask=self._masks(positions, width),
@@ -262,21 +276,19 @@ class CachedModel:
 
     def _masks(self, positions: Tensor, width: int) -> Tensor | dict[str, Tensor]:
         """Additive masks ``[m, 1, q, width]``: a token sees its own column, those before, and no further than its window."""
-        dtype = causal_lm(self.model).get_input_embeddings().weight.dtype
         columns, positions = torch.arange(width, device=positions.device), positions[:, None, :, None]
-        hidden = columns > positions
+        behind = columns > positions
         masks = {}
         for kind, window in self._windows.items():
-            out = hidden if window is None else hidden | (columns <= positions - window)
-            masks[kind] = torch.zeros(out.shape, dtype=dtype, device=out.device).masked_fill_(out, -torch.inf)
+            hidden = behind if window is None else behind | (columns <= positions - window)
+            masks[kind] = torch.where(hidden, self._minus_infinity, self._zero)
         # A single kind goes in as a tensor: models that do not tell kinds apart do not know the dictionary.
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     def _check_forward(self) -> None:
         """Compare cached, padded, stepwise computation with the model's own forward on two short rows."""
         lm = causal_lm(self.model)
-        weight = lm.get_input_embeddings().weight
-        ids = (np.arange(16, dtype=np.int64).reshape(2, 8) * 7 + 1) % weight.shape[0]
+        ids = (np.arange(16, dtype=np.int64).reshape(2, 8) * 7 + 1) % self._embedding.shape[0]
         lengths = np.array([7, 3], np.int64)
         with self.session():
             plain = [lm(input_ids=self._put(ids[i : i + 1, : lengths[i] + 1])).logits[0, -2:] for i in range(2)]
@@ -290,7 +302,7 @@ class CachedModel:
             finally:
                 self.drop()
         expected, found = torch.stack(plain).float(), torch.stack([first, second], dim=1).float()
-        tolerance = 1e-4 if weight.dtype in (torch.float32, torch.float64) else 3e-2
+        tolerance = 1e-4 if self._embedding.dtype in (torch.float32, torch.float64) else 3e-2
         if not torch.allclose(found, expected, rtol=0, atol=tolerance * max(1.0, float(expected.abs().max()))):
             raise UnsupportedModelError(
                 f"{_what(lm)} has other logits with keys and values cached by slot than without (largest difference "
@@ -340,11 +352,14 @@ def _attention_windows(config: Any) -> dict[str, int | None]:
 
 def _max_positions(config: Any) -> float:
     """The longest context. Rope variants that depend on the batch's longest row count up to where they set in."""
-    rope = getattr(config, "rope_parameters", None) or {}
     longest = getattr(config, "max_position_embeddings", None)
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        longest = rope.get("original_max_position_embeddings") or longest
+    if _rope_type(config) in _MOVING_ROPE:
+        longest = config.rope_parameters.get("original_max_position_embeddings") or longest
     return float("inf") if longest is None else longest
+
+
+def _rope_type(config: Any) -> str | None:
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type")
 
 
 def _first_equal(prompts: Ints, lengths: Ints) -> Ints:

@@ -110,7 +110,7 @@ class SlotCache(Cache):
         """Say where the next forward writes and what it sees.
 
         Args:
-            positions: ``[n, q]`` int64, the column of each new token; negative for padding.
+            positions: ``[n, q]`` int64, the column of each new token; negative for padding, if q > 1.
             width: the columns that are seen.
             rows: ``[n]`` int64, the rows of the batch; ``None``: rows 0 to n - 1.
         """
@@ -118,7 +118,9 @@ class SlotCache(Cache):
         row = torch.arange(self._num, device=positions.device) if rows is None else rows
         columns = self.tokens.shape[1]
         self._row = row.view(-1, 1, 1)
-        self._column = torch.where(positions < 0, columns - 1, positions).unsqueeze(1)
+        if positions.shape[1] > 1:
+            positions = torch.where(positions < 0, columns - 1, positions)
+        self._column = positions.unsqueeze(1)
         self._indices: dict[int, Tensor] = {}
 
     def update(
@@ -146,8 +148,9 @@ class SlotCache(Cache):
             index = ((self._row * heads + head) * columns + self._column).flatten()
             self._indices[heads] = index
         storage.view(-1, dim).index_copy_(0, index, states.reshape(-1, dim))
-        seen = storage[:, :, : self._width]
-        return seen[: self._num] if self._rows is None else seen.index_select(0, self._rows)
+        if self._rows is None:
+            return storage[: self._num, :, : self._width]
+        return storage[:, :, : self._width].index_select(0, self._rows)
 
 
 def common_prefix(a: Ints, b: Ints, limit: Ints) -> Ints:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from torchrl_llm.modules._engine import CachedModel, ContextLengthError, UnsupportedModelError
 from torchrl_llm.modules._kv_cache import Ints
-from torchrl_llm.modules.lm import causal_lm, check_vocabulary
+from torchrl_llm.modules.lm import causal_lm, check_vocabulary, end_ids
 from torchrl_llm.modules.policy import Generation, SamplingConfig, TurnPolicy
 from torchrl_llm.modules.sampling import SamplingProcessor, draw, likeliest, turn_noise
 
@@ -128,8 +128,8 @@ class HFPolicy(TurnPolicy):
         if not greedy:
             noise = turn_noise(seed=self.seed, episode_id=episode_id.tolist(), turn=turn.tolist(), width=width)
         with self._engine.session():
-            logits = self._engine.prefill(prompts, sizes, slots=slots.cpu().numpy(), room=width)
-            loop = _Responses(self._engine, self._processor, prompts, sizes, noise, logits, self.stop_ids, width)
+            logits: Tensor | None = self._engine.prefill(prompts, sizes, slots=slots.cpu().numpy(), room=width)
+            loop = _Responses(self._engine, self._processor, prompts, sizes, noise, self.stop_ids, width)
             while logits is not None:
                 logits = loop.advance(logits)
             generation = loop.close()
@@ -139,7 +139,8 @@ class HFPolicy(TurnPolicy):
                 f"The logits of {type(causal_lm(self.model)).__name__} are NaN or infinite, so nothing can be sampled. "
                 "The weights have probably diverged: lower the learning rate, clip gradients, or load a checkpoint."
             )
-        return Generation(*(x.to(prompt.device) for x in generation))
+        # Cloned, for tensors of inference mode cannot meet autograd.
+        return Generation(*(x.to(prompt.device, copy=True) for x in generation))
 
 
 class _Responses:
@@ -155,11 +156,10 @@ class _Responses:
         prompts: Ints,
         lengths: Ints,
         noise: Tensor | None,
-        logits: Tensor,
         stop_ids: Sequence[int],
         width: int,
     ) -> None:
-        n, device = len(lengths), logits.device
+        n, device = len(lengths), engine.device
         self._engine, self._processor = engine, processor
         self._prompts, self._lengths = prompts, lengths
         self._order = np.arange(n)  # the batch row that each cache row holds
@@ -171,7 +171,7 @@ class _Responses:
         self._finished = torch.zeros(n, dtype=torch.bool, device=device)
         self._stops: Tensor | None = None
         if stop_ids:
-            self._stops = torch.zeros(logits.shape[-1], dtype=torch.bool, device=device)
+            self._stops = torch.zeros(engine.vocabulary, dtype=torch.bool, device=device)
             self._stops[list(stop_ids)] = True
         self._context = _context(prompts, lengths, width).to(device) if processor.needs_context else None
 
@@ -248,9 +248,7 @@ def _stop_ids(sampling: SamplingConfig, model: nn.Module, tokenizer: Any) -> tup
     lm = causal_lm(model)
     found = sampling.stop_ids
     if found is None:
-        listed = getattr(getattr(lm, "generation_config", None), "eos_token_id", None)
-        listed = listed if isinstance(listed, list | tuple) else [listed]
-        found = tuple(sorted({i for i in (*listed, tokenizer.eos_token_id) if i is not None}))
+        found = end_ids(model, tokenizer)
         if not found:
             raise ValueError(
                 "SamplingConfig.stop_ids is None, but neither the tokenizer nor model.generation_config names an end "

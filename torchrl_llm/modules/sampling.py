@@ -100,14 +100,15 @@ def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         >>> ids, log_probs.exp()
         (tensor([0, 1]), tensor([0.5000, 0.5000]))
     """
-    top, best = logits.max(-1, keepdim=True)
+    top = logits.amax(-1, keepdim=True)
     weights = (logits - top).exp_()
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, uniform.unsqueeze(-1) * total, right=True)
-    # NaN logits search behind the end; a parallel scan (CUDA) may step by a rounding error at a weight of zero.
-    ids.clamp_(max=logits.shape[-1] - 1)
-    ids = torch.where(weights.gather(-1, ids) > 0, ids, best)
+    ids.clamp_(max=logits.shape[-1] - 1)  # the search runs off the end where the logits are NaN
+    if logits.device.type != "cpu":
+        # A parallel scan may step up by a rounding error at a weight of zero.
+        ids = torch.where(weights.gather(-1, ids) > 0, ids, logits.argmax(-1, keepdim=True))
     log_probs = (logits.gather(-1, ids) - top) - total.log()
     return ids.squeeze(-1), log_probs.squeeze(-1).to(logits.dtype)
 
