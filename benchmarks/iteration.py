@@ -181,7 +181,7 @@ def measure(run, batches) -> dict[str, float]:
 
     def rollout() -> None:
         collect()
-        kept["rows"] = trainer.replay_buffer[:]
+        kept["rows"] = trainer.replay_buffer[:].contiguous()
         trainer.replay_buffer.empty(empty_write_count=False)
 
     def learn() -> None:

@@ -18,7 +18,7 @@ from torchrl_llm.data import TurnsToSequence, micro_batches
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer
 from torchrl_llm.objectives import LLMReinforceLoss, total, write_loss_weights
-from torchrl_llm.testing import tiny_model_path
+from torchrl_llm.testing.tiny import tiny_model_path
 
 NUM_ENVS = 128
 MAX_TURNS = 4
@@ -54,7 +54,7 @@ def main(iterations: int = 100, lr: float = 1e-3, seed: int = 0) -> list[float]:
     )
 
     # Store: turns [N, T] go in, rows [B] come out, one conversation each.
-    buffer = ReplayBuffer(storage=LazyTensorStorage(NUM_ENVS), transform=TurnsToSequence(), batch_size=NUM_ENVS)
+    buffer = ReplayBuffer(storage=LazyTensorStorage(NUM_ENVS), transform=TurnsToSequence(max_model_len=256), batch_size=NUM_ENVS)
 
     # Learn: score the action tokens in one forward, weight them by the normalised return of their turn.
     loss = LLMReinforceLoss(TokenScorer(model, sampling), gamma=0.9, kl_coeff=0.0)

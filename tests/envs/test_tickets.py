@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_llm.envs import Tickets
-from torchrl_llm.envs.tickets import EVAL_IDS
+from torchrl_llm.envs.tickets import STREAM_IDS
 
 
 class TestTickets:
@@ -25,7 +25,7 @@ class TestTickets:
     def test_streams_share_no_task_and_no_id(self, seed, other):
         train, evaluation = Tickets(seed=seed), Tickets(seed=other, stream="eval")
         assert not {train[i].seed for i in range(50)} & {evaluation[i].seed for i in range(50)}
-        assert evaluation[0].episode_id == evaluation[0].group_id == EVAL_IDS
+        assert evaluation[0].episode_id == evaluation[0].group_id == STREAM_IDS
 
     @given(st.integers(1, 5), st.integers(1, 4))
     def test_workers_split_one_stream(self, num_workers, group_size):

@@ -11,10 +11,10 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-Stream = Literal["train", "eval"]
+Stream = Literal["train", "eval", "test"]
 
-EVAL_IDS = 2**40
-"""Group and episode ids of the stream ``"eval"`` start here, so that they are unique over the run."""
+STREAM_IDS = 2**40
+"""Group and episode ids of the n-th stream start at ``n * STREAM_IDS``, so that they are unique over the run."""
 
 
 class Ticket(NamedTuple):
@@ -38,12 +38,12 @@ class Tickets:
     """An endless sequence of tickets; ``tickets[i]`` is the i-th.
 
     Groups are dealt one after the other, and the environments of a mixture in turn, a group each. Seeds are a hash of
-    (seed, stream, group): the streams ``"train"`` and ``"eval"`` share no seed. Several workers share one stream without
+    (seed, stream, group); the streams share no seed, so evaluation never meets a task of training. Several workers share one stream without
     overlap: worker ``w`` of ``W`` deals the groups ``w, w + W, w + 2W, ...``.
 
     Args:
         seed: names the run's tasks; >= 0.
-        stream: ``"train"`` (default) or ``"eval"``.
+        stream: ``"train"`` (default), ``"eval"`` (during a run) or ``"test"`` (before and after it).
         group_size: episodes that share a task; default 1.
         num_tasks: number of environments in the mixture; default 1.
         worker: index of this worker; default 0.
@@ -83,12 +83,12 @@ class Tickets:
             raise IndexError(f"Ticket {index} does not exist; tickets are counted from 0.")
         round_, member = divmod(index, self.group_size)
         group = self.worker + round_ * self.num_workers
-        base = 0 if self.stream == "train" else EVAL_IDS
+        base = get_args(Stream).index(self.stream) * STREAM_IDS
         episode_id = base + group * self.group_size + member
         return Ticket(episode_id, base + group, group % self.num_tasks, self._task_seed(group))
 
     def _task_seed(self, group: int) -> int:
         stream = get_args(Stream).index(self.stream)
         drawn = int(np.random.SeedSequence(self.seed, spawn_key=(stream, group)).generate_state(1)[0])
-        # The lowest bit names the stream, so no task of one stream is ever met in the other.
-        return drawn & ~1 | stream
+        # The lowest bits name the stream, so no task of one stream is ever met in another.
+        return drawn & ~3 | stream

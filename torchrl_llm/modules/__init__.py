@@ -3,6 +3,7 @@
 from torchrl_llm.modules.actor_critic import ActorCritic, LoraTargetError, load_actor_critic
 from torchrl_llm.modules.adapters import AdapterError, enable_gradient_checkpointing, use_adapter
 from torchrl_llm.modules.critic import TurnCritic
+from torchrl_llm.modules.hf import HFPolicy
 from torchrl_llm.modules.lm import (
     UnsupportedHeadError,
     VocabularyMismatchError,
@@ -18,6 +19,7 @@ __all__ = [
     "ActorCritic",
     "AdapterError",
     "Generation",
+    "HFPolicy",
     "LoraTargetError",
     "RowError",
     "SamplingConfig",

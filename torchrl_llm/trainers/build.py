@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig
-from torchrl.data import LazyTensorStorage, ReplayBuffer
-from torchrl.data.replay_buffers.samplers import SamplerWithoutReplacement
+from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.record.loggers import Logger, get_logger
 from transformers import AutoTokenizer
 
@@ -25,7 +24,7 @@ from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import ActorCritic, HFPolicy, load_actor_critic
 from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss
-from torchrl_llm.testing import tiny_model_path
+from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar
 from torchrl_llm.trainers.checkpoint import save_weights
 from torchrl_llm.trainers.config import RunConfig
@@ -157,13 +156,9 @@ def make_optimizer(config: RunConfig, models: ActorCritic) -> torch.optim.Optimi
 
 
 def make_replay_buffer(config: RunConfig) -> ReplayBuffer:
-    """A buffer of one batch of rows, as wide as the longest conversation."""
-    return ReplayBuffer(
-        storage=LazyTensorStorage(config.batch_size),
-        sampler=SamplerWithoutReplacement(),
-        transform=TurnsToSequence(),
-        batch_size=config.batch_size,
-    )
+    """A buffer of one batch of rows. Batches differ in their longest row, hence no storage of fixed shape."""
+    storage = LazyStackStorage(config.batch_size)
+    return ReplayBuffer(storage=storage, transform=TurnsToSequence(), batch_size=config.batch_size)
 
 
 def make_loggers(config: RunConfig) -> list[Logger]:

@@ -82,7 +82,7 @@ class TrainerConfig:
 
 @dataclass(kw_only=True)
 class RunConfig(TrainerConfig):
-    """A whole run: model, environment, sampling, algorithm and loop, for :func:`~torchrl_llm.trainers.build_trainer`.
+    """A whole run: model, environment, sampling, algorithm and loop, for :func:`~torchrl_llm.trainers.build_run`.
 
     Attributes:
         algo: the algorithm.

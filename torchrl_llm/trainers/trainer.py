@@ -77,7 +77,7 @@ class LLMTrainer:
         self.evaluator, self.save, self.loggers, self.callbacks = evaluator, save, tuple(loggers), tuple(callbacks)
         self.accelerator = accelerator or Accelerator()
         self.optimizer = self.accelerator.prepare(optimizer)
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: self._lr_factor())
+        self._learning_rates = [group["lr"] for group in optimizer.param_groups]
         self.generator = torch.Generator().manual_seed(config.seed)
         self.iteration = self.steps = self.episodes = 0
         self.best_success = -math.inf
@@ -107,7 +107,7 @@ class LLMTrainer:
         """One iteration: collect, score, credit, update, and evaluate when it is time."""
         with self._timer("rollout"):
             next(batches)
-            batch = self.replay_buffer[:].to(self.accelerator.device)
+            batch = self.replay_buffer[:].contiguous().to(self.accelerator.device)
             self.replay_buffer.empty(empty_write_count=False)
         self.steps += int(batch[keys.TURN_MASK].sum())
         self.episodes += batch.shape[0]
@@ -149,7 +149,8 @@ class LLMTrainer:
         steps: list[dict[str, Tensor]] = []
         padding: list[float] = []
         size = self.config.minibatch_size or batch.shape[0]
-        self.schedule.step()
+        for group, rate in zip(self.optimizer.param_groups, self._learning_rates, strict=True):
+            group["lr"] = rate * self._lr_factor()
         for _ in range(self.config.epochs):
             for minibatch in minibatches(batch, size, generator=self.generator):
                 parts = micro_batches(write_loss_weights(minibatch, self.loss), self.config.max_tokens)
