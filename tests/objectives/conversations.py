@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
-from transformers import Qwen2Config, Qwen2Model
+from transformers import GPT2Config, GPT2Model
 
 VOCAB = 11
 DOUBLE = torch.float64
@@ -86,22 +86,27 @@ LAYOUT = [
 
 
 class LanguageModel(nn.Module):
-    """A Qwen2 in float64 with a head: token log-probs and entropy, or values, in the frame of the rows."""
+    """A GPT-2 with a head: token log-probs and entropy, or values, in the frame of the rows.
+
+    GPT-2, because it is float64 all through; Qwen2 and Llama take norms, rotations and the softmax in float32.
+    """
 
     def __init__(self, outputs: int, seed: int) -> None:
         super().__init__()
-        config = Qwen2Config(
+        config = GPT2Config(
             vocab_size=VOCAB,
-            hidden_size=16,
-            intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
+            n_embd=16,
+            n_inner=16,
+            n_layer=1,
+            n_head=2,
+            n_positions=64,
+            attn_pdrop=0,
+            embd_pdrop=0,
+            resid_pdrop=0,
         )
         with torch.random.fork_rng():
             torch.manual_seed(seed)
-            self.backbone = Qwen2Model._from_config(config, attn_implementation="eager").to(DOUBLE)
+            self.backbone = GPT2Model._from_config(config, attn_implementation="eager").to(DOUBLE)
             self.head = nn.Linear(16, outputs, dtype=DOUBLE)
             nn.init.normal_(self.head.weight)
 

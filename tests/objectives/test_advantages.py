@@ -149,8 +149,8 @@ class TestTurnGAE:
 
 
 class TestReBN:
-    @law(layouts(), st.booleans())
-    def test_definition(self, case, with_old):
+    @law(layouts())
+    def test_definition(self, case):
         layout, seed = case
         rows, reward, mask, ids, acted = rows_and_parts(seed, layout)
         out = ReBN(gamma=0.7, ddof=0, eps=1e-3)(rows.clone())

@@ -47,7 +47,8 @@ class TurnPolicyLoss(LossModule):
     optimizer batch. Returns scalars, differentiable where the name starts with ``loss_`` and detached otherwise:
 
     - ``loss_objective``; ``loss_kl`` (KL in the loss); ``loss_entropy`` (``entropy_coeff`` not 0); each times its coefficient;
-    - ``kl_approx``: KL from the old policy to the new one; ``clip_fraction``: share of tokens whose clip binds;
+    - ``kl_approx``: KL from the old policy to the new one; ``log_ratio``: mean absolute log-ratio per token;
+      ``clip_fraction``: share of tokens whose clip binds;
       ``kl``: KL from the policy to the reference (``kl_coeff`` not 0); ``entropy`` (if the actor writes it);
       ``weight``: the sum of the weights, 1 for a whole batch (but for ``weighting="constant"``, on whose scale all these are);
     - ``ESS``: the effective sample size of the pooled ratios, in (0, 1].
@@ -204,7 +205,7 @@ class TurnPolicyLoss(LossModule):
 
     @property
     def out_keys(self) -> list[NestedKey]:
-        out: list[NestedKey] = ["loss_objective", "kl_approx", "clip_fraction", "ESS", "weight"]
+        out: list[NestedKey] = ["loss_objective", "kl_approx", "log_ratio", "clip_fraction", "ESS", "weight"]
         if self.kl_coeff:
             out += ["loss_kl", "kl"] if self.kl_in == "loss" else ["kl"]
         if self._writes_entropy:
@@ -281,22 +282,19 @@ class TurnPolicyLoss(LossModule):
         weights = self._read_weights(tensordict, turn_ids)
         weight = weights["loss_weight"]
         scored = self._run(self.actor_network, tensordict)
-        log_prob = self._get(scored, "log_prob", "The actor must write it.")
-        old, correction = self._old_log_prob(tensordict, action)
-        token_ratio = torch.where(action, log_prob - old, 0.0)
+        log_prob = torch.where(action, self._get(scored, "log_prob", "The actor must write it."), 0.0)
+        old, correction = self._old_log_prob(tensordict)
+        token_ratio = log_prob - old
         log_ratio = F.pool_log_ratio(token_ratio, turn_ids, self.ratio_level, self.ratio_reduction)
-        advantage = torch.where(action, self._get(tensordict, "advantage", "Run the value estimator first."), 0.0)
+        advantage = self._frozen(tensordict, "advantage", "Run the value estimator first.")
         gain = self._unit_weight(weight, turn_ids) * correction * self.objective(log_ratio, advantage)
         out = TensorDict({"loss_objective": -gain.sum()})
         self._diagnose(out, weight, token_ratio.detach(), log_ratio.detach(), advantage)
         if self.kl_coeff:
-            ref = torch.where(
-                action, self._get(tensordict, "ref_log_prob", "Score the reference, or set kl_coeff=0."), 0.0
-            )
             # Samples of the old policy stand for samples of the present one.
-            self._kl_terms(
-                out, weight * correction * token_ratio.detach().exp(), torch.where(action, log_prob, 0.0), ref
-            )
+            sampled = weight * correction * token_ratio.detach().exp()
+            ref = self._frozen(tensordict, "ref_log_prob", "Score the reference, or set kl_coeff=0.")
+            self._kl_terms(out, sampled, log_prob, ref)
         if self._writes_entropy:
             entropy = (weight * torch.where(action, self._get(scored, "entropy"), 0.0)).sum()
             out["entropy"] = entropy.detach()
@@ -314,6 +312,11 @@ class TurnPolicyLoss(LossModule):
         if value is None:
             raise KeyError(f"{type(self).__name__} needs {key!r}, which is missing. {hint}".rstrip())
         return value
+
+    def _frozen(self, tensordict: TensorDictBase, name: str, hint: str = "") -> Tensor:
+        """A figure ``[B, L]`` that the loss takes as given: without gradient, and 0 off actions."""
+        action = self._get(tensordict, "turn_ids") >= 0
+        return torch.where(action, self._get(tensordict, name, hint).detach(), 0.0)
 
     def _run(self, module: TensorDictModuleBase, tensordict: TensorDictBase) -> TensorDictBase:
         """Run a network on a tensordict of its own, so that the caller's is not written to."""
@@ -337,15 +340,14 @@ class TurnPolicyLoss(LossModule):
         ones = torch.ones_like(weight)
         return weight / F.pool_log_ratio(ones, turn_ids, self.ratio_level, "sum").clamp_min(1.0)
 
-    def _old_log_prob(self, tensordict: TensorDictBase, action: Tensor) -> tuple[Tensor, Tensor]:
+    def _old_log_prob(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """The log-prob that ratios are taken against, and the sampler correction; ``[B, L]`` each."""
-        old = tensordict.get(self.tensor_keys.old_log_prob, None)
-        if old is None or self.sampler_correction is not None:
-            sample = torch.where(action, self._get(tensordict, "sample_log_prob"), 0.0)
-            old = sample if old is None else torch.where(action, old, 0.0)
-            if self.sampler_correction is not None:
-                return old, (old - sample).exp().clamp_max(self.sampler_correction)
-        return old, torch.ones_like(old)
+        has_old = tensordict.get(self.tensor_keys.old_log_prob, None) is not None
+        old = self._frozen(tensordict, "old_log_prob" if has_old else "sample_log_prob")
+        if self.sampler_correction is None:
+            return old, torch.ones_like(old)
+        sample = self._frozen(tensordict, "sample_log_prob")
+        return old, (old - sample).exp().clamp_max(self.sampler_correction)
 
     def _kl_terms(self, out: TensorDictBase, weight: Tensor, log_prob: Tensor, ref: Tensor) -> None:
         out["kl"] = (weight * F.kl_estimate(log_prob.detach(), ref, "k3")).sum()
@@ -359,6 +361,7 @@ class TurnPolicyLoss(LossModule):
         clipped = F.clipped_objective(log_ratio, advantage, self.clip_low, self.clip_high)[1]
         # The tokens are the old policy's, so this is KL(old || new).
         out["kl_approx"] = (weight * F.kl_estimate(torch.zeros_like(token_ratio), token_ratio, "k3")).sum()
+        out["log_ratio"] = (weight * token_ratio.abs()).sum()
         out["clip_fraction"] = (weight * clipped).sum()
         out["ESS"] = F.effective_sample_size(log_ratio, weight)
         out["weight"] = weight.sum()

@@ -103,11 +103,11 @@ class LLMPPOLoss(TurnPolicyLoss):
         hint = "Run the value estimator first."
         turn_ids, weight = self._get(tensordict, "turn_ids"), weights["critic_weight"]
         value = self._pool(self._get(self._run(self.critic_network, tensordict), "value"), turn_ids)
-        target = torch.where(turn_ids >= 0, self._get(tensordict, "value_target", hint), 0.0)
+        target = self._frozen(tensordict, "value_target", hint)
         error = (value - target).square()
         clipped = torch.zeros_like(turn_ids, dtype=torch.bool)
         if self.clip_value is not None:
-            old = self._pool(self._get(tensordict, "value", hint), turn_ids)
+            old = self._pool(self._frozen(tensordict, "value", hint), turn_ids)
             near = old + (value - old).clamp(-self.clip_value, self.clip_value)
             error, clipped = torch.maximum(error, (near - target).square()), (value - old).abs() > self.clip_value
         out["loss_critic"] = self.critic_coeff * (weight * 0.5 * error).sum()
