@@ -65,6 +65,11 @@ class CachedModel:
         self._no_graph = torch.no_grad if _rope_type(config) in _MOVING_ROPE else torch.inference_mode
         self._check_forward()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What a session sets does not travel: functions of the model cannot be pickled.
+        session = ("_backbone", "_logits", "_minus_infinity", "_zero", "_fingerprint")
+        return {name: value for name, value in self.__dict__.items() if name not in session} | {"_fingerprint": None}
+
     @property
     def _embedding(self) -> Tensor:
         return causal_lm(self.model).get_input_embeddings().weight

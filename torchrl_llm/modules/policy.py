@@ -105,7 +105,7 @@ class TurnPolicy(TensorDictModuleBase):
 
     Args:
         sampling: how responses are sampled.
-        seed: the first part of the noise key.
+        seed: the first part of the noise key, >= 0.
 
     Attributes:
         policy_version: int, stamped on every token; :meth:`weights_changed` raises it by one.
@@ -122,6 +122,8 @@ class TurnPolicy(TensorDictModuleBase):
 
     def __init__(self, sampling: SamplingConfig, *, seed: int = 0) -> None:
         super().__init__()
+        if seed < 0:
+            raise ValueError(f"seed is {seed}; expected an int >= 0.")
         self.sampling = sampling
         self.seed = seed
         self.policy_version = 0
