@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import pkgutil
+import re
+import sys
 from dataclasses import MISSING, Field, fields
 from importlib import import_module
 from pathlib import Path
 
-from docstring_parser import parse
+from sphinx.pycode import ModuleAnalyzer
 
 import torchrl_llm
 from torchrl_llm.record import METRICS
@@ -37,19 +41,15 @@ copybutton_prompt_is_regexp = True
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
 napoleon_use_rtype = False
 
 # Every reference into this package must resolve. Those into other packages stay plain text: no inventory is fetched.
 nitpicky = True
-nitpick_ignore_regex = [(r"py:.*", r"(?!torchrl_llm\.).*")]
-# docs/results/ may hold no measurement yet.
-suppress_warnings = ["toc.empty_glob"]
+nitpick_ignore_regex = [(r"py:.*", r"(?!torchrl_llm\.).*"), (r"py:.*", r".*\._AcceptedKeys")]
 
 
 def _cell(text: str) -> str:
@@ -68,12 +68,13 @@ def _metrics_table() -> str:
 def _default(field: Field) -> str:
     if field.default is not MISSING:
         return f"`{field.default!r}`" if not hasattr(field.default, "parts") else f"`{field.default}`"
-    return "`{}`" if field.default_factory is dict else "required"
+    return f"`{field.default_factory()!r}`" if field.default_factory is not MISSING else "required"
 
 
 def _settings_table(config: type, *, without: tuple[str, ...] = ()) -> str:
     """The fields of a dataclass with the meaning that its docstring gives them."""
-    meaning = {entry.arg_name: entry.description or "" for entry in parse(config.__doc__ or "").params}
+    attributes = inspect.cleandoc(config.__doc__ or "").partition("Attributes:\n")[2]
+    meaning = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE))
     rows = [
         f"| `{field.name}` | `{_cell(str(field.type))}` | {_default(field)} | {_cell(meaning[field.name])} |"
         for field in fields(config)
@@ -99,30 +100,48 @@ HERE = {"RunConfig", "TrainerConfig"}
 """Documented on a page of their own."""
 
 
+def _data_doc(module: str, name: str) -> list[str]:
+    """The docstring below a constant, from whichever module of the package declares it."""
+    for source in (name for name in sorted(sys.modules) if name == module or name.startswith(f"{module}.")):
+        docs = ModuleAnalyzer.for_module(source).find_attr_docs()
+        if ("", name) in docs:
+            return docs["", name]
+    raise ValueError(f"{module}.{name} is public and has no docstring below it.")
+
+
 def _reference(module: str) -> str:
-    """The reference of one module: its docstring, a table of what is public, and the members."""
+    """The reference of one module: its docstring, a table of what is public, the members, the constants."""
     loaded = import_module(module)
-    public = [name for name in getattr(loaded, "__all__", ()) if f"{module}.{name}" not in _module_names()]
-    lines = [f".. automodule:: {module}", "   :members:"]
-    lines += [f"   :exclude-members: {', '.join(sorted(HERE))}"] if HERE & set(public) else []
+    public = {name: getattr(loaded, name) for name in getattr(loaded, "__all__", ())}
+    members = [name for name, value in public.items() if inspect.isclass(value) or inspect.isfunction(value)]
+    constants = [name for name, value in public.items() if name not in members and not inspect.ismodule(value)]
+    lines = [f".. automodule:: {module}", "   :members:", f"   :exclude-members: {', '.join([*HERE, *constants])}"]
     lines += ["   :undoc-members:"] if module.endswith(".keys") else []
-    if public:
-        lines += ["", "   .. autosummary::", "      :nosignatures:", "", *(f"      {name}" for name in public)]
+    if members:
+        lines += ["", "   .. autosummary::", "      :nosignatures:", "", *(f"      {name}" for name in members), ""]
+    for name in constants:
+        lines += [
+            "",
+            f".. py:data:: {name}",
+            f"   :module: {module}",
+            "",
+            *(f"   {line}" for line in _data_doc(module, name)),
+        ]
     return "\n".join(lines)
 
 
-def _module_names() -> set[str]:
-    return {f"torchrl_llm.{room}.{part}" for room, parts in ROOMS.items() for part in parts}
-
-
 def _write_reference(folder: Path) -> None:
-    """One page a room, from its ``__all__``."""
+    """One page a room, from its ``__all__``; the other modules of the room are only made known, to be referred to."""
     folder.mkdir(exist_ok=True)
     for room, parts in ROOMS.items():
-        pages = [f"torchrl_llm.{room}", *(f"torchrl_llm.{room}.{part}" for part in parts)]
+        package = f"torchrl_llm.{room}"
+        pages = [package, *(f"{package}.{part}" for part in parts)]
         text = "\n\n".join(
             f"{name}\n{('-' if part else '=') * len(name)}\n\n{_reference(name)}" for part, name in enumerate(pages)
         )
+        for found in pkgutil.iter_modules(getattr(import_module(package), "__path__", [])):
+            if found.name not in parts and not found.name.startswith("_"):
+                text += f"\n\n.. py:module:: {package}.{found.name}"
         path = folder / f"{room}.rst"
         if not path.exists() or path.read_text() != text + "\n":
             path.write_text(text + "\n")
@@ -137,3 +156,13 @@ myst_substitutions = {
     "trainer_settings": _settings_table(TrainerConfig),
     "run_settings": _settings_table(RunConfig, without=tuple(field.name for field in fields(TrainerConfig))),
 }
+
+
+def _skip_named_tuple_fields(app, what, name, obj, skip, options):
+    """Fields of a named tuple are documented by its docstring; autodoc would list them once more."""
+    return True if type(obj).__name__ == "_tuplegetter" else None
+
+
+def setup(app):
+    """Called by Sphinx."""
+    app.connect("autodoc-skip-member", _skip_named_tuple_fields)

@@ -1,0 +1,119 @@
+"""The documentation: its Python blocks run, and what it names exists."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from torchrl_llm.trainers import RunConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted(path for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")] if "```python" in path.read_text())
+
+
+def python_blocks(text: str) -> list[tuple[int, str]]:
+    """The fenced blocks of exactly ```python, each with the line it starts at. Others are not meant to run."""
+    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, match.start(1)), match.group(1)) for match in found]
+
+
+class TestPythonBlocks:
+    @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+    def test_blocks_of_a_page_run_in_order_in_one_namespace(self, page, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        namespace = {"__name__": "__docs__"}
+        for line, code in python_blocks(page.read_text()):
+            # The empty lines make tracebacks name the line of the page.
+            exec(compile("\n" * line + code, str(page), "exec"), namespace)
+
+    def test_the_tutorial_is_among_them(self):
+        assert {"multiturn.md", "quickstart.md", "extending.md"} <= {page.name for page in PAGES}
+
+    def test_only_plain_python_fences_are_taken(self):
+        text = "```python\na = 1\n```\n\n```{code-block} python\nb\n```\n\n```bash\nc\n```\n"
+        assert python_blocks(text) == [(1, "a = 1\n")]
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
+
+
+def tables(text: str) -> list[list[dict[str, str]]]:
+    """The Markdown tables of a page, each row by its column names."""
+    found = []
+    for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        head, _, *rows = block.strip().split("\n")
+        found.append([dict(zip(cells(head), cells(row), strict=True)) for row in rows])
+    return found
+
+
+def settings_named(ours: str) -> list[str]:
+    """Bare identifiers in backticks: fields of ``RunConfig``, as the page says."""
+    return re.findall(r"(?<![\w}])`([a-z_]+)`", ours)
+
+
+class TestMigratingFromAgileRL:
+    page = (ROOT / "docs" / "migrating_from_agilerl.md").read_text()
+
+    def test_bare_names_in_the_column_ours_are_settings(self):
+        known = {field.name for field in fields(RunConfig)}
+        named = [name for table in tables(self.page) for row in table for name in settings_named(row.get("ours", ""))]
+        assert len(named) > 40
+        assert set(named) <= known
+
+    @pytest.mark.parametrize("section", ["constructors", "methods", "wrapper", "gym", "finetune", "vllm"])
+    def test_every_name_of_theirs_is_mapped(self, section):
+        theirs = {
+            name for table in tables(self.page) for row in table for name in re.findall(r"\w+", row.get("AgileRL", ""))
+        }
+        assert set(AGILERL[section].split()) <= theirs
+
+
+AGILERL = {
+    "constructors": """
+        accelerator action_granularity activation_offload actor_network adv_clip_range adv_filter_eps adv_norm
+        adv_whitening advantage_granularity batch_size beta calc_position_embeddings cast_logprobs_to_fp32 chunk_rows
+        clip_coef clone cosine_lr_schedule_config device filter_zero_adv gae_lambda gamma gradient_checkpointing
+        group_size hf_generate_chunk_size hp_config importance_sampling_level index lora_config lora_target_scope
+        loss_norm loss_type lr lr_actor lr_critic max_grad_norm max_model_len max_output_tokens
+        micro_batch_size_per_gpu min_output_tokens min_p mini_batch_size model_config model_name pad_token
+        pad_token_id quantization_config reduce_memory_peak repetition_penalty seed temperature top_k top_p
+        torch_compiler turn_advantage_trajectory_fallback turn_level_clip turn_ratio_pooling turn_value_reduction
+        update_epochs use_fused_linear_logprobs use_kl_advantage_shaping use_liger_loss use_memory_efficient_params
+        use_separate_reference_adapter use_sequence_packing use_vllm vf_coef vllm_config
+        vllm_importance_sampling_cap vllm_importance_sampling_correction whiten_advantages wrap
+    """,
+    "methods": """
+        add_scores aux_metric_name clean_up clone copy_attributes evolvable_attributes finalize_training_step fitness
+        get_action get_action_dim get_lr_names get_policy get_state_dim hp_config index init_training_step
+        inspect_attributes learn load load_checkpoint mut mutation_hook population preprocess_observation recompile
+        register_mutation_hook register_network_group reinit_optimizers save_checkpoint scores select_adapter
+        set_reference_policy set_training_mode steps test to_device unwrap_models update_lr use_adapter wrap_models
+        lora_only save_optimizer load_optimizer overwrite_reference_adapter overwrite_critic_adapter merge_lora_configs
+    """,
+    "wrapper": """
+        apply_chat_template build_model_prompt_fields close enable_sliding_window env env_config env_factory
+        get_debug_info get_episode_data get_trajectories max_model_len max_output_tokens max_turns pad_id reset step
+        strict_chat_template_boundary tokenizer
+    """,
+    "gym": """
+        accelerator conversation_template create_collate_fn data_batch_size_per_gpu eval_mode max_context_length
+        min_completion_length reset return_raw_completions reward_fn seed step test_dataset tokenizer train_dataset
+    """,
+    "finetune": """
+        accelerator checkpoint_path checkpoint_steps elite_path env env_config env_factory env_fn evaluation_interval
+        evo_steps init_hp log_csv max_reward max_steps max_turns max_wall_seconds mutation num_epochs pop save_elite
+        selection_strategy tensorboard tensorboard_log_dir tournament verbose wandb_api_key wandb_entity wandb_kwargs
+        wandb_project wandb_run_name wb
+    """,
+    "vllm": """
+        dtype enforce_eager frequency_penalty gpu_memory_utilization kv_cache_dtype kv_cache_memory_bytes
+        lora_staging_dir max_lora_rank max_loras max_num_batched_tokens max_num_seqs presence_penalty quantization
+        sleep_mode sleep_mode_level stop_sequences strip_multimodal_towers swap_space tensor_parallel_size
+        vllm_model_name_or_path
+    """,
+}
+"""Public parameters and methods of AgileRL 2.7.0 and 2.9.1, by section of the page."""
