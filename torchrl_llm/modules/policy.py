@@ -157,30 +157,15 @@ class TurnPolicy(TensorDictModuleBase):
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the response keys of one turn into ``tensordict`` (batch ``[N]``) and return it."""
-        batch = tensordict.flatten() if tensordict.ndim > 1 else tensordict
-        lengths = batch[keys.PROMPT_LENGTH].flatten()
-        prompt, device = batch[keys.PROMPT], lengths.device
-        width = self.sampling.max_output_tokens
-        shape = (lengths.shape[0], width)
-        tokens = torch.zeros(shape, dtype=torch.int64, device=device)
-        log_probs = torch.zeros(shape, dtype=torch.float32, device=device)
-        mask = torch.zeros(shape, dtype=torch.bool, device=device)
-        slots = lengths.nonzero().flatten()
-        turn = batch[keys.TURN].flatten()
-        if slots.numel():
-            generation = self.generate(
-                prompt[slots, : int(lengths.max())],
-                lengths[slots],
-                turn[slots],
-                batch[keys.EPISODE_ID].flatten()[slots],
-                slots=slots,
-                greedy=exploration_type() in (ExplorationType.DETERMINISTIC, ExplorationType.MODE),
-            )
-            valid = torch.arange(width, device=device) < generation.lengths.unsqueeze(-1)
-            mask[slots] = valid
-            tokens[slots] = generation.tokens.masked_fill(~valid, 0)
-            log_probs[slots] = generation.log_probs.masked_fill(~valid, 0.0)
+        """Write the response keys of one turn into ``tensordict`` (batch ``[N]``) and return it.
+
+        Raises:
+            ValueError: a ``prompt_length`` is greater than the prompt is wide.
+        """
+        prompt = tensordict[keys.PROMPT]
+        prompt = prompt.reshape(-1, prompt.shape[-1])
+        lengths, turn, episode_id = (tensordict[key].flatten() for key in self.in_keys[1:])
+        tokens, log_probs, mask = self._respond(prompt, lengths, turn, episode_id)
         written = {
             keys.RESPONSE: tokens,
             keys.RESPONSE_MASK: mask,
@@ -189,5 +174,32 @@ class TurnPolicy(TensorDictModuleBase):
             keys.POLICY_VERSION: torch.where(mask, self.policy_version, -1),
         }
         for key, value in written.items():
-            tensordict.set(key, value.view(*tensordict.batch_size, width))
+            tensordict.set(key, value.view(*tensordict.batch_size, -1))
         return tensordict
+
+    def _respond(self, prompt: Tensor, lengths: Tensor, turn: Tensor, episode_id: Tensor) -> tuple[Tensor, ...]:
+        """Tokens, log-probs and mask, each ``[N, A]``, of all slots: zeros where a slot idles or a response is over."""
+        tokens = torch.zeros(len(lengths), self.sampling.max_output_tokens, dtype=torch.int64, device=lengths.device)
+        log_probs, mask = torch.zeros_like(tokens, dtype=torch.float32), torch.zeros_like(tokens, dtype=torch.bool)
+        slots = lengths.nonzero().flatten()
+        if not slots.numel():
+            return tokens, log_probs, mask
+        longest = int(lengths.max())
+        if longest > prompt.shape[-1]:
+            raise ValueError(
+                f"{keys.PROMPT_LENGTH} says {longest} tokens, but {keys.PROMPT} has only {prompt.shape[-1]} columns; "
+                "expected a right-padded prompt at least as wide as its longest row."
+            )
+        generation = self.generate(
+            prompt[slots, :longest],
+            lengths[slots],
+            turn[slots],
+            episode_id[slots],
+            slots=slots,
+            greedy=exploration_type() in (ExplorationType.DETERMINISTIC, ExplorationType.MODE),
+        )
+        valid = torch.arange(tokens.shape[-1], device=tokens.device) < generation.lengths.unsqueeze(-1)
+        mask[slots] = valid
+        tokens[slots] = generation.tokens.masked_fill(~valid, 0)
+        log_probs[slots] = generation.log_probs.masked_fill(~valid, 0.0)
+        return tokens, log_probs, mask
