@@ -31,6 +31,13 @@ FORGETS_THINKING = CHATML.replace(
 PREFILLS_THINKING = CHATML.replace(
     "assistant\n{% endif %}", "assistant\n{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
 )
+NUMBERS_TURNS = CHATML.replace(
+    "{{ message['role'] }}", "{{ message['role'] }}{{ ' ' ~ loop.index if message.role == 'user' else '' }}"
+)
+ENDS_ONCE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}" + (
+    "{% if add_generation_prompt %}assistant: {% else %}<|im_end|>{% endif %}"
+)
+CHANGES_CONTENT = CHATML.replace("message['content']", "message['content'] | replace('q', 'Q')")
 DROPS_OLD_TURNS = CHATML.replace("in messages", "in messages[-3:]")
 QWEN_DEFAULT_SYSTEM = (
     "{% if messages[0].role != 'system' %}<|im_start|>system\nBe helpful.<|im_end|>\n{% endif %}" + CHATML
@@ -232,9 +239,18 @@ class TestErrors:
         with pytest.raises(MissingChatTemplateError, match='template="raw"'):
             ChatFormatter(byte_tokenizer(chat_template=None))
 
-    @pytest.mark.parametrize("template", [FORGETS_THINKING, DROPS_OLD_TURNS])
-    def test_template_that_rewrites_history(self, template):
-        with pytest.raises(NotAppendOnlyError, match="CHATML"):
+    @pytest.mark.parametrize(
+        ("template", "reason"),
+        [
+            (FORGETS_THINKING, "where '<think>"),
+            (DROPS_OLD_TURNS, "once a message is added"),
+            (NUMBERS_TURNS, "user 3.* before one message, .*user 5"),
+            (CHANGES_CONTENT, "does not render the message"),
+            (ENDS_ONCE, "after the last assistant message only"),
+        ],
+    )
+    def test_template_that_rewrites_history(self, template, reason):
+        with pytest.raises(NotAppendOnlyError, match=f"(?s)not append-only: .*{reason}.*CHATML"):
             ChatFormatter(byte_tokenizer(chat_template=template))
 
     def test_prefilled_thinking_depends_on_the_kwargs(self):

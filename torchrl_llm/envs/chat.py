@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any, Literal, NamedTuple, get_args
 
 from jinja2 import TemplateError
+from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerBase
 
 Role = Literal["user", "tool"]
@@ -69,11 +70,19 @@ def compose_message(observation: str, info: Mapping[str, Any] | None = None) -> 
     return "".join([*lines, *parts[-1:]])
 
 
+def _is_control(token: AddedToken) -> bool:
+    """Whether an added token steers the model: a special one, or one in the form of markup, such as ``<tool_call>``.
+
+    Other added tokens are vocabulary: whitespace runs, words and phrases.
+    """
+    return token.special or re.fullmatch(r"[<\[].*[>\]]", str(token).strip(), re.DOTALL) is not None
+
+
 class ChatFormatter:
     """Renders a conversation through the tokenizer's own chat template, append-only, to token ids.
 
     A context is ``start(first message)``, then for each turn the sampled response ids as they are, then
-    ``feedback(response, next message)``. As long as messages hold no look-alikes of added tokens and responses end
+    ``feedback(response, next message)``. As long as messages hold no look-alikes of control tokens and responses end
     with the end-of-turn token, this equals the template's own rendering of the whole conversation. Look-alikes in
     messages stay text; the system prompt is the caller's own and is rendered as part of the template.
 
@@ -119,9 +128,10 @@ class ChatFormatter:
         self.template = template
         self.system_prompt = system_prompt
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
-        # Added tokens that are mere whitespace are ordinary text in every template.
-        added = sorted((str(token) for token in tokenizer.added_tokens_decoder.values()), key=len, reverse=True)
-        literals = [re.escape(token) for token in added if token.strip()]
+        added = sorted(
+            filter(_is_control, tokenizer.added_tokens_decoder.values()), key=lambda t: len(str(t)), reverse=True
+        )
+        literals = [re.escape(str(token)) for token in added]
         self._added = re.compile("|".join(literals) or r"(?!)")
         self._frames, self._first, self._bos, turn_end = (
             self._raw_frames() if template == "raw" else self._chat_frames()
@@ -254,28 +264,32 @@ class ChatFormatter:
 
     def _frames_of(self, renderings: list[str], said: list[str], answers: list[str]) -> tuple[Frame, list[Frame]]:
         for shorter, longer, answer in zip(renderings, renderings[1:], answers, strict=False):
-            if not longer.startswith(shorter + answer):
-                raise self._not_append_only(answer, shorter + answer, longer)
+            before = shorter + answer
+            if not longer.startswith(before):
+                at = next((i for i, (a, b) in enumerate(zip(before, longer, strict=False)) if a != b), len(longer))
+                raise self._not_append_only(
+                    f"once a message is added, it renders {longer[at : at + 50]!r} where {before[at : at + 50]!r} stood before"
+                )
         frames, rest = [], renderings[-1]
         for i, content in enumerate(said):
             before, found, rest = rest.partition(content)
             after, _, rest = rest.partition(answers[i]) if i < len(answers) else (rest, "", "")
             padded = before.endswith(" \n"), after.startswith("\n ")
             if not found or padded[0] != padded[1]:
-                raise self._not_append_only(content, content, renderings[-1])
+                raise self._not_append_only(f"it does not render the message {content!r} as it is")
             frames.append(Frame(before[:-2], after[2:]) if padded[0] else Frame(before, after, trims=True))
         # The closing user message of a tool probe has a frame of its own.
         later = frames[1:-1]
         if len(set(later)) > 1:
-            raise self._not_append_only("", later[0].before, later[-1].before)
+            raise self._not_append_only(
+                f"it renders {later[0].before!r} before one message, {later[-1].before!r} before another"
+            )
         return frames[0], later
 
-    def _not_append_only(self, content: str, expected: str, rendered: str) -> NotAppendOnlyError:
-        shared = next((i for i, (a, b) in enumerate(zip(expected, rendered, strict=False)) if a != b), 0)
+    def _not_append_only(self, reason: str) -> NotAppendOnlyError:
         return NotAppendOnlyError(
-            f"The chat template of {self.tokenizer.name_or_path!r} is not append-only: once a message is added, it renders "
-            f"{rendered[shared : shared + 60]!r} where {expected[shared : shared + 60]!r} stood before. Templates that drop "
-            "thinking or rewrite history cannot hold sampled ids. Give the tokenizer a template that keeps every message "
+            f"The chat template of the tokenizer {self.tokenizer.name_or_path!r} is not append-only: {reason}. Templates that "
+            "drop thinking or rewrite history cannot hold sampled ids. Give the tokenizer a template that keeps every message "
             '(tokenizer.chat_template, for example torchrl_llm.envs.CHATML), or pass template="raw".'
         )
 
@@ -288,5 +302,5 @@ class ChatFormatter:
             return None
         turn_end = int(self.tokenizer.convert_tokens_to_ids(match.group()))
         if turn_end not in self._with_added_tokens(user.before):
-            raise self._not_append_only(answer, match.group(), user.before)
+            raise self._not_append_only(f"it writes {match.group()!r} after the last assistant message only")
         return turn_end

@@ -397,7 +397,7 @@ class GEMEnv(EnvBase):
             for i in active:
                 appended[i], rewards[i, 0] = self._play(self._slots[i], responses[i])
         self._append(appended)
-        return self._tensordict(self._observation() | self._done(tensordict, stepped) | {keys.REWARD: rewards})
+        return self._tensordict(self._observation() | self._done() | {keys.REWARD: rewards})
 
     # ------------------------------------------------------------------ episodes
 
@@ -492,20 +492,10 @@ class GEMEnv(EnvBase):
             keys.SUCCESS: success.bool(),
         }
 
-    def _done(self, tensordict: TensorDictBase, stepped: list[bool]) -> dict[Any, Tensor]:
-        # A slot outside the partial step keeps the flags it came with.
-        mine = torch.tensor(stepped).unsqueeze(-1)
-        flags = {
-            keys.TERMINATED: [s.stop_reason in _TERMINATED for s in self._slots],
-            keys.TRUNCATED: [s.finished and s.stop_reason not in _TERMINATED for s in self._slots],
-            keys.DONE: [s.finished for s in self._slots],
-        }
-        result = {}
-        for key, values in flags.items():
-            flag = torch.tensor(values).unsqueeze(-1)
-            before = tensordict.get(key, None)
-            result[key] = flag if before is None else torch.where(mine, flag, before.cpu())
-        return result
+    def _done(self) -> dict[Any, Tensor]:
+        done = torch.tensor([slot.finished for slot in self._slots]).unsqueeze(-1)
+        terminated = torch.tensor([slot.stop_reason in _TERMINATED for slot in self._slots]).unsqueeze(-1)
+        return {keys.DONE: done, keys.TERMINATED: terminated, keys.TRUNCATED: done & ~terminated}
 
     def _tensordict(self, values: dict[Any, Tensor]) -> TensorDict:
         result = TensorDict({}, batch_size=self.batch_size, device=self.device)
@@ -564,4 +554,4 @@ class GEMEnv(EnvBase):
 
     def observe(self) -> TensorDict:
         """The current observation of all slots, as a policy reads it (batch ``[N]``)."""
-        return self._tensordict(self._observation() | self._done(TensorDict({}), [True] * len(self._slots)))
+        return self._tensordict(self._observation() | self._done())
