@@ -143,7 +143,7 @@ def make_critic(seed: int = 2) -> TensorDictModule:
 
 
 def table_actor() -> TensorDictModule:
-    """Takes its log-probs from the rows' ``"theta"``, whose gradient is then the loss's; entropy is half of minus it."""
+    """Takes its log-probs from the rows' ``"theta"``: its gradient is the loss's; the entropy is ``-theta / 2``."""
     return TensorDictModule(lambda x: (x, -x / 2), in_keys=["theta"], out_keys=["log_prob", "entropy"])
 
 

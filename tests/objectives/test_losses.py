@@ -108,7 +108,7 @@ class Naive:
 
 
 class TestTurnPolicyLoss:
-    @law(layouts(max_rows=3, max_turns=3), OPTIONS, examples=120)
+    @law(layouts(max_rows=3, max_turns=3), OPTIONS, examples=60)
     def test_every_option_means_what_it_says(self, case, options):
         rows = make_rows(*case)
         theta = rows["theta"].clone().requires_grad_()

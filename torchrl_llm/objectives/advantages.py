@@ -1,8 +1,8 @@
 """Turn-level credit as TorchRL value estimators: :class:`TurnGAE`, :class:`ReBN`, :class:`GroupRelative`.
 
-They read and write rows (:mod:`torchrl_llm.keys`, row view): one conversation a row, turns along ``T``. What they compute
-is in :mod:`torchrl_llm.objectives.functional`; here are only keys, options and the checks on what comes in. A batch is
-estimated whole and once: its statistics must cover it all.
+They read and write rows (:mod:`torchrl_llm.keys`, row view): one conversation a row, turns along ``T``. What they
+compute is in :mod:`torchrl_llm.objectives.functional`; here are only keys, options and the checks on what comes in. A
+batch is estimated whole and once: its statistics must cover it all.
 """
 
 from __future__ import annotations
@@ -138,13 +138,14 @@ class TurnGAE(TurnEstimator):
     Runs the critic under ``no_grad`` unless the batch already has its ``"state_value"``. After the last turn the next
     value is 0 if the episode terminated, and ``"bootstrap_value"`` if it was only truncated.
 
-    Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]`` and what the critic reads
-    (or ``"state_value"`` ``[B, L]`` and ``"bootstrap_value"`` ``[B]``). Writes ``"advantage"`` and ``"value_target"`` ``[B, L]`` and
-    ``("turn", value / advantage / value_target)`` ``[B, T]``; at token granularity the latter are the token figures,
-    reduced by ``value_reduction``.
+    Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]`` and what the
+    critic reads (or ``"state_value"`` ``[B, L]`` and ``"bootstrap_value"`` ``[B]``). Writes ``"advantage"`` and
+    ``"value_target"`` ``[B, L]`` and ``("turn", value / advantage / value_target)`` ``[B, T]``; at token granularity
+    the latter are the token figures, reduced by ``value_reduction``.
 
     Args:
-        value_network: the critic, writing ``"state_value"`` and ``"bootstrap_value"``; ``None`` if they are always there.
+        value_network: the critic, writing ``"state_value"`` and ``"bootstrap_value"``; ``None`` if they are always
+            there.
 
     Keyword Args:
         gamma: discount per step, i.e. per turn or per action token. Default: 0.99 per turn, 1.0 per token.
@@ -160,7 +161,8 @@ class TurnGAE(TurnEstimator):
     Examples:
         >>> from tensordict import TensorDict
         >>> yes, no = torch.tensor([[True, True]]), torch.tensor([[False, False]])
-        >>> turn = dict(reward=torch.tensor([[0.0, 1.0]]), mask=yes, terminated=torch.tensor([[False, True]]), truncated=no)
+        >>> reward, last = torch.tensor([[0.0, 1.0]]), torch.tensor([[False, True]])
+        >>> turn = dict(reward=reward, mask=yes, terminated=last, truncated=no)
         >>> ids = torch.tensor([[-1, 0, 0, -1, 1]])
         >>> rows = TensorDict({"turn": turn, "turn_ids": ids, "state_value": torch.zeros(1, 5)}, [1])
         >>> TurnGAE(gamma=0.5, lmbda=1.0, whiten=False)(rows)["advantage"]
@@ -260,9 +262,9 @@ class ReBN(TurnEstimator):
     """Return batch normalisation: the discounted return of each turn, normalised over all turns of the batch.
 
     No critic: after a truncated turn nothing follows (0). Reads ``("turn", reward / mask / terminated / truncated)``
-    ``[B, T]`` and ``"turn_ids"`` ``[B, L]``; with ``kl_coeff`` also ``"ref_log_prob"`` and ``"old_log_prob"`` (or, without it,
-    ``"sample_log_prob"``) ``[B, L]``. Writes ``"advantage"``, ``"value_target"`` ``[B, L]`` and ``("turn", advantage / value_target)``
-    ``[B, T]``; the target is the return, KL penalty included.
+    ``[B, T]`` and ``"turn_ids"`` ``[B, L]``; with ``kl_coeff`` also ``"ref_log_prob"`` and ``"old_log_prob"`` (or,
+    without it, ``"sample_log_prob"``) ``[B, L]``. Writes ``"advantage"``, ``"value_target"`` ``[B, L]`` and
+    ``("turn", advantage / value_target)`` ``[B, T]``; the target is the return, KL penalty included.
 
     Keyword Args:
         gamma: discount per turn. Default: 0.9.
@@ -328,9 +330,9 @@ class ReBN(TurnEstimator):
 class GroupRelative(TurnEstimator):
     """The episode's return against those of its group; every action token of the row gets the same advantage.
 
-    Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]`` and ``"group_id"`` ``[B]``. Writes
-    ``"advantage"``, ``"value_target"`` ``[B, L]`` and ``("turn", advantage / value_target)`` ``[B, T]``; the target is the
-    episode's return.
+    Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]`` and ``"group_id"``
+    ``[B]``. Writes ``"advantage"``, ``"value_target"`` ``[B, L]`` and ``("turn", advantage / value_target)``
+    ``[B, T]``; the target is the episode's return.
 
     Keyword Args:
         gamma: discount per turn in the episode's return. Default: 1.0.

@@ -14,16 +14,19 @@ from torchrl_llm.objectives.policy import TurnPolicyLoss
 class LLMGRPOLoss(TurnPolicyLoss):
     """Group-relative policy optimisation (Shao et al., 2024, arXiv:2402.03300), without a critic.
 
-    :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss` with the group as the baseline. ``ratio_level="sequence",
-    unit_weight="equal"`` is GSPO (arXiv:2507.18071); ``scale="none", weighting="constant"`` Dr. GRPO (arXiv:2503.20783);
-    ``baseline="leave_one_out", scale="none"`` RLOO (arXiv:2402.14740); ``clip_epsilon=(0.2, 0.28)`` DAPO's clip (arXiv:2503.14476).
+    :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss` with the group as the baseline. Kin of it by options:
+
+    - GSPO (arXiv:2507.18071): ``ratio_level="sequence", unit_weight="equal"``;
+    - Dr. GRPO (arXiv:2503.20783): ``scale="none", weighting="constant", weight_constant=...``;
+    - RLOO (arXiv:2402.14740): ``baseline="leave_one_out", scale="none"``;
+    - DAPO's clip (arXiv:2503.14476): ``clip_epsilon=(0.2, 0.28)``.
 
     Args:
         actor: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
 
     Keyword Args:
-        gamma, baseline, scale, group_size, partial: see :class:`~torchrl_llm.objectives.advantages.GroupRelative`. Defaults: 1.0,
-            ``"mean"``, ``"std"``, ``None``, ``"error"``.
+        gamma, baseline, scale, group_size, partial: see :class:`~torchrl_llm.objectives.advantages.GroupRelative`.
+            Defaults: 1.0, ``"mean"``, ``"std"``, ``None``, ``"error"``.
         kl_coeff: weight of the KL to the reference. Default: 5e-4.
         **options: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
     """

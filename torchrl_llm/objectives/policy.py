@@ -1,11 +1,12 @@
 """What the policy losses share: :class:`TurnPolicyLoss`, and the helpers of a training loop around it.
 
-A loss is a **weighted sum** over tokens, and the weights belong to the optimizer batch: :func:`write_loss_weights` writes
-them once, before the batch is split. The gradient then does not depend on how the rows are cut into micro-batches,
-padded or ordered. Micro-batches are added, never averaged: :func:`total` is what to call ``backward`` on, and :func:`merge`
-puts the figures of the micro-batches together again.
+A loss is a **weighted sum** over tokens, and the weights belong to the optimizer batch: :func:`write_loss_weights`
+writes them once, before the batch is split. The gradient then does not depend on how the rows are cut into
+micro-batches, padded or ordered. Micro-batches are added, never averaged: :func:`total` is what to call ``backward``
+on, and :func:`merge` puts the figures of the micro-batches together again.
 
-The maths is in :mod:`torchrl_llm.objectives.functional`; the three algorithms in ``ppo.py``, ``reinforce.py``, ``grpo.py``.
+The maths is in :mod:`torchrl_llm.objectives.functional`; the three algorithms in ``ppo.py``, ``reinforce.py``,
+``grpo.py``.
 """
 
 from __future__ import annotations
@@ -38,26 +39,29 @@ AVERAGED = ("ESS", "explained_variance")
 class TurnPolicyLoss(LossModule):
     """Policy loss over conversations: advantage x ratio level x clipping x weights x KL x entropy x sampler correction.
 
-    ``loss_objective = -sum(loss_weight * correction * objective(log_ratio, advantage))``, where ``log_ratio`` is the new
-    log-prob minus ``"old_log_prob"`` (or ``"sample_log_prob"`` where there is none), pooled over ``ratio_level``. To try another
-    objective, subclass and override :meth:`objective`; nothing else is needed.
+    ``loss_objective = -sum(loss_weight * correction * objective(log_ratio, advantage))``, where ``log_ratio`` is the
+    new log-prob minus ``"old_log_prob"`` (or ``"sample_log_prob"`` where there is none), pooled over ``ratio_level``.
+    To try another objective, subclass and override :meth:`objective`; nothing else is needed.
 
-    Reads rows (``[B]``, :mod:`torchrl_llm.keys`): what the actor reads, ``"turn_ids"``, ``"advantage"``, ``"sample_log_prob"``, and, as
-    options ask, ``"old_log_prob"``, ``"ref_log_prob"``, ``"loss_weight"``. Without ``"loss_weight"`` the rows are taken to be the whole
-    optimizer batch. Returns scalars, differentiable where the name starts with ``loss_`` and detached otherwise:
+    Reads rows (``[B]``, :mod:`torchrl_llm.keys`): what the actor reads, ``"turn_ids"``, ``"advantage"``,
+    ``"sample_log_prob"``, and, as options ask, ``"old_log_prob"``, ``"ref_log_prob"``, ``"loss_weight"``. Without
+    ``"loss_weight"`` the rows are taken to be the whole optimizer batch. Returns scalars, differentiable where the
+    name starts with ``loss_`` and detached otherwise:
 
-    - ``loss_objective``; ``loss_kl`` (KL in the loss); ``loss_entropy`` (``entropy_coeff`` not 0); each times its coefficient;
+    - ``loss_objective``; ``loss_kl`` (KL in the loss); ``loss_entropy`` (``entropy_coeff`` not 0); each times its
+      coefficient;
     - ``kl_approx``: KL from the old policy to the new one; ``log_ratio``: mean absolute log-ratio per token;
       ``clip_fraction``: share of tokens whose clip binds;
       ``kl``: KL from the policy to the reference (``kl_coeff`` not 0); ``entropy`` (if the actor writes it);
-      ``weight``: the sum of the weights, 1 for a whole batch (but for ``weighting="constant"``, on whose scale all these are);
+      ``weight``: the sum of the weights, 1 for a whole batch (but for ``weighting="constant"``, on whose scale all
+      these are);
     - ``ESS``: the effective sample size of the pooled ratios, in (0, 1].
 
     All but ``ESS`` are weighted sums: over the micro-batches of a batch they add up to the batch's figure.
 
     Args:
-        actor: reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"`` and writes ``"log_prob"`` ``[B, L]`` and optionally
-            ``"entropy"`` ``[B, L]``. It is held as a plain submodule.
+        actor: reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"`` and writes ``"log_prob"`` ``[B, L]`` and
+            optionally ``"entropy"`` ``[B, L]``. It is held as a plain submodule.
 
     Keyword Args:
         clip_epsilon: how far the ratio may move from 1: a float, or ``(low, high)``. Default: 0.2.
@@ -66,18 +70,19 @@ class TurnPolicyLoss(LossModule):
         unit_weight: a unit counts ``"by_tokens"`` (with the sum of its tokens' weights; with one token's under
             ``ratio_reduction="sum"``), or all units are ``"equal"``: GSPO, other libraries' turn-level clip. Default:
             ``"by_tokens"``.
-        weighting: what counts equally in the loss, see :func:`~torchrl_llm.objectives.functional.loss_weights`; not with
-            ``unit_weight="equal"``, which decides it. Default: ``"token"``.
+        weighting: what counts equally in the loss, see :func:`~torchrl_llm.objectives.functional.loss_weights`; not
+            with ``unit_weight="equal"``, which decides it. Default: ``"token"``.
         weight_constant: tokens per conversation of ``weighting="constant"``.
         kl_coeff: weight of the KL to the reference policy; 0 is off. Default: 0.0.
-        kl_kind: the KL in the loss: ``"k3"`` has the forward KL's gradient, ``"k2"`` the reverse KL's; ``"k1"``, whose gradient is zero
-            in expectation, is refused. The term carries the (detached) ratio, so that it stays true after the first epoch.
-            Default: ``"k3"``.
+        kl_kind: the KL in the loss: ``"k3"`` has the forward KL's gradient, ``"k2"`` the reverse KL's; ``"k1"``, whose
+            gradient is zero in expectation, is refused. The term carries the (detached) ratio, so that it stays true
+            after the first epoch. Default: ``"k3"``.
         kl_in: ``"loss"``, or ``"reward"``: the estimator takes it. Default: ``"loss"``.
         entropy_coeff: weight of the entropy bonus; not 0 needs an actor that writes ``"entropy"``. Default: 0.0.
-        sampler_correction: cap of the truncated importance weight ``min(old / sample, cap)`` that corrects objective and KL for
-            an engine whose log-probs are not the trainer's (Yao et al., 2025, "Your efficient RL framework secretly brings you off-policy RL
-            training"); ``None`` is off. Needs ``"old_log_prob"``: without it the ratio is taken against the sampler itself. Default: ``None``.
+        sampler_correction: cap of the truncated importance weight ``min(old / sample, cap)`` that corrects objective
+            and KL for an engine whose log-probs are not the trainer's (Yao et al., 2025, "Your efficient RL framework
+            secretly brings you off-policy RL training"); ``None`` is off. Needs ``"old_log_prob"``: without it the
+            ratio is taken against the sampler itself. Default: ``None``.
 
     Examples:
         >>> from tensordict.nn import TensorDictModule
@@ -184,8 +189,8 @@ class TurnPolicyLoss(LossModule):
             raise ValueError(f"sampler_correction is {self.sampler_correction}; expected a cap > 0, or None.")
         if self.entropy_coeff and not self._writes_entropy:
             raise ValueError(
-                f"entropy_coeff is {self.entropy_coeff}, but the actor writes {list(self.actor_network.out_keys)}; expected "
-                f"{self.tensor_keys.entropy!r} among them (TokenScorer(..., entropy=True))."
+                f"entropy_coeff is {self.entropy_coeff}, but the actor writes {list(self.actor_network.out_keys)}; "
+                f"expected {self.tensor_keys.entropy!r} among them (TokenScorer(..., entropy=True))."
             )
         F.loss_weights(torch.zeros(1, 1, dtype=torch.int64), self.weighting, self.weight_constant)
 
@@ -227,9 +232,9 @@ class TurnPolicyLoss(LossModule):
         """Choose the advantage estimator.
 
         Args:
-            value_type: a :class:`~torchrl_llm.objectives.advantages.TurnEstimator` class, built from this loss's own options
-                and ``hyperparams``; ``ValueEstimators.GAE``, which means ``TurnGAE``; any other ``ValueEstimatorBase`` class or
-                instance; or ``None``: the algorithm's own.
+            value_type: a :class:`~torchrl_llm.objectives.advantages.TurnEstimator` class, built from this loss's own
+                options and ``hyperparams``; ``ValueEstimators.GAE``, which means ``TurnGAE``; any other
+                ``ValueEstimatorBase`` class or instance; or ``None``: the algorithm's own.
             **hyperparams: options of the estimator's class; they win over the loss's.
 
         Returns:
@@ -256,8 +261,8 @@ class TurnPolicyLoss(LossModule):
         """What each token contributes, to be maximised: the clipped objective. The one method to override.
 
         Args:
-            log_ratio: ``[B, L]``, new minus old log-prob, pooled over ``ratio_level``; 0 off actions. Its gradient is that of
-                the log-prob.
+            log_ratio: ``[B, L]``, new minus old log-prob, pooled over ``ratio_level``; 0 off actions. Its gradient is
+                that of the log-prob.
             advantage: ``[B, L]``; 0 off actions.
 
         Returns:
@@ -390,7 +395,8 @@ def total(losses: TensorDictBase) -> Tensor:
     """The sum of the entries whose name starts with ``loss_``: what to call ``backward`` on.
 
     Examples:
-        >>> total(TensorDict({"loss_objective": torch.tensor(1.0), "loss_kl": torch.tensor(0.5), "kl": torch.tensor(9.0)}))
+        >>> out = {"loss_objective": torch.tensor(1.0), "loss_kl": torch.tensor(0.5), "kl": torch.tensor(9.0)}
+        >>> total(TensorDict(out))
         tensor(1.5000)
     """
     terms = [value for key, value in losses.items() if key.startswith("loss_")]
@@ -403,11 +409,13 @@ def total(losses: TensorDictBase) -> Tensor:
 def merge(outputs: Sequence[TensorDictBase]) -> TensorDict:
     """The figures of an optimizer batch from the outputs of its micro-batches, detached.
 
-    Sums, but for ``ESS`` and ``explained_variance``, which are averaged by ``"weight"``: an approximation, exact for one micro-batch.
+    Sums, but for ``ESS`` and ``explained_variance``, which are averaged by ``"weight"``: an approximation, exact for
+    one micro-batch.
 
     Examples:
-        >>> halves = [TensorDict({"kl": torch.tensor(k), "ESS": torch.tensor(k), "weight": torch.tensor(0.5)}) for k in (0.2, 0.4)]
-        >>> figures = merge(halves)
+        >>> half = torch.tensor(0.5)
+        >>> outputs = [TensorDict({"kl": x, "ESS": x, "weight": half}) for x in torch.tensor([0.2, 0.4])]
+        >>> figures = merge(outputs)
         >>> round(figures["kl"].item(), 4), round(figures["ESS"].item(), 4)
         (0.6, 0.3)
     """

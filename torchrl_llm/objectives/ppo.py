@@ -20,20 +20,22 @@ class LLMPPOLoss(TurnPolicyLoss):
     """Proximal policy optimisation with a critic (Schulman et al., 2017, arXiv:1707.06347) and turn-level GAE.
 
     Adds to :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss` the critic's term
-    ``critic_coeff * mean(0.5 * max((V - R)^2, (V_clip - R)^2))`` over the turns of the optimizer batch (its action tokens at token
-    granularity); ``V`` is pooled as in the estimator, ``V_clip`` stays within ``clip_value`` of the estimator's. Also reads
-    ``"value_target"``, ``"state_value"`` ``[B, L]`` and, if present, ``"critic_weight"``. Also returns ``loss_critic``, and, detached,
-    ``explained_variance`` of these rows and ``value_clip_fraction``.
+    ``critic_coeff * mean(0.5 * max((V - R)^2, (V_clip - R)^2))`` over the turns of the optimizer batch (its action
+    tokens at token granularity); ``V`` is pooled as in the estimator, ``V_clip`` stays within ``clip_value`` of the
+    estimator's. Also reads ``"value_target"``, ``"state_value"`` ``[B, L]`` and, if present, ``"critic_weight"``. Also
+    returns ``loss_critic``, and, detached, ``explained_variance`` of these rows and ``value_clip_fraction``.
 
     Args:
         actor: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
-        critic: writes ``"state_value"`` ``[B, L]``, index i the value of the prefix before token i, and ``"bootstrap_value"`` ``[B]``.
+        critic: writes ``"state_value"`` ``[B, L]``, index i the value of the prefix before token i, and
+            ``"bootstrap_value"`` ``[B]``.
 
     Keyword Args:
         critic_coeff: weight of the critic's term. Default: 0.5.
         clip_value: how far the value may move from the estimator's; ``None`` is off. Default: 0.2.
         gamma, lmbda, granularity, single_turn, value_reduction, whiten: see
-            :class:`~torchrl_llm.objectives.advantages.TurnGAE`. Defaults: 0.99 (1.0 per token), 0.95, ``"turn"``, ``None``, ``"first"``, ``True``.
+            :class:`~torchrl_llm.objectives.advantages.TurnGAE`. Defaults: 0.99 (1.0 per token), 0.95, ``"turn"``,
+            ``None``, ``"first"``, ``True``.
         kl_coeff: weight of the KL to the reference. Default: 0.01.
         **options: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
     """
@@ -88,7 +90,7 @@ class LLMPPOLoss(TurnPolicyLoss):
         return getattr(self.value_estimator, "granularity", "turn") == "token"
 
     def weights(self, turn_ids: Tensor, process_group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-        """The policy's weights, and the critic's: ``1/K`` for each of ``K`` turns (or ``1/N`` for each of ``N`` tokens)."""
+        """The policy's weights, and the critic's: ``1/K`` for each of ``K`` turns (or ``1/N`` for each token)."""
         critic = F.loss_weights(turn_ids, "token" if self._token_granularity else "turn", None, process_group)
         return {**super().weights(turn_ids, process_group), "critic_weight": critic}
 

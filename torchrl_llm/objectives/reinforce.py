@@ -13,7 +13,8 @@ from torchrl_llm.objectives.policy import TurnPolicyLoss
 class LLMReinforceLoss(TurnPolicyLoss):
     """REINFORCE (Williams, 1992) with return batch normalisation; the ratio, clipped, allows for more than one epoch.
 
-    :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss` with the KL in the reward, where its sum is exact, and no critic.
+    :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss` with the KL in the reward, where its sum is exact, and no
+    critic.
 
     Args:
         actor: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
