@@ -16,6 +16,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from torchrl_llm import keys
+from torchrl_llm.modules._lora import FusedLora
 from torchrl_llm.modules.adapters import AdapterError
 from torchrl_llm.modules.hf import ContextLengthError, HFPolicy, NonFiniteLogitsError, UnsupportedModelError
 from torchrl_llm.modules.lm import VocabularyMismatchError
@@ -131,6 +132,8 @@ FAMILIES = {
     "Cohere": {"logit_scale": 0.5},
     "Granite": {"logits_scaling": 3.0},
     "Olmo2": {},
+    "Mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "SmolLM3": {"no_rope_layers": [1, 0], "use_sliding_window": False},
     "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 32},
 }
 
@@ -534,6 +537,56 @@ class TestAdapters:
                 parameter.data.neg_()
         same(play(policy, self.rows), play(make_policy(copy.deepcopy(model), adapter="actor"), self.rows))
 
+    @pytest.mark.parametrize(
+        ("fields", "fused"),
+        [
+            ({}, True),
+            ({"use_rslora": True}, True),
+            ({"layers_to_transform": [1]}, True),
+            ({"use_dora": True}, False),
+            ({"lora_bias": True}, False),
+        ],
+        ids=str,
+    )
+    def test_layers_are_fused_for_the_time_of_a_turn_and_compute_the_same(self, fields, fused):
+        config = LoraConfig(r=4, lora_alpha=3, target_modules=["q_proj", "v_proj"], **fields)
+        model = get_peft_model(make_model(), config, adapter_name="actor")
+        model.add_adapter("other", LoraConfig(r=2, target_modules=["o_proj"]))
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
+        layers, flags = dict(model.named_modules()), {n: p.requires_grad for n, p in model.named_parameters()}
+        seen = []
+        attention = model.get_base_model().model.layers[1].self_attn
+        attention.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.append(type(module.q_proj)), with_kwargs=True
+        )
+        ids, log_probs = play(make_policy(model, adapter="actor"), self.rows)
+        assert set(seen[-8:]) == {
+            torch.nn.Linear if fused else type(layers["base_model.model.model.layers.1.self_attn.q_proj"])
+        }
+        assert dict(model.named_modules()) == layers
+        assert {n: p.requires_grad for n, p in model.named_parameters()} == flags
+        model.set_adapter("actor")
+        for row, response, found in zip(self.rows, ids, log_probs, strict=True):
+            expected = teacher_forced(model, row, response).log_softmax(-1)[range(8), response]
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+    def test_layers_come_back_after_an_error(self, model):
+        layers = dict(model.named_modules())
+        policy = make_policy(model, adapter="actor")
+        hook = model.get_base_model().model.norm.register_forward_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            play(policy, self.rows)
+        assert dict(model.named_modules()) == layers
+        hook.remove()
+        same(play(policy, self.rows), play(make_policy(model, adapter="actor"), self.rows))
+
+    def test_half_precision_and_large_layers_are_not_fused(self, model):
+        assert not FusedLora(model, adapter="actor", max_bytes=1)._places
+        assert FusedLora(model, adapter="actor")._places
+        assert not FusedLora(copy.deepcopy(model).bfloat16(), adapter="actor")._places
+
     def test_unknown_adapter(self, model):
         with pytest.raises(AdapterError, match="no adapter 'critic'"):
             make_policy(model, adapter="critic")
@@ -549,7 +602,11 @@ class TestRefusals:
         ("family", "fields", "problem"),
         [
             ("Mamba", {"state_size": 4, "attn_implementation": "eager"}, "linear_attention"),
-            ("Qwen3Next", {"layer_types": ["linear_attention", "full_attention"]}, "linear_attention"),
+            (
+                "Qwen3Next",
+                {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2},
+                "linear_attention",
+            ),
             ("Lfm2", {"layer_types": ["conv", "full_attention"], "block_multiple_of": 8}, "conv"),
             ("Bloom", {"n_layer": 2, "n_head": 4, "attn_implementation": "eager"}, "position_ids"),
         ],

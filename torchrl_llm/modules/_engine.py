@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm.modules._kv_cache import Ints, SlotCache, common_prefix
+from torchrl_llm.modules._lora import FusedLora
 from torchrl_llm.modules.adapters import use_adapter
 from torchrl_llm.modules.lm import backbone, causal_lm, logits_function
 
@@ -57,6 +58,7 @@ class CachedModel:
         self.adapter = adapter
         self.cache = SlotCache()
         self._fingerprint: tuple[Any, Tensor] | None = None
+        self._fused: FusedLora | None = None
         _check_family(model)
         config = causal_lm(model).config.get_text_config()
         self._windows = _attention_windows(config)
@@ -67,8 +69,9 @@ class CachedModel:
 
     def __getstate__(self) -> dict[str, Any]:
         # What a session sets does not travel: functions of the model cannot be pickled.
-        session = ("_backbone", "_logits", "_minus_infinity", "_zero", "_fingerprint")
-        return {name: value for name, value in self.__dict__.items() if name not in session} | {"_fingerprint": None}
+        session = ("_backbone", "_logits", "_minus_infinity", "_zero")
+        state = {name: value for name, value in self.__dict__.items() if name not in session}
+        return state | {"_fingerprint": None, "_fused": None}
 
     @property
     def _embedding(self) -> Tensor:
@@ -87,7 +90,7 @@ class CachedModel:
     def drop(self) -> None:
         """Forget all contexts and free their memory."""
         self.cache.drop()
-        self._fingerprint = None
+        self._fingerprint = self._fused = None
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -101,9 +104,11 @@ class CachedModel:
         try:
             with self._no_graph(), use_adapter(self.model, self.adapter):
                 self._drop_if_stale()
+                self._fused = self._fused or FusedLora(self.model, adapter=self.adapter)
                 self._backbone, self._logits = backbone(self.model), logits_function(self.model)
                 self._minus_infinity, self._zero = self._embedding.new_tensor([-torch.inf, 0.0])
-                yield
+                with self._fused.in_place():
+                    yield
         finally:
             for module in training:
                 module.training = True
@@ -115,7 +120,7 @@ class CachedModel:
         samples = [p.detach().flatten()[:: max(1, p.numel() // _SAMPLE)] for p in parameters]
         sampled = torch.cat([x.to(self.device, torch.float64) for x in samples])
         if self._fingerprint is None or self._fingerprint[0] != exact or not torch.equal(self._fingerprint[1], sampled):
-            self.cache.drop()
+            self.drop()
             self._fingerprint = exact, sampled
 
     def prefill(self, prompts: Ints, lengths: Ints, *, slots: Ints, room: int) -> Tensor:
