@@ -54,7 +54,9 @@ def main(iterations: int = 100, lr: float = 1e-3, seed: int = 0) -> list[float]:
     )
 
     # Store: turns [N, T] go in, rows [B] come out, one conversation each.
-    buffer = ReplayBuffer(storage=LazyTensorStorage(NUM_ENVS), transform=TurnsToSequence(max_model_len=256), batch_size=NUM_ENVS)
+    buffer = ReplayBuffer(
+        storage=LazyTensorStorage(NUM_ENVS), transform=TurnsToSequence(max_model_len=256), batch_size=NUM_ENVS
+    )
 
     # Learn: score the action tokens in one forward, weight them by the normalised return of their turn.
     loss = LLMReinforceLoss(TokenScorer(model, sampling), gamma=0.9, kl_coeff=0.0)

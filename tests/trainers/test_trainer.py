@@ -1,0 +1,272 @@
+"""The training loop: it learns, it stops where it is told to, its settings have effect, its gradient is the batch's."""
+
+import math
+
+import pytest
+import torch
+
+from torchrl_llm import keys
+from torchrl_llm.modules import use_adapter
+from torchrl_llm.record import METRICS
+from torchrl_llm.trainers import Callback, RunConfig, build_run
+
+SMALL = {
+    "model_path": "tiny",
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 256,
+    "max_output_tokens": 16,
+    "num_envs": 8,
+    "batch_size": 8,
+    "lora_r": 0,
+    "kl_coeff": 0.0,
+    "evaluation_interval": 0,
+    "evaluation_episodes": 8,
+    "final_episodes": 8,
+    "save_checkpoints": False,
+    "progress": False,
+}
+ALGORITHMS = {"LLMPPO": {}, "LLMREINFORCE": {}, "GRPO": {"group_size": 4}}
+
+
+def small_config(tmp_path, algo="LLMREINFORCE", **settings) -> RunConfig:
+    return RunConfig(**SMALL | {"algo": algo, "output_dir": tmp_path / "run"} | ALGORITHMS[algo] | settings)
+
+
+def one_batch(run):
+    """The rows of one batch."""
+    next(iter(run.trainer.collector))
+    rows = run.trainer.replay_buffer[:].contiguous()
+    run.trainer.replay_buffer.empty(empty_write_count=False)
+    return rows
+
+
+def weights(run) -> torch.Tensor:
+    parameters = run.models.actor_parameters() + run.models.critic_parameters()
+    return torch.cat([p.detach().flatten() for p in parameters])
+
+
+class TestLearning:
+    @pytest.mark.slow
+    @pytest.mark.timeout(280)
+    def test_ppo_raises_the_win_rate_beyond_its_interval(self, tmp_path):
+        """The short version of benchmarks/learning.py."""
+        from torchrl_llm.trainers import parse_run_config
+
+        config = parse_run_config(
+            [
+                "--config=examples/configs/tiny_ppo_llm.yaml",
+                f"--output-dir={tmp_path}",
+                "--max-iterations=30",
+                "--schedule=constant",
+                "--evaluation-interval=0",
+                "--save-checkpoints=false",
+                "--progress=false",
+            ]
+        )
+        run = build_run(config)
+        before = run.final_evaluation()
+        run.trainer.train()
+        after = run.final_evaluation()
+        assert before.success < 0.75
+        assert after.success >= before.success + 0.10
+        assert after.success_ci95[0] > before.success_ci95[1]
+
+
+class TestIteration:
+    @pytest.mark.parametrize("algo", ALGORITHMS)
+    @pytest.mark.parametrize("lora_r", [0, 4])
+    def test_every_metric_is_named_and_finite(self, tmp_path, algo, lora_r):
+        config = small_config(
+            tmp_path, algo, lora_r=lora_r, kl_coeff=0.01, epochs=2, minibatch_size=4, max_iterations=2, max_tokens=300,
+            evaluation_interval=1, evaluation_greedy=True,
+        )  # fmt: skip
+        run = build_run(config)
+        history = run.trainer.train()
+        assert len(history) == 2
+        assert run.trainer.stop_reason == "max_iterations=2"
+        assert set(history[0]) <= set(METRICS)
+        wanted = {"rollout/reward", "policy/kl_reference", "policy/entropy", "policy/ESS", "policy/log_prob_gap"}
+        wanted |= {"optim/grad_norm_actor", "evaluation/success", "evaluation_greedy/success", "data/padding_share"}
+        wanted |= {"time/rollout_tokens_per_s", "time/update_tokens_per_s"}
+        if algo == "LLMPPO":
+            wanted |= {"critic/explained_variance", "critic/value_return_correlation", "optim/grad_norm_critic"}
+        assert wanted <= set(history[0])
+        assert all(math.isfinite(history[0][name]) for name in wanted - {"critic/value_return_correlation"})
+        assert history[0]["policy/log_prob_gap"] < 1e-5
+        assert history[1]["rollout/episodes"] == 16
+        assert run.policy.policy_version == 2
+
+    def test_the_next_batch_is_played_by_the_new_weights(self, tmp_path):
+        run = build_run(small_config(tmp_path, max_iterations=3))
+        versions = []
+
+        class Watch(Callback):
+            def on_iteration(self, trainer, metrics):
+                versions.append(metrics["policy/version"])
+
+        run.trainer.callbacks = (Watch(),)
+        run.trainer.train()
+        assert versions == [1, 2, 3]
+
+    def test_unnamed_metric_is_an_error(self, tmp_path):
+        run = build_run(small_config(tmp_path, max_iterations=1))
+        with pytest.raises(KeyError, match="add them there"):
+            run.trainer._log({"rollout/unheard_of": 1.0})
+        run.trainer.close()
+
+
+class TestUpdate:
+    @pytest.mark.parametrize("algo", ALGORITHMS)
+    def test_micro_batches_do_not_change_the_weights(self, tmp_path, algo):
+        """Float64, two epochs of two optimizer steps: the same weights for one pass of all rows and for one row a pass."""
+        results = []
+        for max_tokens in (10**6, 1):
+            config = small_config(tmp_path, algo, epochs=2, minibatch_size=4, max_tokens=max_tokens, kl_coeff=0.01)
+            run = build_run(config)
+            rows = one_batch(run)
+            for module in (run.models.actor, run.models.reference, run.models.critic):
+                if module is not None:
+                    module.double()
+            run.trainer.learn(rows)
+            results.append(weights(run))
+        moved = (results[0] - weights(build_run(config)).double()).norm()
+        assert moved > 1e-4
+        assert (results[0] - results[1]).norm() / moved < 1e-9
+
+    def test_learning_rates_follow_the_schedule(self, tmp_path):
+        config = small_config(
+            tmp_path, "LLMPPO", lr_actor=1e-3, lr_critic=4e-3, max_steps=1000, warmup_fraction=0.1, min_lr_fraction=0.1
+        )
+        trainer = build_run(config).trainer
+        expected = {0: 0.0, 50: 0.5, 100: 1.0, 550: 0.55, 1000: 0.1, 2000: 0.1}
+        for steps, factor in expected.items():
+            trainer.steps = steps
+            assert trainer._lr_factor() == pytest.approx(factor)
+        trainer.steps = 550
+        trainer.update(prepared(trainer))
+        assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([0.55e-3, 2.2e-3])
+
+    @pytest.mark.parametrize("limit", [1e-3, 1e3])
+    def test_gradient_is_clipped_at_max_grad_norm(self, tmp_path, limit):
+        trainer = build_run(small_config(tmp_path, max_grad_norm=limit)).trainer
+        norms = []
+        step = trainer.optimizer.step
+        group = trainer.optimizer.param_groups[0]["params"]
+
+        def spy(*args, **kwargs):
+            norms.append(torch.stack([p.grad.norm() for p in group if p.grad is not None]).norm().item())
+            return step(*args, **kwargs)
+
+        trainer.optimizer.step = spy
+        figures = trainer.update(prepared(trainer))
+        raw = figures["optim/grad_norm_actor"]
+        assert 1e-3 < raw < 1e3
+        assert norms[0] == pytest.approx(min(limit, raw), rel=1e-4)
+
+    def test_truncating_sampler_is_scored_anew(self, tmp_path):
+        run = build_run(small_config(tmp_path, top_p=0.8))
+        rows = one_batch(run)
+        run.trainer.score(rows)
+        gap = (rows[keys.OLD_LOG_PROB] - rows[keys.SAMPLE_LOG_PROB])[rows[keys.TURN_IDS] >= 0]
+        assert gap.max() <= 1e-5
+        assert gap.min() < -0.01
+
+    def test_lora_reference_is_the_base(self, tmp_path):
+        run = build_run(small_config(tmp_path, lora_r=4, kl_coeff=0.1))
+        before = {name: p.clone() for name, p in run.models.model.named_parameters() if not p.requires_grad}
+        rows = one_batch(run)
+        for _ in range(3):
+            run.trainer.learn(rows.clone())
+        with torch.no_grad(), use_adapter(run.models.model, None):
+            run.trainer.score(rows)
+        first = run.models.reference(rows.clone())[keys.LOG_PROB]
+        assert torch.equal(first, rows[keys.REF_LOG_PROB])
+        assert all(torch.equal(p, before[name]) for name, p in run.models.model.named_parameters() if name in before)
+
+
+def prepared(trainer):
+    """A scored and credited batch."""
+    next(iter(trainer.collector))
+    rows = trainer.replay_buffer[:].contiguous()
+    trainer.score(rows)
+    trainer.loss.value_estimator(rows)
+    return rows
+
+
+class TestLimits:
+    def test_max_steps(self, tmp_path):
+        trainer = build_run(small_config(tmp_path, max_steps=20)).trainer
+        trainer.train()
+        assert trainer.steps >= 20
+        assert trainer.history[-1]["rollout/steps"] == trainer.steps
+        assert all(metrics["rollout/steps"] < 20 for metrics in trainer.history[:-1])
+        assert "max_steps=20" in trainer.stop_reason
+
+    def test_max_seconds(self, tmp_path):
+        trainer = build_run(small_config(tmp_path, max_seconds=1e-3)).trainer
+        trainer.train()
+        assert trainer.iteration == 1
+        assert "max_seconds" in trainer.stop_reason
+
+    def test_stop_at_success(self, tmp_path):
+        config = small_config(tmp_path, stop_at_success=0.01, evaluation_interval=2, evaluation_episodes=32)
+        trainer = build_run(config).trainer
+        trainer.train()
+        assert trainer.iteration == 2
+        assert "stop_at_success=0.01" in trainer.stop_reason
+
+    def test_a_callback_may_stop_the_run_and_always_sees_its_end(self, tmp_path):
+        seen = []
+
+        class Stop(Callback):
+            def on_start(self, trainer):
+                seen.append("start")
+
+            def on_iteration(self, trainer, metrics):
+                trainer.stop_reason = "enough"
+
+            def on_end(self, trainer):
+                seen.append("end")
+
+        trainer = build_run(small_config(tmp_path), callbacks=[Stop()]).trainer
+        trainer.train()
+        assert (trainer.iteration, seen) == (1, ["start", "end"])
+
+        class Fail(Stop):
+            def on_iteration(self, trainer, metrics):
+                raise RuntimeError("boom")
+
+        trainer = build_run(small_config(tmp_path), callbacks=[Fail()]).trainer
+        with pytest.raises(RuntimeError, match="boom"):
+            trainer.train()
+        assert seen[-1] == "end"
+        assert trainer.collector.closed
+
+
+class TestReproducibility:
+    def test_the_seed_fixes_the_run(self, tmp_path):
+        def play(seed, disturb):
+            run = build_run(small_config(tmp_path, "GRPO", seed=seed, max_iterations=2))
+            if disturb:
+                torch.manual_seed(99)
+            run.trainer.train()
+            return weights(run), [m["rollout/reward"] for m in run.trainer.history]
+
+        first, rewards = play(3, False)
+        second, same = play(3, True)
+        other, _ = play(4, False)
+        assert torch.equal(first, second)
+        assert rewards == same
+        assert not torch.equal(first, other)
+
+    def test_no_global_generator_is_touched(self, tmp_path):
+        import random
+
+        import numpy as np
+
+        state = (torch.random.get_rng_state(), random.getstate(), np.random.get_state()[1].copy())
+        build_run(small_config(tmp_path, max_iterations=1, lora_r=4)).trainer.train()
+        assert torch.equal(state[0], torch.random.get_rng_state())
+        assert state[1] == random.getstate()
+        assert (state[2] == np.random.get_state()[1]).all()
