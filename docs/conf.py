@@ -7,12 +7,18 @@ import pkgutil
 import re
 import sys
 from dataclasses import MISSING, Field, fields
+from functools import partial
 from importlib import import_module
+from itertools import zip_longest
 from pathlib import Path
 
+from docutils.nodes import SkipNode
+from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.pycode import ModuleAnalyzer
+from sphinx.util import inspect as sphinx_inspect
 
 import torchrl_llm
+from torchrl_llm import keys
 from torchrl_llm.record import METRICS
 from torchrl_llm.trainers import RunConfig, TrainerConfig
 
@@ -25,7 +31,6 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
-    "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
@@ -45,7 +50,10 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 100
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
+napoleon_use_param = False
+napoleon_use_keyword = False
 napoleon_use_rtype = False
+html_math_renderer = "mathml"
 
 # Every reference into this package must resolve. Those into other packages stay plain text: no inventory is fetched.
 nitpicky = True
@@ -53,7 +61,16 @@ nitpick_ignore_regex = [(r"py:.*", r"(?!torchrl_llm\.).*"), (r"py:.*", r".*\._Ac
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", r"\|")
+    """One line of Markdown for a table cell; roles become plain names."""
+    text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", " ".join(text.split()))
+    return text.replace("|", r"\|")
+
+
+def _key_names() -> str:
+    """The value of every key, several to a line."""
+    pairs = [f"`{name}` | `{value!r}`" for name, value in vars(keys).items() if name.isupper()]
+    rows = [f"| {left} | {right} |" for left, right in zip_longest(pairs[::2], pairs[1::2], fillvalue=" | ")]
+    return "\n".join(["| constant | key | constant | key |", "|---|---|---|---|", *rows])
 
 
 def _metrics_table() -> str:
@@ -152,6 +169,7 @@ _write_reference(Path(__file__).parent / "api")
 myst_enable_extensions = ["dollarmath", "amsmath", "substitution", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 myst_substitutions = {
+    "key_names": _key_names(),
     "metrics_tables": _metrics_table(),
     "trainer_settings": _settings_table(TrainerConfig),
     "run_settings": _settings_table(RunConfig, without=tuple(field.name for field in fields(TrainerConfig))),
@@ -163,6 +181,26 @@ def _skip_named_tuple_fields(app, what, name, obj, skip, options):
     return True if type(obj).__name__ == "_tuplegetter" else None
 
 
+def _constructor_signature(app, what, name, obj, options, signature, return_annotation):
+    """The signature of ``__init__`` where a metaclass (TorchRL's losses) or ``__new__`` hides it."""
+    if what == "class" and signature and signature.startswith("(*args"):
+        shown = sphinx_inspect.signature(obj.__init__, bound_method=True)
+        return sphinx_inspect.stringify_signature(shown, show_return_annotation=False, unqualified_typehints=True), None
+    return None
+
+
+def _visit_math(translator, node, *, block):
+    """Formulas as MathML, which browsers draw by themselves: pages need no network."""
+    translator.body.append(tex2mathml(node.astext(), as_block=block))
+    raise SkipNode
+
+
 def setup(app):
     """Called by Sphinx."""
     app.connect("autodoc-skip-member", _skip_named_tuple_fields)
+    app.connect("autodoc-process-signature", _constructor_signature)
+    app.add_html_math_renderer(
+        "mathml",
+        inline_renderers=(partial(_visit_math, block=False), None),
+        block_renderers=(partial(_visit_math, block=True), None),
+    )
