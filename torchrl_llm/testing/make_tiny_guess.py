@@ -69,8 +69,9 @@ class Recipe:
     intermediate: int = 192
     layers: int = 2
     heads: int = 2
-    forget: float = 0.3
-    steps: int = 1500
+    careful_steps: int = 250
+    forgetful_steps: int = 150
+    forget: float = 0.25
     games: int = 32
     lr: float = 4e-3
     warmup: int = 50
@@ -242,7 +243,7 @@ def clone(model: Qwen2ForCausalLM, data: Iterator[tuple[Tensor, Tensor]], recipe
     model.eval()
 
 
-def _lessons(tokenizer: PreTrainedTokenizerFast, recipe: Recipe, rng: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
+def _lessons(tokenizer: Qwen2Tokenizer, recipe: Recipe, rng: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
     """The careful player's games, then the forgetful one's."""
     env, formatter = gem.make(ENV_ID), ChatFormatter(tokenizer)
     for forget, steps in ((0.0, recipe.careful_steps), (recipe.forget, recipe.forgetful_steps)):
