@@ -215,6 +215,7 @@ class TestLogProbs:
     def test_exact_says_whether_a_scorer_can_repeat_them(self):
         assert make_policy(temperature=0.5).exact
         assert not make_policy(top_p=0.9).exact
+        assert not make_policy(make_model().bfloat16()).exact
 
     def test_frequencies_are_the_probabilities(self):
         model = make_model()
@@ -638,6 +639,15 @@ class TestRefusals:
         with pytest.raises(ContextLengthError, match="256 positions"):
             play(make_policy(), random_rows([249]))
         play(make_policy(), random_rows([248]))
+
+    def test_rope_that_depends_on_the_longest_row_counts_up_to_where_it_sets_in(self):
+        rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+        model = make_model(rope_parameters=rope, max_position_embeddings=64)
+        policy = make_policy(model)
+        play(policy, random_rows([56]))
+        assert not model.model.rotary_emb.inv_freq.is_inference()
+        with pytest.raises(ContextLengthError, match="64 positions"):
+            play(policy, random_rows([57]))
 
     def test_a_negative_seed(self):
         with pytest.raises(ValueError, match="seed"):

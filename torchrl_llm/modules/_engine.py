@@ -43,7 +43,7 @@ class CachedModel:
     """Logits of the next token for many slots, computing only tokens that a slot's cache does not hold.
 
     Use: inside :meth:`session`, one :meth:`prefill`, then any number of :meth:`step` and :meth:`permute`, then
-    :meth:`remember`. An error in between leaves the slots forgotten, never wrong.
+    :meth:`remember`. An error in between drops the cache.
 
     Args:
         model: a causal language model of transformers, or a ``PeftModel`` around one.
@@ -83,6 +83,11 @@ class CachedModel:
         return self._embedding.device
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return self._embedding.dtype
+
+    @property
     def vocabulary(self) -> int:
         """Number of logits."""
         return causal_lm(self.model).get_output_embeddings().weight.shape[0]
@@ -109,6 +114,9 @@ class CachedModel:
                 self._minus_infinity, self._zero = self._embedding.new_tensor([-torch.inf, 0.0])
                 with self._fused.in_place():
                     yield
+        except BaseException:
+            self.drop()  # half-written rows
+            raise
         finally:
             for module in training:
                 module.training = True
@@ -144,7 +152,6 @@ class CachedModel:
         self.cache.arrange(slots, longest + room)
         limit = np.minimum(self.cache.lengths[:n], lengths - 1)
         held = common_prefix(self.cache.tokens[:n, :longest], prompts, limit)
-        self.cache.lengths[:n] = 0
         leader = _first_equal(prompts, lengths)
         leaders = np.unique(leader)
         held = self._share(prompts, lengths, held, leaders)
@@ -309,10 +316,9 @@ class CachedModel:
                 raise UnsupportedModelError(
                     f"{_what(lm)} fails in a forward with keys and values cached by slot: {error} {_ADVICE}"
                 ) from error
-            finally:
-                self.drop()
+        self.drop()
         expected, found = torch.stack(plain).float(), torch.stack([first, second], dim=1).float()
-        tolerance = 1e-4 if self._embedding.dtype in (torch.float32, torch.float64) else 3e-2
+        tolerance = 1e-4 if self.dtype in (torch.float32, torch.float64) else 3e-2
         if not torch.allclose(found, expected, rtol=0, atol=tolerance * max(1.0, float(expected.abs().max()))):
             raise UnsupportedModelError(
                 f"{_what(lm)} has other logits with keys and values cached by slot than without (largest difference "
@@ -364,7 +370,10 @@ def _max_positions(config: Any) -> float:
     """The longest context. Rope variants that depend on the batch's longest row count up to where they set in."""
     longest = getattr(config, "max_position_embeddings", None)
     if _rope_type(config) in _MOVING_ROPE:
-        longest = config.rope_parameters.get("original_max_position_embeddings") or longest
+        known = (config.rope_parameters, vars(config))
+        longest = next(
+            (c["original_max_position_embeddings"] for c in known if c.get("original_max_position_embeddings")), longest
+        )
     return float("inf") if longest is None else longest
 
 
