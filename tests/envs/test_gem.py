@@ -355,6 +355,10 @@ class TestErrors:
     def test_first_prompt_too_long(self, make):
         with pytest.raises(PromptTooLongError, match="Raise max_model_len"):
             make(max_model_len=300).reset()
+        fits = int(make().reset()[keys.PROMPT_LENGTH]) + 32
+        make(max_model_len=fits).reset()
+        with pytest.raises(PromptTooLongError, match=f"has {fits - 32} tokens"):
+            make(max_model_len=fits - 1).reset()
 
     @pytest.mark.parametrize(
         ("fault", "turn"), [("raise", -1), ("raise", 2), ("nan", 0), ("nan", 2), ("malformed", -1), ("malformed", 0)]

@@ -38,8 +38,8 @@ class Tickets:
     """An endless sequence of tickets; ``tickets[i]`` is the i-th.
 
     Groups are dealt one after the other, and the environments of a mixture in turn, a group each. Seeds are a hash of
-    (seed, stream, group); the streams share no seed, so evaluation never meets a task of training. Several workers share one stream without
-    overlap: worker ``w`` of ``W`` deals the groups ``w, w + W, w + 2W, ...``.
+    (seed, stream, group); the streams share no seed, so evaluation never meets a task of training. Several workers
+    share one stream without overlap: worker ``w`` of ``W`` deals the groups ``w, w + W, w + 2W, ...``.
 
     Args:
         seed: names the run's tasks; >= 0.
