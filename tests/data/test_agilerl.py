@@ -66,6 +66,12 @@ class TestRowsFromAgilerl:
         assert rows[keys.TURN_REWARD].tolist() == [[1.0], [0.0], [1.0]]
         assert rows[keys.TURN_REWARD].dtype == torch.float32
 
+    def test_the_action_mask_has_the_last_word(self, episodes):
+        ids, masks, turn_ids, rewards = episodes
+        masks[0][0, 2] = False
+        rows = rows_from_agilerl(ids, masks, rewards, turn_ids)
+        assert rows[keys.TURN_IDS][0].tolist() == [-1, -1, 0, -1, -1, 1, 1, -1]
+
     def test_errors(self, episodes):
         ids, masks, turn_ids, rewards = episodes
         with pytest.raises(ValueError, match="do not fit together"):

@@ -95,12 +95,19 @@ def turn_view(episodes: list[Episode], num_turns: int, mask_key: bool = False) -
             step["next", keys.TRUNCATED].fill_(last and episode.truncated)
             step["next", keys.SUCCESS].fill_(last and turn.reward == 1)
             step["next", keys.STOP_REASON].fill_(3 if last else 0)
-        # A finished slot still shows its episode, but idles.
-        td[b, len(episode.turns) :][keys.EPISODE_ID].fill_(100 + b)
+        fill_with_garbage(td[b, len(episode.turns) :], idle=not mask_key)
     if mask_key:
         played = torch.tensor([[t < len(e.turns) for t in range(num_turns)] for e in episodes])
         td["collector", "mask"] = played.view(shape)
     return td
+
+
+def fill_with_garbage(steps: TensorDict, *, idle: bool) -> None:
+    """Steps that were not played may hold anything; without a mask they are known by an empty context."""
+    for key, value in steps.items(include_nested=True, leaves_only=True):
+        value.fill_(True if value.dtype == torch.bool else 3)
+        if idle and key == keys.PROMPT_LENGTH:
+            value.zero_()
 
 
 ids = st.integers(0, 30)
