@@ -1,0 +1,115 @@
+"""The scripts run as their pages say, and learn where that is quick to see."""
+
+import ast
+import csv
+import importlib.util
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrl_llm.trainers import parse_run_config
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES, CONFIGS = ROOT / "examples", ROOT / "examples" / "configs"
+QUICK = ["--max-iterations=2", "--batch-size=16", "--num-envs=16", "--final-episodes=16", "--evaluation-episodes=16"]
+
+
+def load(path: Path):
+    """Import a script as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class TestMultiturn:
+    @pytest.mark.parametrize("name", ["tiny_ppo_llm", "tiny_reinforce_llm", "tiny_grpo_multiturn"])
+    def test_writes_the_report(self, tmp_path, name, capsys):
+        out = tmp_path / "run"
+        config = parse_run_config([f"--config={CONFIGS / name}.yaml", f"--output-dir={out}", *QUICK, "--tensorboard"])
+        result = load(EXAMPLES / "multiturn.py").main(config)
+        table = capsys.readouterr().out
+        assert "95 % interval" in table
+        assert "before" in table
+        assert json.loads((out / "result.json").read_text()) == json.loads(json.dumps(result))
+        wanted = {"algo", "seed", "success_before", "success_after", "success_ci95", "episodes", "iterations", "wall_s"}
+        assert wanted | {"cpu_s"} <= set(result)
+        assert (result["algo"], result["episodes"], result["iterations"]) == (config.algo, 32, 2)
+        assert (out / "learning_curve.png").read_bytes()[:4] == b"\x89PNG"
+        assert "<|im_start|>assistant" in (out / "conversations_before.md").read_text()
+        assert (out / "checkpoints" / "last" / "actor" / "model.safetensors").exists()
+        rewards = list(csv.reader((out / "csv" / "scalars" / "rollout" / "reward.csv").open()))
+        assert len(rewards) == 2
+        assert list((out / "tensorboard").rglob("events.*"))
+
+    def test_weights_and_biases_offline(self, tmp_path, monkeypatch):
+        for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}.items():
+            monkeypatch.setenv(name, value)
+        arguments = [f"--config={CONFIGS / 'tiny_reinforce_llm.yaml'}", f"--output-dir={tmp_path / 'run'}", "--wandb"]
+        load(EXAMPLES / "multiturn.py").main(parse_run_config([*arguments, *QUICK]))
+        assert list(tmp_path.rglob("offline-run-*/*.wandb"))
+
+
+class TestCustomLoop:
+    def test_is_one_short_file_without_our_trainer(self):
+        source = (EXAMPLES / "custom_loop.py").read_text()
+        assert len(source.splitlines()) <= 200
+        imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
+        modules = {node.module for node in imports}
+        assert not [module for module in modules if "trainers" in module]
+        assert {"torchrl.collectors", "torchrl.data"} <= modules
+
+    def test_runs(self, monkeypatch):
+        script = load(EXAMPLES / "custom_loop.py")
+        monkeypatch.setattr(script, "NUM_ENVS", 16)
+        assert len(script.main(iterations=2)) == 2
+
+    @pytest.mark.slow
+    def test_learns(self):
+        win_rates = load(EXAMPLES / "custom_loop.py").main(iterations=25, lr=2e-3)
+        assert sum(win_rates[-5:]) / 5 > sum(win_rates[:5]) / 5 + 0.1
+
+
+class TestCustomLoss:
+    def test_runs(self, tmp_path):
+        config = parse_run_config(
+            [f"--config={CONFIGS / 'tiny_grpo_multiturn.yaml'}", f"--output-dir={tmp_path}", *QUICK]
+        )
+        assert len(load(EXAMPLES / "custom_loss.py").main(config)) == 2
+
+    def test_the_new_objective_is_twenty_lines(self):
+        tree = ast.parse((EXAMPLES / "custom_loss.py").read_text())
+        (new,) = [node for node in tree.body if isinstance(node, ast.ClassDef)]
+        assert new.end_lineno - new.lineno < 20
+
+
+class TestTorchRLTrainer:
+    def test_runs(self, monkeypatch):
+        script = load(EXAMPLES / "torchrl_trainer.py")
+        monkeypatch.setattr(script, "CONVERSATIONS", 16)
+        assert len(script.main(iterations=2)) == 2
+
+
+class TestBenchmarks:
+    def test_learning(self, tmp_path, monkeypatch):
+        arguments = ["--algo=GRPO", "--seed=3", f"--output-dir={tmp_path}", *QUICK, "--save-checkpoints=false"]
+        monkeypatch.setattr(sys, "argv", ["learning.py", *arguments])
+        load(ROOT / "benchmarks" / "learning.py").main()
+        result = json.loads((tmp_path / "result.json").read_text())
+        assert (result["algo"], result["seed"], result["iterations"]) == ("GRPO", 3, 2)
+
+    def test_iteration(self, tmp_path, monkeypatch):
+        peer = shlex.join([sys.executable, "-c", _PEER])
+        arguments = ["--algo=LLMPPO", "--iterations=1", f"--output={tmp_path / 'out.json'}", f"--peer-cmd={peer}"]
+        monkeypatch.setattr(sys, "argv", ["iteration.py", *arguments])
+        load(ROOT / "benchmarks" / "iteration.py").main()
+        result = json.loads((tmp_path / "out.json").read_text())
+        wanted = {"rollout_tok_cpu_s", "learn_tok_cpu_s", "cpu_s_per_iteration", "peak_rss_mb", "padding_share"}
+        assert wanted | {"rollout_of_raw", "learn_of_raw"} <= set(result)
+        assert result["rollout_ratio"] == pytest.approx(result["rollout_tok_cpu_s"] / 2, rel=1e-3)
+
+
+_PEER = 'print("noise"); print(\'{"rollout_tok_cpu_s": 2, "learn_tok_cpu_s": 3, "peak_rss_mb": 4}\')'
