@@ -1,0 +1,187 @@
+"""Tables and plots of ``docs/results/`` from the JSON files of the benchmarks.
+
+    python benchmarks/report.py --learning runs/learning --iteration runs/iteration
+
+Reads ``<learning>/*/result.json`` with their metrics and ``<iteration>/*.json``; writes ``docs/results/learning.md``,
+``docs/results/learning.png``, ``docs/results/iteration.md``, and the tables of ``README.md``.
+"""
+
+import argparse
+import csv
+import json
+import platform
+import re
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results"
+ALGORITHMS = ["LLMREINFORCE", "LLMPPO", "GRPO"]
+
+
+def machine() -> str:
+    """What the figures were taken on."""
+    cpu = next(
+        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line),
+        platform.processor(),
+    )
+    return f"{cpu}, one thread, Python {platform.python_version()}, torch {torch.__version__}"
+
+
+def learning_table(results: list[dict]) -> str:
+    """One line a run."""
+    lines = [
+        "| algorithm | seed | before | after (95 % interval) | games | iterations | CPU-s | wall s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        low, high = r["success_ci95"]
+        lines.append(
+            f"| {r['algo']} | {r['seed']} | {r['success_before']:.3f} | **{r['success_after']:.3f}** ({low:.3f} to "
+            f"{high:.3f}) | {r['episodes']:,} | {r['iterations']} | {r['cpu_s']:.0f} | {r['wall_s']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def learning_summary(results: list[dict]) -> str:
+    """One line an algorithm."""
+    lines = ["| | before | after, by seed | games | CPU-seconds |", "|---|---|---|---|---|"]
+    for algo in ALGORITHMS:
+        runs = [r for r in results if r["algo"] == algo]
+        after = ", ".join(f"{r['success_after']:.3f}" for r in runs)
+        before = ", ".join(f"{r['success_before']:.3f}" for r in runs)
+        cpu = [r["cpu_s"] for r in runs]
+        games = sum(r["episodes"] for r in runs) / len(runs)
+        lines.append(f"| {algo} | {before} | {after} | {games:,.0f} | {min(cpu):.0f} to {max(cpu):.0f} |")
+    return "\n".join(lines)
+
+
+def plot_learning(folder: Path, path: Path) -> None:
+    """Win rate of the training batches over games, every run."""
+    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    axes = figure.subplots(1, 3, sharey=True)
+    for algo, axis in zip(ALGORITHMS, axes, strict=True):
+        for run in sorted(folder.glob(f"{algo}-*")):
+            scalars = run / "csv" / "scalars" / "rollout"
+            games = [float(row[1]) for row in csv.reader((scalars / "episodes.csv").open())]
+            wins = [float(row[1]) for row in csv.reader((scalars / "success.csv").open())]
+            smooth = [sum(wins[max(0, i - 4) : i + 1]) / len(wins[max(0, i - 4) : i + 1]) for i in range(len(wins))]
+            axis.plot(games, smooth, label=f"seed {run.name.rsplit('-', 1)[1]}", linewidth=1.2)
+        axis.axhline(0.95, color="0.6", linestyle=":", linewidth=1)
+        axis.set(title=algo, xlabel="games played", ylim=(0.4, 1.01))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("win rate of training batches\n(mean of the last 5)")
+    axes[0].legend(frameon=False, loc="lower right")
+    figure.savefig(path, dpi=130)
+
+
+def iteration_summary(results: list[dict]) -> str:
+    """One line an algorithm: ratios."""
+    lines = [
+        "| | rollout, of raw | learn, of raw | rollout, of AgileRL | learn, of AgileRL | peak memory, of AgileRL |",
+        "|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        lines.append(
+            f"| {r['algo']} | {r['rollout_of_raw']:.2f} | {r['learn_of_raw']:.2f} | {r['rollout_ratio']:.1f} | "
+            f"{r['learn_ratio']:.1f} | {r['peak_rss_ratio']:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+def iteration_table(results: list[dict]) -> str:
+    """One line a figure."""
+    names = {
+        "rollout_tok_cpu_s": "rollout, sampled tokens per CPU-s",
+        "raw_rollout_tok_cpu_s": "raw limit: `model.generate` of the same batches",
+        "peer_rollout_tok_cpu_s": "AgileRL 2.9.1",
+        "learn_tok_cpu_s": "learn, row tokens per CPU-s",
+        "raw_learn_tok_cpu_s": "raw limit: forward and backward only",
+        "peer_learn_tok_cpu_s": "AgileRL 2.9.1",
+        "cpu_s_per_iteration": "CPU-s per iteration",
+        "peak_rss_mb": "peak memory, MB",
+        "peer_peak_rss_mb": "AgileRL 2.9.1",
+        "padding_share": "padding share",
+        "turns": "turns per conversation",
+        "row_tokens": "tokens per conversation",
+    }
+    lines = [f"| | {' | '.join(r['algo'] for r in results)} |", "|---|" + "---|" * len(results)]
+    lines += [f"| {text} | {' | '.join(f'{r[name]:,.4g}' for r in results)} |" for name, text in names.items()]
+    return "\n".join(lines)
+
+
+def fill(path: Path, marker: str, table: str) -> None:
+    """Put ``table`` behind the comment ``<!-- marker -->``, in place of the table that stood there."""
+    text = path.read_text()
+    pattern = re.compile(rf"(<!-- {marker} -->\n)(\n\|(?:.*\n)*?(?=\n|\Z))?", re.MULTILINE)
+    if not pattern.search(text):
+        raise ValueError(f"{path} has no line <!-- {marker} -->.")
+    path.write_text(pattern.sub(lambda match: f"{match[1]}\n{table}\n", text, count=1))
+
+
+def main() -> None:
+    """Write the pages."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--learning", type=Path, required=True)
+    parser.add_argument("--iteration", type=Path, required=True)
+    arguments = parser.parse_args()
+    learning = [json.loads(path.read_text()) for path in arguments.learning.glob("*/result.json")]
+    learning.sort(key=lambda r: (ALGORITHMS.index(r["algo"]), r["seed"]))
+    iteration = [json.loads(path.read_text()) for path in arguments.iteration.glob("*.json")]
+    iteration.sort(key=lambda r: ALGORITHMS.index(r["algo"]))
+    plot_learning(arguments.learning, RESULTS / "learning.png")
+    (RESULTS / "learning.md").write_text(LEARNING.format(machine=machine(), table=learning_table(learning)))
+    (RESULTS / "iteration.md").write_text(
+        ITERATION.format(machine=machine(), summary=iteration_summary(iteration), table=iteration_table(iteration))
+    )
+    fill(ROOT / "README.md", "learning", learning_summary(learning))
+    fill(ROOT / "README.md", "iteration", iteration_summary(iteration))
+
+
+LEARNING = """# Does it learn?
+
+```bash
+OMP_NUM_THREADS=1 python benchmarks/learning.py --algo LLMPPO --seed 0
+```
+
+The small model of the package on `game:GuessTheNumber-v0-easy`, settings of `examples/configs/tiny_*.yaml`. Win rate of 512 sampled
+games at temperature 1 on held-out tasks, before and after; the weights are the final ones, and no evaluation stops a run or selects
+weights. CPU-seconds are those of the whole process, evaluations included.
+
+{table}
+
+![Learning curves](learning.png)
+
+Machine: {machine}.
+"""
+
+ITERATION = """# How fast is an iteration?
+
+```bash
+OMP_NUM_THREADS=1 python benchmarks/iteration.py --algo LLMPPO --model-dir DIR --peer-cmd "COMMAND"
+```
+
+A random Qwen2 of 0.66 M parameters, 16 conversations of GuessTheNumber in which any text is a legal guess, 32 forced tokens a turn, two
+epochs, LoRA of rank 16 on the attention's projections, KL to the reference, float32, one thread. The peer is AgileRL 2.9.1's own training
+function with the same model, game and settings, run between our iterations.
+
+Ratios, above 1 is better but for memory:
+
+{summary}
+
+Figures (tokens per CPU-second):
+
+{table}
+
+The raw limits are measured on the same conversations in the same process. Rollout: one batched `model.generate` a turn for the same
+contexts; it encodes each context anew, which is why keeping the KV cache between turns can beat it. Learn: forward and backward of the same rows,
+as often as the algorithm trains on them (actor, and critic if there is one), LM head on action positions only; ours also scores the reference
+and, for LLMPPO, the values.
+
+Machine: {machine}. Absolute figures depend on it and on its load; the ratios are of one run.
+"""
+
+if __name__ == "__main__":
+    main()
