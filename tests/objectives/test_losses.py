@@ -478,6 +478,13 @@ class TestTorchRL:
         with pytest.raises(ValueError, match="not an accepted tensordict key"):
             loss.set_keys(nonsense="x")
 
+    def test_an_estimator_that_would_lose_the_kl_is_refused(self):
+        with pytest.raises(ValueError, match="the KL would be lost"):
+            LLMReinforceLoss(table_actor(), kl_coeff=0.1).make_value_estimator(GroupRelative)
+        with pytest.raises(ValueError, match="GroupRelative takes no kl_coeff"):
+            LLMGRPOLoss(table_actor(), kl_coeff=0.1, kl_in="reward")
+        LLMReinforceLoss(table_actor(), kl_coeff=0.0).make_value_estimator(GroupRelative)
+
     def test_make_value_estimator(self):
         loss = LLMPPOLoss(table_actor(), table_critic(), lmbda=0.7)
         assert loss.make_value_estimator(TurnGAE, gamma=0.5) is loss
@@ -527,7 +534,7 @@ class TestTorchRL:
 
     def test_an_estimator_without_a_critic_key_still_feeds_every_loss(self):
         for estimator, make in itertools.product((TurnGAE, ReBN, GroupRelative), (LLMReinforceLoss, LLMGRPOLoss)):
-            loss = make(table_actor()).make_value_estimator(estimator)
+            loss = make(table_actor(), kl_coeff=0.0).make_value_estimator(estimator)
             rows = loss.value_estimator(make_rows(LAYOUT, group_size=3))
             assert loss(rows)["loss_objective"].isfinite()
 

@@ -66,6 +66,11 @@ class TurnEstimator(ValueEstimatorBase):
         known = inspect.signature(cls.__init__).parameters
         given = {"value_network": getattr(loss_module, "critic_network", None)}
         given |= getattr(loss_module, "estimator_options", {})
+        if given.get("kl_coeff") and "kl_coeff" not in known:
+            raise ValueError(
+                f"{type(loss_module).__name__} leaves its KL (kl_coeff={given['kl_coeff']}) to the reward, but {cls.__name__} "
+                'takes no kl_coeff: the KL would be lost. Use kl_in="loss", kl_coeff=0, or an estimator such as ReBN.'
+            )
         return cls(**({name: value for name, value in given.items() if name in known} | hyperparams))
 
     @property

@@ -22,6 +22,7 @@ from transformers import AutoTokenizer
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import GEMEnv
+from torchrl_llm.envs.tickets import Stream
 from torchrl_llm.modules import ActorCritic, HFPolicy, load_actor_critic
 from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss
 from torchrl_llm.testing.tiny import tiny_model_path
@@ -175,7 +176,7 @@ def make_loggers(config: RunConfig) -> list[Logger]:
     return loggers
 
 
-def _make_env(config: RunConfig, tokenizer: Any, env: Any, *, stream: str, group_size: int = 1) -> GEMEnv:
+def _make_env(config: RunConfig, tokenizer: Any, env: Any, *, stream: Stream, group_size: int = 1) -> GEMEnv:
     return GEMEnv(
         env,
         tokenizer=tokenizer,

@@ -116,7 +116,7 @@ class LLMTrainer:
         self._check_limits()
         interval = self.config.evaluation_interval
         if self.evaluator is not None and interval and (self.iteration % interval == 0 or self.stop_reason):
-            metrics |= self._evaluate()
+            metrics |= self._evaluate(self.evaluator)
         return metrics | self._progress_metrics(batch)
 
     def learn(self, batch: TensorDictBase) -> dict[str, float]:
@@ -207,9 +207,9 @@ class LLMTrainer:
         elif config.max_seconds is not None and seconds >= config.max_seconds:
             self.stop_reason = f"max_seconds={config.max_seconds}"
 
-    def _evaluate(self) -> dict[str, float]:
+    def _evaluate(self, evaluator: Evaluator) -> dict[str, float]:
         with self._timer("evaluation"):
-            metrics = self.evaluator()
+            metrics = evaluator()
         if self.save is not None:
             self.save("last")
         success = metrics["evaluation/success"]
