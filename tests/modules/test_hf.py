@@ -326,6 +326,22 @@ class TestStatelessness:
         for changed in (row[:10], row[:-1], [*row[:4], 33, *row[5:]], [*row, 12]):
             same(play(policy, [changed]), play(make_policy(model), [changed]))
 
+    def test_an_error_in_mid_turn_leaves_nothing_half_written(self):
+        model = make_model()
+        policy, row = make_policy(model), self.rows[5]
+        ids, _ = play(policy, [row])
+        calls = iter(range(100))
+
+        def fail(*_):
+            if next(calls) == 2:
+                raise KeyboardInterrupt
+
+        hook = model.model.norm.register_forward_hook(fail)
+        with pytest.raises(KeyboardInterrupt):
+            play(policy, [self.rows[3]])
+        hook.remove()
+        same(play(policy, [row + ids[0]]), play(make_policy(model), [row + ids[0]]))
+
 
 class TestSharing:
     """Equal prompts and prefixes are computed once."""
@@ -350,10 +366,10 @@ class TestSharing:
 
     def test_a_prefix_that_all_begin_with(self, counted):
         model, policy, seen = counted
-        common, *tails = random_rows([100, 8, 8, 8])
+        common, *tails = random_rows([100, 9, 8, 8])
         rows = [common + tail for tail in tails]
         found = play(policy, rows)
-        assert sum(seen) == 100 + 3 * 8
+        assert sum(seen) == 100 + 3 * 9
         same(found, play(make_policy(model, max_output_tokens=1), rows))
 
     def test_a_prefix_that_another_slot_holds(self, counted):
@@ -365,6 +381,13 @@ class TestSharing:
         found = play(policy, rows)
         assert sum(seen) == 2 * 8
         same(found, play(make_policy(model, max_output_tokens=1), rows))
+
+    def test_a_slot_lends_no_more_than_it_has_computed(self):
+        model = make_model()
+        policy, row = make_policy(model), random_rows([40])[0]
+        ids, _ = play(policy, [row, [5]])
+        rows = [[6, 7], row + ids[0] + [8, 9]]  # the last token of a response was never fed to the model
+        same(play(policy, rows, turn=1), play(make_policy(model), rows, turn=1))
 
     def test_only_new_tokens_are_computed_and_long_prompts_apart_from_short_ones(self, counted):
         _, policy, seen = counted
@@ -429,7 +452,7 @@ class TestResponses:
 class TestWeights:
     rows = random_rows([11, 3, 40])
 
-    @pytest.mark.parametrize("how", ["weights_changed", "in place", "data", "fused", "load", "swap"])
+    @pytest.mark.parametrize("how", ["weights_changed", "in place", "one element", "data", "fused", "load", "swap"])
     def test_new_weights_drop_the_cache(self, how):
         model, other = make_model(), make_model()
         with torch.no_grad():
@@ -497,6 +520,9 @@ def change_weights(model, other, how):
         model.load_state_dict(other.state_dict())
     elif how == "swap":
         model.load_state_dict(other.state_dict(), assign=True)
+    elif how == "one element":
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight[0, 1] += 3
     elif how == "fused":
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
