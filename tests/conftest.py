@@ -1,10 +1,15 @@
-"""Fixtures that several test modules share."""
+"""Fixtures and settings that several test modules share."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import settings
 
 from torchrl_llm.testing.tokenizers import byte_tokenizer
+
+# A busy machine is no failure; pytest-timeout catches what hangs.
+settings.register_profile("default_without_deadline", deadline=None)
+settings.load_profile("default_without_deadline")
 
 
 @pytest.fixture(scope="session")
