@@ -5,6 +5,9 @@ BIN    := $(VENV)/bin
 RUN    := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 ALGO   ?= LLMPPO
 OUT    ?= runs/demo
+CONFIG_LLMPPO       := tiny_ppo_llm
+CONFIG_LLMREINFORCE := tiny_reinforce_llm
+CONFIG_GRPO         := tiny_grpo_multiturn
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint format typecheck docs dist clean
@@ -28,7 +31,8 @@ $(VENV)/.docs: pyproject.toml
 	@touch $@
 
 demo: $(VENV)/.demo ## train the shipped small model on GuessTheNumber (ALGO=LLMPPO|LLMREINFORCE|GRPO, OUT=runs/demo)
-	$(RUN) $(BIN)/python examples/demo.py --algo $(ALGO) --output-dir $(OUT)
+	$(if $(CONFIG_$(ALGO)),,$(error ALGO=$(ALGO): expected LLMPPO, LLMREINFORCE or GRPO))
+	$(RUN) $(BIN)/python examples/multiturn.py --config examples/configs/$(CONFIG_$(ALGO)).yaml --output-dir $(OUT)
 
 test: $(VENV)/.test ## run the test suite, doctests included
 	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile
