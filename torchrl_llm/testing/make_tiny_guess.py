@@ -1,10 +1,10 @@
 """Make the small model that the package ships: ``python -m torchrl_llm.testing.make_tiny_guess --out DIR --seed 0``.
 
-Three steps, each from transcripts of real GEM games: a byte-level BPE with the game's fixed phrases as added tokens, a
+Three parts, each from transcripts of real GEM games: a byte-level BPE with the game's fixed phrases as added tokens, a
 Qwen2 of about 0.14 M parameters, and behaviour cloning of scripted players that guess among the numbers the hints still
 allow, but forget the hints now and then. The clone keeps their entropy and their faults: reinforcement learning has room.
 
-Each fixed phrase is one token (as in SuperBPE, Liu et al., 2025, arXiv:2503.13423): a whole game takes about 70 tokens
+Each fixed phrase is one token (as in SuperBPE, Liu et al., 2025, arXiv:2503.13423): a whole game takes about 80 tokens
 instead of some 400, which is most of what makes training fast on a CPU. The phrases are added tokens rather than merges
 because ``AutoTokenizer`` gives every model of type ``qwen2`` the pre-tokenizer of Qwen2, which splits at spaces.
 
@@ -54,6 +54,7 @@ class Recipe:
     """How the shipped model is made.
 
     Attributes:
+        corpus_games: games of each range that the tokenizer is trained on.
         vocab_size: of the BPE, without the phrases.
         hidden, intermediate, layers, heads: the Qwen2; the head dimension is ``hidden / heads``.
         careful_steps: optimizer steps on a player that always heeds the hints: they are learnt within 200 steps so.
@@ -64,6 +65,7 @@ class Recipe:
         weight_decay: of AdamW.
     """
 
+    corpus_games: int = 600
     vocab_size: int = 400
     hidden: int = 64
     intermediate: int = 192
@@ -82,17 +84,40 @@ class Recipe:
         return self.careful_steps + self.forgetful_steps
 
 
-def hint_reader(*, forget: float) -> Player:
-    """A player that guesses uniformly among what the hints allow, and with probability ``forget`` in the full range."""
+def hint_reader(*, forget: float, full: tuple[int, int] = (1, 10)) -> Player:
+    """A player that guesses uniformly among what the hints allow, and with probability ``forget`` in the full range.
 
-    def guess(low: int, high: int, rng: random.Random, *, full: tuple[int, int] = (1, 10)) -> int:
+    Args:
+        forget: probability of a guess that ignores the hints.
+        full: the range of the game, both ends included.
+
+    Examples:
+        >>> hint_reader(forget=0.0)(6, 6, random.Random(0))
+        6
+    """
+
+    def guess(low: int, high: int, rng: random.Random) -> int:
         return rng.randint(*full) if rng.random() < forget else rng.randint(low, high)
 
     return guess
 
 
 def play(env: Any, seed: int, player: Player, rng: random.Random) -> list[str]:
-    """One game as text: first message, response, feedback, response, ..., last feedback."""
+    """One game as text: first message, response, feedback, response, ..., last feedback.
+
+    Args:
+        env: one of GEM's GuessTheNumber environments. It seeds the global generators: call this inside
+            :func:`~torchrl_llm.envs.gem.kept_global_rng`.
+        seed: of the game.
+        player: told the lowest and the highest number that the hints allow.
+        rng: the player's generator.
+
+    Examples:
+        >>> with kept_global_rng():
+        ...     texts = play(gem.make(ENV_ID), 0, hint_reader(forget=0.0), random.Random(1))
+        >>> texts[1], texts[2]
+        ('\\\\boxed{2}', 'At turn 1, you guessed 2, and the target number is higher than 2.\\nEnter your next guess.')
+    """
     observation, info = env.reset(seed=seed)
     texts = [compose_message(observation, info)]
     low, high, done = env.unwrapped.min_number, env.unwrapped.max_number, False
@@ -107,7 +132,7 @@ def play(env: Any, seed: int, player: Player, rng: random.Random) -> list[str]:
     return texts
 
 
-def corpus(rng: random.Random, *, games: int = 600) -> list[str]:
+def corpus(rng: random.Random, *, games: int) -> list[str]:
     """The texts that the BPE is trained on: games of three ranges, the numbers up to 99 and the role names."""
     texts = [str(number) for number in range(100)] * 200
     texts += ["system\n", "user\n", "assistant\n"] * games
@@ -261,7 +286,8 @@ def make(*, seed: int, recipe: Recipe | None = None) -> tuple[Qwen2ForCausalLM, 
     recipe = recipe or Recipe()
     with kept_global_rng(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tokenizer = train_tokenizer(corpus(random.Random(seed)), vocab_size=recipe.vocab_size)
+        texts = corpus(random.Random(seed), games=recipe.corpus_games)
+        tokenizer = train_tokenizer(texts, vocab_size=recipe.vocab_size)
         model = make_model(tokenizer, recipe, generator=torch.Generator().manual_seed(seed))
         clone(model, _lessons(tokenizer, recipe, random.Random(seed)), recipe)
     return model, tokenizer
