@@ -416,6 +416,14 @@ class TestResponses:
             end = next((i + 1 for i, token in enumerate(unstopped) if token in stops), 12)
             assert response == unstopped[:end]
 
+    def test_rows_that_finish_early_disturb_nobody(self):
+        model, rows = make_model(), random_rows([5, 9, 2, 14, 7, 3, 11, 6])
+        options = {"stop_ids": tuple(range(2, 12)), "max_output_tokens": 20, "repetition_penalty": 1.3}
+        together = play(make_policy(model, **options), rows)
+        assert len(set(map(len, together[0]))) > 3
+        for i, row in enumerate(rows):
+            same(play(make_policy(model, **options), [row], episodes=[i]), ([together[0][i]], [together[1][i]]))
+
     def test_min_output_tokens(self):
         model, rows = make_model(), random_rows([5] * 8)
         stops = list(range(2, 40))
