@@ -140,11 +140,10 @@ class TestLimits:
         assert list(collector) == []
 
     def test_total_frames_counts_turns(self, make, says):
-        collector = TurnCollector(
-            make(num_envs=2), says(lambda e, t, c: "go" if t < 2 else "stop"), batch_size=2, total_frames=13
-        )
-        assert [int(batch[MASK].sum()) for batch in collector] == [6, 6, 6]
-        assert collector.stats()["frames"] == 18
+        policy = says(lambda episode, turn, context: "stop" if turn == episode % 2 * 3 else "go")
+        collector = TurnCollector(make(num_envs=2), policy, batch_size=2, total_frames=11)
+        assert [int(batch[MASK].sum()) for batch in collector] == [5, 5, 5]
+        assert collector.stats()["frames"] == 15
         with pytest.raises(TypeError, match="total_batches"):
             len(collector)
 

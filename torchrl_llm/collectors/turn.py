@@ -235,7 +235,6 @@ class TurnCollector(BaseCollector):
         """Go on with the ticket that comes next in ``state_dict``."""
         _load_env_state(self.env, state_dict["env_state_dict"])
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
-        self._carrier = None
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """Close the environment (unless ``close_env=False``); a second call does nothing. The policy stays open."""
