@@ -85,6 +85,11 @@ class LLMTrainer:
         self.stop_reason: str | None = None
         self._timer = Timer()
 
+    @property
+    def exact(self) -> bool:
+        """Whether the sampler's log-probs are the trained model's own, so that none need be scored before the update."""
+        return self.policy.exact and self.accelerator.mixed_precision == "no"
+
     def train(self) -> list[dict[str, float]]:
         """Run until a limit is reached; returns :attr:`history`. Collector and loggers are closed at the end."""
         self._started = time.monotonic()
@@ -121,7 +126,7 @@ class LLMTrainer:
 
     def learn(self, batch: TensorDictBase) -> dict[str, float]:
         """Score, credit and update on rows ``[B]``; the policy is told that its weights are new."""
-        with self._timer("score"):
+        with self._timer("score"), self.accelerator.autocast():
             self.score(batch)
             self.loss.value_estimator(batch)
         valued = keys.TURN_VALUE in batch.keys(include_nested=True)
@@ -135,7 +140,7 @@ class LLMTrainer:
     def score(self, batch: TensorDictBase) -> None:
         """Write what the loss needs from frozen weights: old and reference log-probs, values."""
         limit, loss = self.config.max_tokens, self.loss
-        if not self.policy.exact:
+        if not self.exact:
             apply_in_micro_batches(loss.actor_network, batch, limit)
             batch.rename_key_(keys.LOG_PROB, keys.OLD_LOG_PROB)
         if self.reference is not None:
@@ -183,7 +188,7 @@ class LLMTrainer:
         return norms
 
     def _log_prob_gap(self, batch: TensorDictBase, first_step: dict[str, Tensor]) -> float:
-        if self.policy.exact:
+        if self.exact:
             return first_step["policy/log_ratio"].item()
         actions = batch[keys.TURN_IDS] >= 0
         return (batch[keys.OLD_LOG_PROB] - batch[keys.SAMPLE_LOG_PROB])[actions].abs().mean().item()
