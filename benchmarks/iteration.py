@@ -26,7 +26,6 @@ import subprocess
 import tempfile
 import time
 import zlib
-from functools import partial
 from pathlib import Path
 
 import gem
@@ -178,12 +177,9 @@ def raw_learn(run, rows, epochs: int) -> None:
 def measure(run, batches) -> dict[str, float]:
     """One iteration of ours and then the raw limits on the same conversations."""
     trainer, kept = run.trainer, {}
-    collect = partial(next, batches)
 
     def rollout() -> None:
-        collect()
-        kept["rows"] = trainer.replay_buffer[:].contiguous()
-        trainer.replay_buffer.empty(empty_write_count=False)
+        kept["rows"] = trainer.collect(batches)
 
     def learn() -> None:
         kept["metrics"] = trainer.learn(kept["rows"])

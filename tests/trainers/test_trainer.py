@@ -204,6 +204,12 @@ class TestLimits:
         assert all(metrics["rollout/steps"] < 20 for metrics in trainer.history[:-1])
         assert "max_steps=20" in trainer.stop_reason
 
+    def test_the_collectors_own_limit(self, tmp_path):
+        trainer = build_run(small_config(tmp_path)).trainer
+        trainer.collector.total_batches = 2
+        assert len(trainer.train()) == 2
+        assert "its own limit" in trainer.stop_reason
+
     def test_max_seconds(self, tmp_path):
         trainer = build_run(small_config(tmp_path, max_seconds=1e-3)).trainer
         trainer.train()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from accelerate import Accelerator
@@ -29,6 +29,7 @@ from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.config import TrainerConfig
 
 logger = logging.getLogger(__name__)
+_END = object()
 Evaluator = Callable[[], dict[str, float]]
 """Plays held-out episodes and returns metrics; ``evaluation/success`` decides what is best."""
 
@@ -98,7 +99,9 @@ class LLMTrainer:
                 callback.on_start(self)
             batches = iter(self.collector)
             while self.stop_reason is None:
-                self._log(self.iterate(batches))
+                batch = self.collect(batches)
+                if batch is not None:
+                    self._log(self.iterate(batch))
             logger.info("training ends: %s", self.stop_reason)
         finally:
             for callback in self.callbacks:
@@ -108,12 +111,18 @@ class LLMTrainer:
             self.save("last")
         return self.history
 
-    def iterate(self, batches) -> dict[str, float]:
-        """One iteration: collect, score, credit, update, and evaluate when it is time."""
+    def collect(self, batches: Iterator[object]) -> TensorDictBase | None:
+        """The next on-policy batch, rows ``[B]``; None, and a :attr:`stop_reason`, when the collector has no more."""
         with self._timer("rollout"):
-            next(batches)
+            if next(batches, _END) is _END:
+                self.stop_reason = "the collector reached its own limit"
+                return None
             batch = self.replay_buffer[:].contiguous().to(self.accelerator.device)
             self.replay_buffer.empty(empty_write_count=False)
+        return batch
+
+    def iterate(self, batch: TensorDictBase) -> dict[str, float]:
+        """What is done with a batch: score, credit, update, and evaluate when it is time."""
         self.steps += int(batch[keys.TURN_MASK].sum())
         self.episodes += batch.shape[0]
         metrics = rollout_metrics(batch) | self.learn(batch)
