@@ -9,7 +9,7 @@ from accelerate.state import AcceleratorState
 from torchrl_llm import keys
 from torchrl_llm.modules import use_adapter
 from torchrl_llm.record import METRICS
-from torchrl_llm.trainers import Callback, RunConfig, build_run
+from torchrl_llm.trainers import Callback, ConfigError, RunConfig, build_run
 
 SMALL = {
     "model_path": "tiny",
@@ -280,6 +280,11 @@ class TestReproducibility:
 
 
 class TestMemoryAndPrecision:
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="accelerate would choose the GPU that is asked for")
+    def test_a_device_that_is_not_there_is_an_error(self, tmp_path):
+        with pytest.raises(ConfigError, match="accelerate chose 'cpu'"):
+            build_run(small_config(tmp_path, device="cuda"))
+
     def test_gradient_checkpointing_changes_no_weight(self, tmp_path):
         results = []
         for gradient_checkpointing in (False, True):

@@ -28,7 +28,7 @@ from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, Tu
 from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar
 from torchrl_llm.trainers.checkpoint import save_weights
-from torchrl_llm.trainers.config import RunConfig
+from torchrl_llm.trainers.config import ConfigError, RunConfig
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.trainer import LLMTrainer
 
@@ -73,11 +73,11 @@ def build_run(config: RunConfig, *, env: Any = None, callbacks: Sequence[Callbac
     Returns:
         A :class:`Run`.
     """
-    accelerator = Accelerator(mixed_precision=config.mixed_precision, cpu=config.device == "cpu")
+    accelerator = make_accelerator(config)
     path = str(tiny_model_path()) if config.model_path == "tiny" else config.model_path
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or path, trust_remote_code=config.trust_remote_code)
     sampling = config.sampling()
-    models = load_models(config, path, tokenizer, device=config.device or accelerator.device)
+    models = load_models(config, path, tokenizer, device=accelerator.device)
     policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed)
     make_env = partial(_make_env, config, tokenizer, env or config.env_name)
     replay_buffer = make_replay_buffer(config)
@@ -103,6 +103,24 @@ def build_run(config: RunConfig, *, env: Any = None, callbacks: Sequence[Callbac
         accelerator=accelerator,
     )
     return Run(config=config, tokenizer=tokenizer, models=models, policy=policy, trainer=trainer, make_env=make_env)
+
+
+def make_accelerator(config: RunConfig) -> Accelerator:
+    """accelerate with the precision of ``config``, on its device.
+
+    Raises:
+        ConfigError: accelerate chose another device than ``config.device``.
+    """
+    accelerator = Accelerator(mixed_precision=config.mixed_precision, cpu=config.device == "cpu")
+    chosen = accelerator.device
+    if config.device is not None:
+        wanted = torch.device(config.device)
+        if wanted.type != chosen.type or wanted.index not in (None, chosen.index):
+            raise ConfigError(
+                f"device is {config.device!r}, but accelerate chose {str(chosen)!r}: leave device out, and say which "
+                "GPU is meant with CUDA_VISIBLE_DEVICES."
+            )
+    return accelerator
 
 
 def load_models(config: RunConfig, path: str, tokenizer: Any, *, device: Any) -> ActorCritic:

@@ -90,7 +90,8 @@ class RunConfig(TrainerConfig):
             with the package.
         tokenizer_path: where the tokenizer is; None takes model_path.
         dtype: of the base weights; "auto" takes the checkpoint's. Adapters and heads are float32.
-        device: torch device of model and training; None lets accelerate choose.
+        device: torch device of model and training, such as cpu; None lets accelerate choose. Another one than accelerate's
+            choice is an error.
         mixed_precision: autocast of the training forward passes.
         attn_implementation: as in transformers ("sdpa", "eager", "flash_attention_2"); None takes its default.
         trust_remote_code: run code that comes with the model.

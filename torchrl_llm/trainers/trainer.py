@@ -188,10 +188,11 @@ class LLMTrainer:
 
     def _optimizer_step(self) -> dict[str, Tensor]:
         norms = {}
+        # Once for all groups: a gradient scaler refuses to unscale twice.
+        self.accelerator.unscale_gradients()
         for name, group in zip(("actor", "critic"), self.optimizer.param_groups, strict=False):
-            norms[f"optim/grad_norm_{name}"] = self.accelerator.clip_grad_norm_(
-                group["params"], self.config.max_grad_norm
-            )
+            norm = torch.nn.utils.clip_grad_norm_(group["params"], self.config.max_grad_norm)
+            norms[f"optim/grad_norm_{name}"] = norm
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norms
