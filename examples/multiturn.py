@@ -11,6 +11,8 @@ import logging
 import resource
 import time
 
+from transformers.utils.logging import disable_progress_bar
+
 from torchrl_llm.record.report import comparison_table, conversations_text, plot_learning_curve, write_json
 from torchrl_llm.trainers import Evaluation, Run, RunConfig, build_run, parse_run_config
 
@@ -59,5 +61,6 @@ def write_conversations(run: Run, evaluation: Evaluation, when: str) -> None:
 
 
 if __name__ == "__main__":
+    disable_progress_bar()  # transformers' own, for loading and saving: they break ours
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     main(parse_run_config(description=__doc__))
