@@ -36,7 +36,7 @@ class TurnCollector(BaseCollector):
     A slot is refilled as soon as its episode ends, until B tickets are dealt; then slots idle, and the batch is complete
     when the last episode is. Short and long episodes are therefore met as often as the policy plays them, one policy
     version plays the whole batch, groups are whole, and nothing is in flight between batches. ``B`` may be any multiple
-    of the group size; ``B = 4 N`` keeps slots about 80 % busy, ``B = 8 N`` 89 %.
+    of the group size; ``B = 4 N`` keeps slots about 80 % busy, ``B = 8 N`` about 90 %.
 
     Batches are ``[B, T]``, right-padded to the longest episode; ``("collector", "mask")`` ``[B, T]`` marks the steps that
     were played. Frames are turns. With a ``replay_buffer`` each batch extends it, and iteration yields ``None``.

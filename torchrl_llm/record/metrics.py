@@ -16,6 +16,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_llm import keys
+from torchrl_llm.objectives.functional import explained_variance
 
 METRICS: dict[str, str] = {
     "rollout/reward": "return of an episode (undiscounted sum of rewards), mean over the batch",
@@ -136,16 +137,9 @@ def credit_metrics(rows: TensorDictBase) -> dict[str, float]:
     """How well the frozen values predict their targets over the valid turns of rows ``[B]``."""
     mask = rows[keys.TURN_MASK]
     value, target = rows[keys.TURN_VALUE][mask].double(), rows[keys.TURN_VALUE_TARGET][mask].double()
-    return {
-        "critic/explained_variance": _explained_variance(value, target),
-        "critic/value_return_correlation": _correlation(value, target),
-    }
-
-
-def _explained_variance(value: Tensor, target: Tensor) -> float:
-    variance = target.var(correction=0)
     # Undefined when the targets do not vary: nan says so.
-    return (1 - (target - value).var(correction=0) / variance).item() if variance > 0 else float("nan")
+    explained = explained_variance(value, target, torch.ones_like(target)).item() if target.var() > 0 else float("nan")
+    return {"critic/explained_variance": explained, "critic/value_return_correlation": _correlation(value, target)}
 
 
 def _correlation(value: Tensor, target: Tensor) -> float:

@@ -85,6 +85,7 @@ class LLMTrainer:
         self.history: list[dict[str, float]] = []
         self.stop_reason: str | None = None
         self._timer = Timer()
+        self._started = time.monotonic()
 
     @property
     def exact(self) -> bool:
