@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conversations import DOUBLE, LAYOUT, Values, law, layouts, make_critic, make_rows
+from conversations import DOUBLE, LAYOUT, Values, law, layouts, make_critic, make_rows, table_actor
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from torchrl_llm.objectives import GroupRelative, ReBN, TurnGAE
+from torchrl_llm.objectives import GroupRelative, LLMGRPOLoss, ReBN, TurnEstimator, TurnGAE, TurnVTrace
 from torchrl_llm.objectives import functional as F
 
 
@@ -176,7 +176,7 @@ class TestReBN:
         out = ReBN(kl_coeff=1e-4)(rows.clone())
         kl = F.turn_sum(rows["old_log_prob"] - rows["ref_log_prob"], ids, mask.shape[1])
         kl = F.turn_returns(-1e-4 * kl, mask, 0.9, acted=acted)
-        close(out["turn", "advantage"], torch.where(acted, kl - F.masked_mean(kl, acted), 0.0))
+        close(out["turn", "advantage"], torch.where(acted, kl - kl[acted].mean(), 0.0))
         assert (ReBN()(rows)["advantage"] == 0).all()
 
     def test_the_reference_is_asked_for(self):
@@ -210,6 +210,35 @@ class TestGroupRelative:
         close(actual, expected)
         assert (actual - GroupRelative()(rows)["advantage"].amax(1)).abs().max() > 1e-3
 
+    @law(layouts(max_rows=6), st.sampled_from(["std", "none"]))
+    def test_turn_credit_compares_returns_from_there_on(self, case, scale):
+        layout, seed = case
+        rows, reward, mask, _, acted = rows_and_parts(seed, layout, group_size=2)
+        out = GroupRelative(gamma=0.9, credit="turn", scale=scale, partial="allow")(rows)
+        to_go = F.turn_returns(reward, mask, 0.9)
+        for k in range(mask.shape[1]):
+            expected = F.group_relative(to_go[:, k], rows["group_id"], scale=scale, partial="allow")
+            close(out["turn", "advantage"][:, k], torch.where(acted[:, k], expected, 0.0))
+        close(out["turn", "value_target"], torch.where(acted, to_go, 0.0))
+
+    @pytest.mark.parametrize("credit", ["episode", "turn"])
+    def test_a_kl_in_the_reward_is_scaled_with_the_returns_but_never_by_itself(self, credit):
+        rows, reward, mask, ids, _ = rows_and_parts(group_size=3)
+        options = {"credit": credit, "gamma": 0.9}
+        kl = F.turn_sum(rows["old_log_prob"] - rows["ref_log_prob"], ids, mask.shape[1])
+        plain = rows.clone()
+        plain["turn", "reward"] = reward - 0.3 * kl
+        paid = GroupRelative(**options, kl_coeff=0.3)(rows.clone())
+        assert (paid["advantage"] - GroupRelative(**options)(rows.clone())["advantage"]).abs().max() > 1e-3
+        close(paid["turn", "value_target"], GroupRelative(**options)(plain)["turn", "value_target"])
+        if credit == "episode":  # by turns, one group has no spread in its last turn
+            close(paid["advantage"], GroupRelative(**options)(plain)["advantage"])
+        rows["turn", "reward"] = torch.zeros_like(reward)
+        plain["turn", "reward"] = -0.3 * kl
+        only = GroupRelative(**options, kl_coeff=0.3)(rows)
+        unscaled = GroupRelative(**options, scale="none")(plain)
+        close(only["advantage"], unscaled["advantage"])
+
     def test_part_of_a_group(self):
         rows, *_ = rows_and_parts(group_size=3)
         with pytest.raises(ValueError, match="Expected 3"):
@@ -223,10 +252,108 @@ class TestGroupRelative:
             GroupRelative(baseline="leave_one_out")
 
 
+class TestTurnVTrace:
+    @law(layouts(), st.sampled_from([0.7, 2.0]), st.sampled_from([0.8, 1.5]))
+    def test_turns(self, case, rho_clip, c_clip):
+        layout, seed = case
+        rows, reward, mask, ids, acted = rows_and_parts(seed, layout)
+        value = F.turn_first(rows["state_value"], ids, mask.shape[1])
+        log_rho = F.turn_sum(rows["old_log_prob"] - rows["sample_log_prob"], ids, mask.shape[1])
+        bootstrap = torch.where(rows["turn", "truncated"].any(1), rows["bootstrap_value"], 0.0)
+        options = {"rho_clip": rho_clip, "c_clip": c_clip}
+        advantage, target = F.turn_vtrace(reward, value, log_rho, mask, 0.9, bootstrap, acted=acted, **options)
+        out = TurnVTrace(gamma=0.9, **options)(rows)
+        close(out["turn", "advantage"], advantage)
+        close(out["turn", "value_target"], target)
+        close(out["advantage"], F.turn_to_token(advantage, ids))
+
+    def test_on_policy_it_is_gae_without_lambda(self):
+        rows, *_ = rows_and_parts()
+        rows["old_log_prob"] = rows["sample_log_prob"]
+        expected = TurnGAE(gamma=0.9, lmbda=1.0, whiten=False)(rows.clone())
+        out = TurnVTrace(gamma=0.9)(rows)
+        close(out["advantage"], expected["advantage"])
+        close(out["value_target"], expected["value_target"])
+
+    def test_the_old_log_prob_must_be_scored(self):
+        rows, *_ = rows_and_parts()
+        with pytest.raises(KeyError, match="start of the update"):
+            TurnVTrace()(rows.exclude("old_log_prob"))
+
+
+ALL = {
+    "turn": lambda **o: TurnGAE(**{"gamma": 0.9, "whiten": False} | o),
+    "token": lambda **o: TurnGAE(**{"gamma": 0.9, "granularity": "token", "whiten": False} | o),
+    "rebn": lambda **o: ReBN(**{"gamma": 0.9} | o),
+    "returns": lambda **o: ReBN(**{"gamma": 0.9, "normalise_over": "none"} | o),
+    "episode": lambda **o: GroupRelative(**{"gamma": 0.9} | o),
+    "group turn": lambda **o: GroupRelative(**{"gamma": 0.9, "credit": "turn"} | o),
+    "vtrace": lambda **o: TurnVTrace(**{"gamma": 0.9} | o),
+}
+
+
+class TestSharedOptions:
+    @pytest.mark.parametrize("name", ALL)
+    def test_advantages_are_clipped_last(self, name):
+        rows, *_ = rows_and_parts(group_size=3)
+        free = ALL[name]()(rows.clone())["advantage"]
+        bound = free.abs().max().item() / 2
+        close(ALL[name](clip_advantage=bound)(rows)["advantage"], free.clamp(-bound, bound))
+
+    @pytest.mark.parametrize("name", ALL)
+    def test_the_discount_is_kept_by_steps(self, name):
+        rows, _, mask, ids, _ = rows_and_parts(group_size=3)
+        if name == "episode":
+            with pytest.raises(ValueError, match='credit="turn"'):
+                ALL[name](keep_discount=True)
+            return
+        free = ALL[name]()(rows.clone())["advantage"]
+        expected = free.clone()
+        for b, row in enumerate(ids.tolist()):
+            for i, k in enumerate(row):
+                before = sum(j >= 0 for j in row[:i]) if name == "token" else int(mask[b, : max(k, 0)].sum())
+                expected[b, i] *= 0.9**before
+        close(ALL[name](keep_discount=True)(rows.clone())["advantage"], expected)
+        assert (free - expected).abs().max() > 1e-2
+        close(
+            ALL[name](keep_discount=True, gamma=1.0)(rows.clone())["advantage"], ALL[name](gamma=1.0)(rows)["advantage"]
+        )
+
+    @pytest.mark.parametrize("name", ["turn", "returns", "vtrace"])
+    def test_the_kl_is_taken_from_the_reward_turn_by_turn(self, name):
+        rows, reward, mask, ids, _ = rows_and_parts()
+        plain = rows.clone()
+        kl = F.turn_sum(rows["old_log_prob"] - rows["ref_log_prob"], ids, mask.shape[1])
+        plain["turn", "reward"] = reward - 0.3 * kl
+        out = ALL[name](kl_coeff=0.3)(rows)
+        close(out["advantage"], ALL[name]()(plain)["advantage"])
+        close(out["value_target"], plain["value_target"])
+
+    def test_the_kl_is_taken_token_by_token_at_token_granularity(self):
+        rows, reward, mask, ids, _ = rows_and_parts()
+        gap = torch.where(ids >= 0, rows["old_log_prob"] - rows["ref_log_prob"], 0.0)
+        bootstrap = torch.where(rows["turn", "truncated"].any(1), rows["bootstrap_value"], 0.0)
+        token_reward = F.token_rewards(reward, ids, mask) - 0.3 * gap
+        expected, _ = F.turn_gae(token_reward, rows["state_value"], ids >= 0, 0.9, 0.95, bootstrap)
+        close(ALL["token"](kl_coeff=0.3)(rows)["advantage"], expected)
+
+    @pytest.mark.parametrize("name", ALL)
+    def test_the_reference_is_read_only_if_there_is_a_kl(self, name):
+        assert "ref_log_prob" in ALL[name](kl_coeff=0.1).in_keys
+        assert "ref_log_prob" not in ALL[name]().in_keys
+
+    def test_a_new_estimator_gets_the_options_of_the_loss_that_it_knows(self):
+        class Plain(TurnEstimator):
+            def __init__(self, *, gamma: float, **shared):
+                super().__init__(**shared)
+                self.gamma = gamma
+
+        loss = LLMGRPOLoss(table_actor(), gamma=0.7, clip_advantage=2.0).make_value_estimator(Plain)
+        assert (loss.value_estimator.gamma, loss.value_estimator.clip_advantage) == (0.7, 2.0)
+
+
 class TestEveryEstimator:
-    @pytest.mark.parametrize(
-        "estimator", [TurnGAE(), ReBN(kl_coeff=0.1), GroupRelative()], ids=lambda e: type(e).__name__
-    )
+    @pytest.mark.parametrize("estimator", [make(kl_coeff=0.1) for make in ALL.values()], ids=list(ALL))
     def test_order_and_padding_change_nothing(self, estimator):
         rows, *_ = rows_and_parts(group_size=3)
         expected = estimator(rows.clone())["advantage"]
@@ -239,7 +366,7 @@ class TestEveryEstimator:
             },
             [6],
         )
-        for key in ("old_log_prob", "ref_log_prob"):
+        for key in ("old_log_prob", "ref_log_prob", "sample_log_prob"):
             padded[key] = torch.nn.functional.pad(rows[key], (0, 4), value=7.0)
         padded["turn"] = TensorDict({k: torch.nn.functional.pad(v, (0, 2)) for k, v in rows["turn"].items()}, [6])
         padded.update(rows.select("bootstrap_value", "group_id"))

@@ -33,22 +33,46 @@ def tokens_of(ids: Tensor, row: int, turn: int) -> list[int]:
     return [i for i, k in enumerate(ids[row].tolist()) if k == turn]
 
 
+def decisions(reward, mask, acted, gamma, b):
+    """Of row b, for each decision: its turn, what it earns until the next one, the discount up to it, and its turn."""
+    played = [t for t in range(mask.shape[1]) if mask[b, t]]
+    acts = [p for p, t in enumerate(played) if acted[b, t]]
+    for p, after in itertools.pairwise([*acts, None]):
+        end = len(played) if after is None else after
+        earned = sum(gamma ** (q - p) * reward[b, played[q]] for q in range(p, end))
+        yield played[p], earned, gamma ** (end - p), None if after is None else played[after]
+
+
 def naive_gae(reward, value, mask, acted, gamma, lmbda, bootstrap):
     """The double sum: each decision spans the played turns up to the next decision."""
     advantage = torch.zeros(mask.shape, dtype=DOUBLE)
     for b in range(mask.shape[0]):
-        played = [t for t in range(mask.shape[1]) if mask[b, t]]
-        decisions = [p for p, t in enumerate(played) if acted[b, t]]
-        delta, discount = [], []
-        for p, after in itertools.pairwise([*decisions, None]):
-            end = len(played) if after is None else after
-            following = bootstrap[b] if after is None else value[b, played[after]]
-            earned = sum(gamma ** (q - p) * reward[b, played[q]] for q in range(p, end))
-            delta.append(earned + gamma ** (end - p) * following - value[b, played[p]])
-            discount.append(gamma ** (end - p) * lmbda)
-        for k, p in enumerate(decisions):
-            advantage[b, played[p]] = sum(math.prod(discount[k:m]) * delta[m] for m in range(k, len(decisions)))
+        turns, delta, decay = [], [], []
+        for t, earned, span, after in decisions(reward, mask, acted, gamma, b):
+            turns.append(t)
+            delta.append(earned + span * (bootstrap[b] if after is None else value[b, after]) - value[b, t])
+            decay.append(span * lmbda)
+        for k, t in enumerate(turns):
+            advantage[b, t] = sum(math.prod(decay[k:m]) * delta[m] for m in range(k, len(turns)))
     return advantage
+
+
+def naive_vtrace(reward, value, log_rho, mask, acted, gamma, bootstrap, rho_clip, c_clip):
+    """Espeholt et al., 2018, eq. 1, as the double sum it is."""
+    advantage, target = torch.zeros(2, *mask.shape, dtype=DOUBLE)
+    for b in range(mask.shape[0]):
+        steps = list(decisions(reward, mask, acted, gamma, b))
+        ratio = [log_rho[b, t].exp().item() for t, *_ in steps]
+        rho, c = ([min(clip, r) for r in ratio] for clip in (rho_clip, c_clip))
+        ahead = [bootstrap[b] if after is None else value[b, after] for *_, after in steps]
+        delta = [rho[m] * (earned + span * ahead[m] - value[b, t]) for m, (t, earned, span, _) in enumerate(steps)]
+        for k, (t, *_) in enumerate(steps):
+            decays = [span * c[m] for m, (_, _, span, _) in enumerate(steps)]
+            target[b, t] = value[b, t] + sum(math.prod(decays[k:m]) * delta[m] for m in range(k, len(steps)))
+        for k, (t, earned, span, after) in enumerate(steps):
+            following = bootstrap[b] if after is None else target[b, after]
+            advantage[b, t] = rho[k] * (earned + span * following - value[b, t])
+    return advantage, target
 
 
 class TestTurnReductions:
@@ -182,6 +206,42 @@ class TestTurnGAE:
         value = F.turn_first(rows["state_value"], ids, turns)
         inputs = (torch.where(mask, reward, 0.0).requires_grad_(), value.requires_grad_())
         assert torch.autograd.gradcheck(lambda r, v: F.turn_gae(r, v, mask, 0.9, 0.8, acted=acted), inputs)
+
+
+class TestTurnVTrace:
+    @law(layouts(), unit, st.sampled_from([0.6, 1.0, 9.0]), st.sampled_from([0.5, 1.0, 9.0]))
+    def test_definition(self, case, gamma, rho_clip, c_clip):
+        layout, seed = case
+        rows = make_rows(layout, seed)
+        reward, mask, ids, acted, turns = turns_of(rows)
+        value = F.turn_first(rows["state_value"], ids, turns)
+        log_rho = F.turn_sum(rows["theta_value"], ids, turns) / 2
+        bootstrap, clips = rows["bootstrap_value"], {"rho_clip": rho_clip, "c_clip": c_clip}
+        advantage, target = F.turn_vtrace(reward, value, log_rho, mask, gamma, bootstrap, acted=acted, **clips)
+        expected = naive_vtrace(reward, value, log_rho, mask, acted, gamma, bootstrap, rho_clip, c_clip)
+        close(advantage, expected[0], atol=1e-9)
+        close(target, expected[1], atol=1e-9)
+
+
+class TestDiscount:
+    @law(layouts(), unit)
+    def test_definition(self, case, gamma):
+        _, mask, *_ = turns_of(make_rows(*case))
+        expected = [[gamma ** sum(row[:t]) if row[t] else 0.0 for t in range(len(row))] for row in mask.tolist()]
+        close(F.discount(mask, gamma), expected)
+
+
+class TestOverlongPenalty:
+    def test_definition(self):
+        length = torch.arange(0, 30, dtype=DOUBLE)
+        expected = [0.0 if n <= 12 else max(-1.0, (12 - n) / 8) for n in range(30)]
+        close(F.overlong_penalty(length, 20, 8), expected)
+        assert (F.overlong_penalty(torch.tensor([3, 20, 25]), 20, 20)[1:] == -1).all()
+
+    @pytest.mark.parametrize("buffer", [0, 21])
+    def test_the_buffer_lies_within_the_limit(self, buffer):
+        with pytest.raises(ValueError, match="expected 0 < buffer <= max_length"):
+            F.overlong_penalty(torch.zeros(1), 20, buffer)
 
 
 class TestTokenGAE:
@@ -327,6 +387,29 @@ class TestGroupRelative:
         with pytest.raises(ValueError, match="scale is 'mad'"):
             F.group_relative(score, group, scale="mad")
 
+    @law(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.randoms())
+    def test_columns_are_compared_apart_and_a_penalty_is_never_blown_up(self, sizes, random):
+        group_id = torch.tensor([g for g, n in enumerate(sizes) for _ in range(n)])
+        noise = torch.Generator().manual_seed(random.randrange(10**6))
+        score = torch.tensor([[random.choice([0.0, 1.0]) for _ in range(3)] for _ in group_id], dtype=DOUBLE)
+        penalty = torch.randn(score.shape, dtype=DOUBLE, generator=noise)
+        for scale in ("std", "none"):
+            both = F.group_relative(score, group_id, scale=scale, partial="allow", penalty=penalty)
+            for k in range(3):
+                for i, g in enumerate(group_id):
+                    mine, paid = score[group_id == g, k], penalty[group_id == g, k]
+                    if len(mine) == 1 or mine.std() < 1e-9:
+                        expected = penalty[i, k] - paid.mean()
+                    else:
+                        total = mine + paid
+                        expected = score[i, k] + penalty[i, k] - total.mean()
+                        expected = expected / (total.std() + 1e-6) if scale == "std" else expected
+                    close(both[i, k], expected)
+
+    def test_group_has_spread(self):
+        score, group_id = torch.tensor([0.1, 3.0, 0.2, 3.0, 7.0]), torch.tensor([5, 8, 5, 8, 9])
+        assert F.group_has_spread(score, group_id).tolist() == [True, False, True, False, False]
+
 
 class TestPoolLogRatio:
     @law(layouts(), st.sampled_from(["token", "turn", "sequence"]), st.sampled_from(["sum", "mean"]))
@@ -365,9 +448,47 @@ class TestClippedObjective:
         objective, _ = F.clipped_objective(torch.tensor([2.0, 0.1]).log(), torch.tensor([1.0, -1.0]), 0.3, 0.5)
         close(objective, [1.5, -0.7], atol=1e-6)
 
+    @law(*(st.floats(-2.0, 2.0) for _ in "ra"), st.floats(0.0, 0.9), st.floats(0.0, 0.9))
+    def test_dual_clip_and_cispo(self, log_ratio, advantage, low, high):
+        x, a = torch.tensor(log_ratio, dtype=DOUBLE, requires_grad=True), torch.tensor(advantage, dtype=DOUBLE)
+        ratio, free = math.exp(log_ratio), F.clipped_objective(x, a, low, high)[0]
+        dual, clipped = F.clipped_objective(x, a, low, high, dual_clip=2.0)
+        close(dual, max(free.item(), 2.0 * advantage) if advantage < 0 else free.item())
+        (gradient,) = torch.autograd.grad(dual, x)
+        if clipped:
+            close(gradient, 0.0)
+        elif advantage and abs(ratio - 2.0) > 1e-9 and abs(ratio - 1 + low) > 1e-9 and abs(ratio - 1 - high) > 1e-9:
+            close(gradient, ratio * advantage)
+        weight = min(max(ratio, 1 - low), 1 + high)
+        objective, bounded = F.cispo_objective(x, a, low, high)
+        close(objective, weight * advantage * log_ratio)
+        close(torch.autograd.grad(objective, x)[0], weight * advantage)
+        assert bool(bounded) == (weight != ratio)
+
     def test_negative_bounds_are_refused(self):
         with pytest.raises(ValueError, match=r"clip_low=-0\.1"):
             F.clipped_objective(torch.zeros(1), torch.zeros(1), -0.1, 0.2)
+
+
+class TestSamplerWeights:
+    @law(layouts(), *(st.sampled_from(x) for x in (["truncate", "mask", "reject"], ["token", "turn", "sequence"])))
+    def test_definition(self, case, kind, level):
+        rows = make_rows(*case)
+        ids, gap = rows["turn_ids"], rows["old_log_prob"] - rows["sample_log_prob"]
+        actual = F.sampler_weights(rows["old_log_prob"], rows["sample_log_prob"], ids, kind, 0.9, 1.1, level, "mean")
+        for b, row in enumerate(ids.tolist()):
+            for i, k in enumerate(row):
+                unit = [j for j, m in enumerate(row) if m >= 0 and (level == "sequence" or m == k)]
+                w = math.exp(sum(gap[b, j].item() for j in unit) / len(unit)) if k >= 0 and level != "token" else 1.0
+                w = math.exp(gap[b, i].item()) if k >= 0 and level == "token" else w
+                inside = (w if kind == "mask" else 1.0) if 0.9 <= w <= 1.1 else 0.0
+                close(actual[b, i], (min(w, 1.1) if kind == "truncate" else inside) if k >= 0 else 1.0)
+
+    def test_it_carries_no_gradient(self):
+        old = torch.zeros(1, 1, requires_grad=True)
+        assert not F.sampler_weights(
+            old, torch.zeros(1, 1), torch.zeros(1, 1).long(), "truncate", 0.0, 2.0
+        ).requires_grad
 
 
 class TestKLEstimate:
@@ -449,11 +570,6 @@ class TestLossWeights:
 
 
 class TestFigures:
-    @law(layouts())
-    def test_masked_mean(self, case):
-        reward, mask, *_ = turns_of(make_rows(*case))
-        close(F.masked_mean(reward, mask), reward[mask].mean() if mask.any() else 0.0)
-
     def test_effective_sample_size(self):
         weight = torch.tensor([0.5, 0.5, 0.0], dtype=DOUBLE)
         ratio = torch.tensor([1.0, 3.0, torch.inf], dtype=DOUBLE)

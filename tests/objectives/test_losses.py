@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from torchrl_llm.objectives import (
     ReBN,
     TurnGAE,
     TurnPolicyLoss,
+    TurnVTrace,
     merge,
     total,
     write_loss_weights,
@@ -38,7 +40,9 @@ def close(actual, expected, atol=1e-10):
 
 OPTIONS = st.fixed_dictionaries(
     {
+        "clipping": st.sampled_from(["ppo", "cispo", "none"]),
         "clip_epsilon": st.sampled_from([0.2, (0.05, 0.4)]),
+        "dual_clip": st.sampled_from([None, 1.5]),
         "ratio_level": st.sampled_from(["token", "turn", "sequence"]),
         "ratio_reduction": st.sampled_from(["sum", "mean"]),
         "unit_weight": st.sampled_from(["by_tokens", "equal"]),
@@ -46,11 +50,15 @@ OPTIONS = st.fixed_dictionaries(
         "kl_coeff": st.sampled_from([0.0, 0.3]),
         "kl_kind": st.sampled_from(["k2", "k3"]),
         "entropy_coeff": st.sampled_from([0.0, 0.2]),
-        "sampler_correction": st.sampled_from([None, 0.9, 2.0]),
+        "sampler_correction": st.sampled_from([None, "truncate", "mask", "reject"]),
+        "sampler_level": st.sampled_from(["token", "turn", "sequence"]),
+        "sampler_reduction": st.sampled_from(["sum", "mean"]),
     }
 ).map(
     lambda o: (
         o
+        | ({} if o["clipping"] == "ppo" else {"dual_clip": None})
+        | {"sampler_bounds": {None: None, "truncate": 1.02}.get(o["sampler_correction"], (0.95, 1.05))}
         | ({"weighting": "token"} if o["unit_weight"] == "equal" else {})
         | ({"weight_constant": 7.0} if o["unit_weight"] != "equal" and o["weighting"] == "constant" else {})
     )
@@ -92,19 +100,41 @@ class Naive:
             pooled = sum(self.theta[c] - rows["old_log_prob"][c] for c in unit)
             ratio = (pooled / (len(unit) if o["ratio_reduction"] == "mean" else 1)).exp()
             a = rows["advantage"][b, i]
-            objective = min(ratio * a, ratio.clamp(1 - low, 1 + high) * a)
+            objective = self.objective(ratio, a, low, high)
             w = self.weight(level if o["unit_weight"] == "equal" else o["weighting"], b, i)
             once = level != "token" and o["ratio_reduction"] == "sum" and o["unit_weight"] == "by_tokens"
-            c = 1.0
-            if o["sampler_correction"] is not None:
-                c = min((rows["old_log_prob"] - rows["sample_log_prob"])[b, i].exp().item(), o["sampler_correction"])
+            c = self.correction(b, i)
             d = rows["ref_log_prob"][b, i] - self.theta[b, i]
             kl = d**2 / 2 if o["kl_kind"] == "k2" else d.exp() - d - 1
             out["loss_objective"] = out["loss_objective"] - w * c * objective / (len(unit) if once else 1)
             out["loss_kl"] = out["loss_kl"] + o["kl_coeff"] * w * c * log_ratio.exp().detach() * kl
             out["loss_entropy"] = out["loss_entropy"] + o["entropy_coeff"] * w * self.theta[b, i] / 2
-            out["clip_fraction"] = out["clip_fraction"] + w * float(objective != ratio * a)
+            if o["clipping"] == "cispo":
+                clipped = not 1 - low <= ratio <= 1 + high
+            else:
+                clipped = bool(objective != ratio * a)
+            out["clip_fraction"] = out["clip_fraction"] + w * float(clipped)
         return out
+
+    def objective(self, ratio, a, low: float, high: float):
+        if self.o["clipping"] == "none":
+            return ratio * a
+        if self.o["clipping"] == "cispo":
+            return ratio.detach().clamp(1 - low, 1 + high) * a * ratio.log()
+        surrogate = min(ratio * a, ratio.clamp(1 - low, 1 + high) * a)
+        bounded = self.o["dual_clip"] is not None and a < 0
+        return max(surrogate, self.o["dual_clip"] * a) if bounded else surrogate
+
+    def correction(self, b: int, i: int) -> float:
+        kind, bounds = self.o["sampler_correction"], self.o["sampler_bounds"]
+        if kind is None:
+            return 1.0
+        unit = self.members(self.o["sampler_level"], b, i)
+        gap = sum(self.rows["old_log_prob"][c].item() - self.rows["sample_log_prob"][c].item() for c in unit)
+        weight = math.exp(gap / (len(unit) if self.o["sampler_reduction"] == "mean" else 1))
+        if kind == "truncate":
+            return min(weight, bounds)
+        return (weight if kind == "mask" else 1.0) if bounds[0] <= weight <= bounds[1] else 0.0
 
 
 class TestTurnPolicyLoss:
@@ -139,7 +169,13 @@ class TestTurnPolicyLoss:
             ({"kl_coeff": 0.2}, "loss_kl"),
             ({"kl_kind": "k2"}, "loss_kl"),
             ({"entropy_coeff": 0.2}, "loss_entropy"),
-            ({"sampler_correction": 1.0}, "loss_objective"),
+            ({"clipping": "cispo"}, "loss_objective"),
+            ({"clipping": "none"}, "loss_objective"),
+            ({"dual_clip": 1.21}, "loss_objective"),
+            ({"sampler_correction": "truncate", "sampler_bounds": 1.0}, "loss_objective"),
+            ({"sampler_correction": "truncate", "sampler_bounds": 1.0}, "loss_kl"),
+            ({"sampler_correction": "mask", "sampler_bounds": (0.95, 1.05)}, "loss_objective"),
+            ({"sampler_correction": "reject", "sampler_bounds": (0.95, 1.05)}, "loss_objective"),
         ],
         ids=str,
     )
@@ -148,6 +184,27 @@ class TestTurnPolicyLoss:
         before = TurnPolicyLoss(table_actor(), **base)(rows)[moved]
         after = TurnPolicyLoss(table_actor(), **base | options)(rows)[moved]
         assert (before - after).abs() > 1e-5
+
+    @pytest.mark.parametrize(
+        ("name", "values"), [("sampler_level", ("token", "turn", "sequence")), ("sampler_reduction", ("sum", "mean"))]
+    )
+    def test_no_option_of_the_correction_is_ignored(self, name, values):
+        base = {"sampler_correction": "truncate", "sampler_bounds": 1.0, "sampler_level": "turn"}
+        results = [
+            TurnPolicyLoss(table_actor(), **base | {name: v})(make_rows(LAYOUT))["loss_objective"] for v in values
+        ]
+        assert all((a - b).abs() > 1e-5 for a, b in itertools.combinations(results, 2))
+
+    def test_cispo_keeps_the_gradient_that_ppo_takes(self):
+        rows = make_rows([[(True, 1, 2)]])
+        action = rows["turn_ids"] >= 0
+        rows["advantage"] = action.double()
+        theta = (rows["old_log_prob"] + 1.0).requires_grad_()  # ratio e, far above the bound
+        for clipping, expected in (("ppo", 0.0), ("cispo", 1.2), ("none", math.e)):
+            out = TurnPolicyLoss(table_actor(), clipping=clipping)(rows.clone().set("theta", theta))
+            (gradient,) = torch.autograd.grad(total(out), theta)
+            close(gradient[action], torch.full((2,), -expected / 2, dtype=DOUBLE))
+            assert out["clip_fraction"] == float(clipping != "none")
 
     @pytest.mark.parametrize("option", [{"ratio_reduction": "sum"}, {"unit_weight": "equal"}], ids=str)
     def test_unit_options_count_once_units_are_pooled(self, option):
@@ -166,7 +223,9 @@ class TestTurnPolicyLoss:
         close(TurnPolicyLoss(table_actor())(renamed)["loss_objective"], old["loss_objective"])
         # Against the sampler itself there is nothing to correct.
         close(
-            TurnPolicyLoss(table_actor(), sampler_correction=0.5)(rows.exclude("old_log_prob"))["loss_objective"],
+            TurnPolicyLoss(table_actor(), sampler_correction="truncate", sampler_bounds=0.5)(
+                rows.exclude("old_log_prob")
+            )["loss_objective"],
             0.5 * sample["loss_objective"],
         )
 
@@ -227,13 +286,22 @@ class TestTurnPolicyLoss:
             ({"clip_epsilon": (0.2, -0.1)}, "clip_epsilon"),
             ({"weighting": "constant"}, "takes a constant"),
             ({"unit_weight": "equal", "weighting": "sequence"}, "weighs by token"),
-            ({"sampler_correction": 0.0}, "sampler_correction"),
+            ({"clipping": "tight"}, "'ppo', 'cispo', 'none'"),
+            ({"clipping": "cispo", "dual_clip": 3.0}, "belongs to clipping"),
+            ({"dual_clip": 1.1}, "expected a ratio > 1"),
+            ({"sampler_correction": "truncate"}, "go together"),
+            ({"sampler_bounds": 2.0}, "go together"),
+            ({"sampler_correction": "truncate", "sampler_bounds": (0.5, 2.0)}, "takes a cap"),
+            ({"sampler_correction": "mask", "sampler_bounds": 2.0}, r"takes \(low, high\)"),
+            ({"sampler_correction": "truncate", "sampler_bounds": 0.0}, "0 <= low < high"),
+            ({"sampler_correction": "drop", "sampler_bounds": 2.0}, "'truncate', 'mask', 'reject'"),
+            ({"clip_advantage": 0.0}, "clip_advantage"),
         ],
         ids=str,
     )
     def test_wrong_options(self, options, message):
         with pytest.raises(ValueError, match=message):
-            TurnPolicyLoss(table_actor(), **options)
+            TurnPolicyLoss(table_actor(), **options).make_value_estimator()
 
     def test_an_entropy_bonus_needs_an_actor_that_writes_the_entropy(self):
         actor = TensorDictModule(lambda x: x, in_keys=["theta"], out_keys=["log_prob"])
@@ -254,10 +322,25 @@ ALGORITHMS = {
     ),
     "ppo_turn_ratio": lambda: LLMPPOLoss(make_actor(), make_critic(), ratio_level="turn", unit_weight="equal"),
     "ppo_mean_value": lambda: LLMPPOLoss(make_actor(), make_critic(), value_reduction="mean", weighting="sequence"),
-    "reinforce": lambda: LLMReinforceLoss(make_actor(), sampler_correction=2.0, entropy_coeff=0.01),
+    "reinforce": lambda: LLMReinforceLoss(
+        make_actor(), sampler_correction="truncate", sampler_bounds=2.0, entropy_coeff=0.01
+    ),
     "reinforce_sum_ratio": lambda: LLMReinforceLoss(make_actor(), ratio_level="turn", ratio_reduction="sum"),
     "grpo": lambda: LLMGRPOLoss(make_actor()),
     "gspo": lambda: LLMGRPOLoss(make_actor(), ratio_level="sequence", unit_weight="equal"),
+    "cispo": lambda: LLMGRPOLoss(make_actor(), clipping="cispo", credit="turn", kl_in="reward"),
+    "dual_clip": lambda: LLMReinforceLoss(make_actor(), dual_clip=1.3, kl_in="loss", normalise_over="none"),
+    "icepop": lambda: LLMGRPOLoss(make_actor(), sampler_correction="mask", sampler_bounds=(0.9, 1.5)),
+    "rejection": lambda: LLMPPOLoss(
+        make_actor(),
+        make_critic(),
+        sampler_correction="reject",
+        sampler_bounds=(0.8, 1.3),
+        sampler_level="sequence",
+        sampler_reduction="mean",
+        kl_in="reward",
+    ),
+    "vtrace": lambda: LLMPPOLoss(make_actor(), make_critic(), clipping="none").make_value_estimator(TurnVTrace),
     "dr_grpo": lambda: LLMGRPOLoss(make_actor(), scale="none", weighting="constant", weight_constant=8.0, kl_kind="k2"),
 }
 
@@ -373,7 +456,7 @@ class TestLLMPPOLoss:
         acted = F.turn_lengths(rows["turn_ids"], turns) > 0
         error = (value - rows["turn", "value_target"]).square()
         out = loss(rows)
-        close(out["loss_critic"], 0.25 * F.masked_mean(error, acted), atol=1e-6)
+        close(out["loss_critic"], 0.25 * error[acted].mean(), atol=1e-6)
         expected = F.explained_variance(value, rows["turn", "value_target"], acted)
         close(out["explained_variance"], expected, atol=1e-6)
 
@@ -427,15 +510,18 @@ class TestLLMReinforceLoss:
         out = loss(make_rows(LAYOUT))
         assert "loss_kl" not in out
         assert "kl" in out
+        in_loss = LLMReinforceLoss(table_actor(), kl_coeff=0.3, kl_in="loss", normalise_over="none")
+        assert "loss_kl" in in_loss(make_rows(LAYOUT))
+        assert (in_loss.value_estimator.kl_coeff, in_loss.value_estimator.normalise_over) == (0.0, "none")
         assert LLMReinforceLoss(table_actor()).value_estimator.gamma == 0.9
 
 
 class TestLLMGRPOLoss:
     def test_options_reach_the_estimator(self):
         options = {"baseline": "leave_one_out", "scale": "none", "group_size": 3, "partial": "allow"}
-        estimator = LLMGRPOLoss(table_actor(), gamma=0.5, **options).value_estimator
+        estimator = LLMGRPOLoss(table_actor(), gamma=0.5, credit="turn", **options).value_estimator
         assert isinstance(estimator, GroupRelative)
-        assert estimator.gamma == 0.5
+        assert (estimator.gamma, estimator.credit) == (0.5, "turn")
         assert {name: estimator.options[name] for name in options} == options
 
     def test_gspo_is_the_sequence_mean_of_one_clipped_term_per_conversation(self):
@@ -479,11 +565,18 @@ class TestTorchRL:
             loss.set_keys(nonsense="x")
 
     def test_an_estimator_that_would_lose_the_kl_is_refused(self):
-        with pytest.raises(ValueError, match="the KL would be lost"):
-            LLMReinforceLoss(table_actor(), kl_coeff=0.1).make_value_estimator(GroupRelative)
-        with pytest.raises(ValueError, match="GroupRelative takes no kl_coeff"):
-            LLMGRPOLoss(table_actor(), kl_coeff=0.1, kl_in="reward")
-        LLMReinforceLoss(table_actor(), kl_coeff=0.0).make_value_estimator(GroupRelative)
+        loss = LLMReinforceLoss(table_actor(), kl_coeff=0.1)
+        for estimator in (ReBN(), GAE(gamma=0.9, lmbda=0.9, value_network=table_critic())):
+            with pytest.raises(ValueError, match="the KL would be lost"):
+                loss.make_value_estimator(estimator)
+        assert loss.make_value_estimator(GroupRelative).value_estimator.kl_coeff == 0.1
+        LLMReinforceLoss(table_actor(), kl_coeff=0.0).make_value_estimator(ReBN())
+
+    def test_an_estimator_that_corrects_for_the_sampler_does_so_alone(self):
+        corrected = {"clipping": "none", "sampler_correction": "truncate", "sampler_bounds": 2.0}
+        for options in ({}, {"clipping": "cispo"}, corrected):
+            with pytest.raises(ValueError, match="count twice"):
+                LLMPPOLoss(table_actor(), table_critic(), **options).make_value_estimator(TurnVTrace)
 
     def test_make_value_estimator(self):
         loss = LLMPPOLoss(table_actor(), table_critic(), lmbda=0.7)

@@ -4,13 +4,14 @@
 """
 
 from torchrl_llm.objectives import functional
-from torchrl_llm.objectives.advantages import GroupRelative, ReBN, TurnEstimator, TurnGAE
+from torchrl_llm.objectives.advantages import CriticEstimator, GroupRelative, ReBN, TurnEstimator, TurnGAE, TurnVTrace
 from torchrl_llm.objectives.grpo import LLMGRPOLoss
 from torchrl_llm.objectives.policy import TurnPolicyLoss, merge, total, write_loss_weights
 from torchrl_llm.objectives.ppo import LLMPPOLoss
 from torchrl_llm.objectives.reinforce import LLMReinforceLoss
 
 __all__ = [
+    "CriticEstimator",
     "GroupRelative",
     "LLMGRPOLoss",
     "LLMPPOLoss",
@@ -19,6 +20,7 @@ __all__ = [
     "TurnEstimator",
     "TurnGAE",
     "TurnPolicyLoss",
+    "TurnVTrace",
     "functional",
     "merge",
     "total",

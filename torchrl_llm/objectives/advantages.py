@@ -1,4 +1,4 @@
-"""Turn-level credit as TorchRL value estimators: :class:`TurnGAE`, :class:`ReBN`, :class:`GroupRelative`.
+"""Turn-level credit as TorchRL value estimators: :class:`TurnGAE`, :class:`ReBN`, :class:`GroupRelative`, :class:`TurnVTrace`.
 
 They read and write rows (:mod:`torchrl_llm.keys`, row view): one conversation a row, turns along ``T``. What they
 compute is in :mod:`torchrl_llm.objectives.functional`; here are only keys, options and the checks on what comes in. A
@@ -24,6 +24,8 @@ from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
 
 Granularity = Literal["turn", "token", "auto"]
+Credit = Literal["episode", "turn"]
+Population = Literal["batch", "none"]
 
 
 class TurnEstimator(ValueEstimatorBase):
@@ -31,6 +33,21 @@ class TurnEstimator(ValueEstimatorBase):
 
     A subclass implements :meth:`estimate`. Every row must be a conversation played to its end: its last turn terminated
     or truncated.
+
+    Args:
+        value_network: the critic, where the estimator has one.
+
+    Keyword Args:
+        kl_coeff: takes ``kl_coeff * (old - ref)``, the KL to the reference, from the reward of every action token, summed
+            over the tokens of a turn at turn granularity. It is what ``kl_in="reward"`` of the losses sets; then
+            ``"ref_log_prob"`` and ``"old_log_prob"`` (or, without it, ``"sample_log_prob"``) ``[B, L]`` are read too.
+            Default: 0.0.
+        keep_discount: multiply the advantage of each step by ``gamma`` to the number of steps before it, as the gradient
+            of the discounted return has it. Practice drops the factor: later turns then count as much as early ones, and
+            the expected gradient is that of no objective (Thomas, 2014, "Bias in natural actor-critic algorithms"; Nota
+            and Thomas, 2020, arXiv:1906.07073). Without effect at ``gamma = 1``. Default: ``False``.
+        clip_advantage: bound advantages, normalised ones too, to this absolute value; ``None`` sets no bound. Default:
+            ``None``.
     """
 
     @dataclass
@@ -57,25 +74,50 @@ class TurnEstimator(ValueEstimatorBase):
     _reads: tuple[str, ...] = ("reward", "mask", "terminated", "truncated", "turn_ids")
     _writes: tuple[str, ...] = ("advantage", "value_target", "turn_advantage", "turn_value_target")
 
-    def __init__(self, *, value_network: TensorDictModuleBase | None = None, **options: Any) -> None:
+    corrects_sampler: bool = False
+    """Whether the advantage already holds the ratio of the present policy to the one that played."""
+
+    gamma: float
+
+    def __init__(
+        self,
+        value_network: TensorDictModuleBase | None = None,
+        *,
+        kl_coeff: float = 0.0,
+        keep_discount: bool = False,
+        clip_advantage: float | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(value_network=value_network, **options)
+        if clip_advantage is not None and clip_advantage <= 0:
+            raise ValueError(f"clip_advantage is {clip_advantage}; expected a bound > 0, or None.")
+        self.kl_coeff = kl_coeff
+        self.keep_discount = keep_discount
+        self.clip_advantage = clip_advantage
 
     @classmethod
     def for_loss(cls, loss_module: LossModule, **hyperparams: Any) -> TurnEstimator:
         """Build an estimator from the options that ``loss_module`` was given; ``hyperparams`` win over them."""
-        known = inspect.signature(cls.__init__).parameters
-        given = {"value_network": getattr(loss_module, "critic_network", None)}
+        given: dict[str, Any] = {"value_network": getattr(loss_module, "critic_network", None)}
         given |= getattr(loss_module, "estimator_options", {})
-        if given.get("kl_coeff") and "kl_coeff" not in known:
-            raise ValueError(
-                f"{type(loss_module).__name__} leaves its KL (kl_coeff={given['kl_coeff']}) to the reward, but {cls.__name__} "
-                'takes no kl_coeff: the KL would be lost. Use kl_in="loss", kl_coeff=0, or an estimator such as ReBN.'
-            )
+        known = cls._options()
         return cls(**({name: value for name, value in given.items() if name in known} | hyperparams))
+
+    @classmethod
+    def _options(cls) -> set[str]:
+        """The names that the constructor takes, those it passes on to its bases included."""
+        names: set[str] = set()
+        for base in cls.__mro__:
+            parameters = inspect.signature(vars(base).get("__init__", base)).parameters.values()
+            names |= {parameter.name for parameter in parameters}
+            if base is TurnEstimator or all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters):
+                break
+        return names
 
     @property
     def in_keys(self) -> list[NestedKey]:
-        return [getattr(self.tensor_keys, name) for name in self._reads]
+        penalised = ("sample_log_prob", "ref_log_prob") if self.kl_coeff else ()
+        return [getattr(self.tensor_keys, name) for name in (*self._reads, *penalised)]
 
     @property
     def out_keys(self) -> list[NestedKey]:
@@ -127,6 +169,44 @@ class TurnEstimator(ValueEstimatorBase):
         last = torch.where(mask, order, -1).amax(1, keepdim=True)
         return (flag.gather(1, last.clamp_min(0)) & (last >= 0)).squeeze(1)
 
+    def _old_log_prob(self, tensordict: TensorDictBase, hint: str) -> Tensor:
+        has_old = tensordict.get(self.tensor_keys.old_log_prob, None) is not None
+        return self._get(tensordict, "old_log_prob" if has_old else "sample_log_prob", hint)
+
+    def _kl_penalty(self, tensordict: TensorDictBase) -> Tensor | None:
+        """What the KL takes from each action token's reward, ``[B, L]``, 0 elsewhere; None without a KL."""
+        if not self.kl_coeff:
+            return None
+        hint = "Score the reference, or set kl_coeff=0."
+        gap = self._old_log_prob(tensordict, hint) - self._get(tensordict, "ref_log_prob", hint)
+        return torch.where(self._get(tensordict, "turn_ids") >= 0, -self.kl_coeff * gap, 0.0)
+
+    def _turn_penalty(self, tensordict: TensorDictBase) -> Tensor | None:
+        """:meth:`_kl_penalty`, summed over each turn's tokens: ``[B, T]``."""
+        penalty = self._kl_penalty(tensordict)
+        if penalty is None:
+            return None
+        return F.turn_sum(penalty, self._get(tensordict, "turn_ids"), self._get(tensordict, "mask").shape[1])
+
+    def _weighed(self, advantage: Tensor, played: Tensor) -> Tensor:
+        """The advantage of each step, clipped and discounted as asked; ``played`` marks the steps that took time."""
+        if self.clip_advantage is not None:
+            advantage = advantage.clamp(-self.clip_advantage, self.clip_advantage)
+        if self.keep_discount:
+            advantage = advantage * F.discount(played, self.gamma).to(advantage.dtype)
+        return advantage
+
+    def _by_turns(self, tensordict: TensorDictBase, advantage: Tensor, target: Tensor) -> dict[str, Tensor]:
+        """The figures to write from those of the turns, ``[B, T]`` each; every token gets its turn's."""
+        advantage = self._weighed(advantage, self._get(tensordict, "mask"))
+        turn_ids = self._get(tensordict, "turn_ids")
+        return {
+            "advantage": F.turn_to_token(advantage, turn_ids),
+            "value_target": F.turn_to_token(target, turn_ids),
+            "turn_advantage": advantage,
+            "turn_value_target": target,
+        }
+
     def _check_finished(self, tensordict: TensorDictBase) -> None:
         ended = self._at_end(tensordict, "terminated") | self._at_end(tensordict, "truncated")
         open_rows = self._get(tensordict, "mask").any(1) & ~ended
@@ -137,7 +217,41 @@ class TurnEstimator(ValueEstimatorBase):
             )
 
 
-class TurnGAE(TurnEstimator):
+class CriticEstimator(TurnEstimator):
+    """Base class of the estimators with a critic: runs it under ``no_grad`` unless its values are in the batch."""
+
+    _writes = (*TurnEstimator._writes, "turn_value")
+
+    @property
+    def in_keys(self) -> list[NestedKey]:
+        critic = self.value_network
+        values = [self.tensor_keys.value] if critic is None else critic.in_keys
+        return list(dict.fromkeys([*super().in_keys, *values]))
+
+    def _ensure_values(self, tensordict: TensorDictBase) -> None:
+        if tensordict.get(self.tensor_keys.value, None) is not None:
+            return
+        critic = self.value_network
+        if critic is None:
+            raise KeyError(
+                f"{type(self).__name__} has no critic and the batch has no {self.tensor_keys.value!r}: give it either."
+            )
+        rows = self._get(tensordict, "turn_ids").shape[:1]
+        inputs = TensorDict({key: tensordict.get(key) for key in critic.in_keys}, batch_size=rows)
+        out = TensorDict.cat([critic(chunk) for chunk in self._split_value_net_input(inputs)])
+        for key in (self.tensor_keys.value, self.tensor_keys.bootstrap_value):
+            if (figure := out.get(key, None)) is not None:
+                tensordict.set(key, figure)
+
+    def _bootstrap(self, tensordict: TensorDictBase) -> Tensor | None:
+        needed = self._at_end(tensordict, "truncated") & ~self._at_end(tensordict, "terminated")
+        if tensordict.get(self.tensor_keys.bootstrap_value, None) is None and not bool(needed.any()):
+            return None
+        hint = "It is the value of a row whose last turn was truncated; the critic writes it."
+        return torch.where(needed, self._get(tensordict, "bootstrap_value", hint), 0.0)
+
+
+class TurnGAE(CriticEstimator):
     """Generalized advantage estimation over turns (or over action tokens), with a critic.
 
     Runs the critic under ``no_grad`` unless the batch already has its ``"state_value"``. After the last turn the next
@@ -162,6 +276,7 @@ class TurnGAE(TurnEstimator):
         whiten: normalise advantages to mean 0 and variance 1 over the steps of the batch. Default: ``True``.
         process_group: whiten over all ranks of this group; ``None`` is this process only.
         value_chunk_size: run the critic on this many rows at a time. Default: all.
+        kl_coeff, keep_discount, clip_advantage: see :class:`TurnEstimator`.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -174,8 +289,6 @@ class TurnGAE(TurnEstimator):
         tensor([[0.0000, 0.5000, 0.5000, 0.0000, 1.0000]])
     """
 
-    _writes = (*TurnEstimator._writes, "turn_value")
-
     def __init__(
         self,
         value_network: TensorDictModuleBase | None = None,
@@ -187,9 +300,9 @@ class TurnGAE(TurnEstimator):
         value_reduction: F.ValueReduction = "first",
         whiten: bool = True,
         process_group: dist.ProcessGroup | None = None,
-        value_chunk_size: int | None = None,
+        **shared: Any,
     ) -> None:
-        super().__init__(value_network=value_network, value_chunk_size=value_chunk_size)
+        super().__init__(value_network, **shared)
         F.check_choice("granularity", granularity, Granularity)
         F.check_choice("value_reduction", value_reduction, F.ValueReduction)
         if granularity == "auto":
@@ -205,62 +318,34 @@ class TurnGAE(TurnEstimator):
         self.whiten = whiten
         self.process_group = process_group
 
-    @property
-    def in_keys(self) -> list[NestedKey]:
-        critic = self.value_network
-        values = [self.tensor_keys.value] if critic is None else critic.in_keys
-        return list(dict.fromkeys([*super().in_keys, *values]))
-
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         self._ensure_values(tensordict)
         reward, mask, turn_ids, acted = self._turns(tensordict)
         value, bootstrap = self._get(tensordict, "value"), self._bootstrap(tensordict)
-        num_turns = mask.shape[1]
 
         def per_turn(x: Tensor) -> Tensor:
-            return F.turn_reduce(x, turn_ids, num_turns, self.value_reduction)
+            return F.turn_reduce(x, turn_ids, mask.shape[1], self.value_reduction)
 
-        turn_value = per_turn(value)
         if self.granularity == "token":
-            advantage, target = F.token_gae(reward, value, turn_ids, mask, self.gamma, self.lmbda, bootstrap)
-            advantage = self._whitened(advantage, turn_ids >= 0)
-            turn_advantage, turn_target = per_turn(advantage), per_turn(target)
-        else:
-            turn_advantage, turn_target = F.turn_gae(
-                reward, turn_value, mask, self.gamma, self.lmbda, bootstrap, acted=acted
+            penalty = self._kl_penalty(tensordict)
+            advantage, target = F.token_gae(
+                reward, value, turn_ids, mask, self.gamma, self.lmbda, bootstrap, penalty=penalty
             )
-            turn_advantage = self._whitened(turn_advantage, acted)
-            advantage, target = F.turn_to_token(turn_advantage, turn_ids), F.turn_to_token(turn_target, turn_ids)
-        return {
-            "advantage": advantage,
-            "value_target": target,
-            "turn_advantage": turn_advantage,
-            "turn_value_target": turn_target,
-            "turn_value": turn_value,
-        }
+            action = turn_ids >= 0
+            advantage = self._weighed(self._whitened(advantage, action), action)
+            figures = {"advantage": advantage, "value_target": target}
+            figures |= {"turn_advantage": per_turn(advantage), "turn_value_target": per_turn(target)}
+        else:
+            penalty = self._turn_penalty(tensordict)
+            reward = reward if penalty is None else reward + penalty
+            advantage, target = F.turn_gae(
+                reward, per_turn(value), mask, self.gamma, self.lmbda, bootstrap, acted=acted
+            )
+            figures = self._by_turns(tensordict, self._whitened(advantage, acted), target)
+        return figures | {"turn_value": per_turn(value)}
 
     def _whitened(self, advantage: Tensor, mask: Tensor) -> Tensor:
         return F.masked_whiten(advantage, mask, process_group=self.process_group) if self.whiten else advantage
-
-    def _ensure_values(self, tensordict: TensorDictBase) -> None:
-        if tensordict.get(self.tensor_keys.value, None) is not None:
-            return
-        critic = self.value_network
-        if critic is None:
-            raise KeyError(f"TurnGAE has no critic and the batch has no {self.tensor_keys.value!r}: give it either.")
-        rows = self._get(tensordict, "turn_ids").shape[:1]
-        inputs = TensorDict({key: tensordict.get(key) for key in critic.in_keys}, batch_size=rows)
-        out = TensorDict.cat([critic(chunk) for chunk in self._split_value_net_input(inputs)])
-        for key in (self.tensor_keys.value, self.tensor_keys.bootstrap_value):
-            if (figure := out.get(key, None)) is not None:
-                tensordict.set(key, figure)
-
-    def _bootstrap(self, tensordict: TensorDictBase) -> Tensor | None:
-        needed = self._at_end(tensordict, "truncated") & ~self._at_end(tensordict, "terminated")
-        if tensordict.get(self.tensor_keys.bootstrap_value, None) is None and not bool(needed.any()):
-            return None
-        hint = "It is the value of a row whose last turn was truncated; the critic writes it."
-        return torch.where(needed, self._get(tensordict, "bootstrap_value", hint), 0.0)
 
 
 class ReBN(TurnEstimator):
@@ -273,10 +358,12 @@ class ReBN(TurnEstimator):
 
     Keyword Args:
         gamma: discount per turn. Default: 0.9.
-        kl_coeff: takes ``kl_coeff * sum over the turn's tokens of (old - ref)`` from each turn's reward. Default: 0.0.
         ddof: the variance divides by ``count - ddof``. Default: 1.
         eps: added to the standard deviation. Default: 1e-8.
-        process_group: take the statistics over all ranks of this group; ``None`` is this process only.
+        normalise_over: ``"batch"``: all turns of the batch; ``"none"``: the returns as they are (REINFORCE, Williams, 1992),
+            which neither ``ddof`` nor ``eps`` touch. Default: ``"batch"``.
+        process_group: a batch is what all ranks of this group hold; ``None``: what this process holds.
+        kl_coeff, keep_discount, clip_advantage: see :class:`TurnEstimator`.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -292,61 +379,51 @@ class ReBN(TurnEstimator):
         self,
         *,
         gamma: float = 0.9,
-        kl_coeff: float = 0.0,
         ddof: int = 1,
         eps: float = 1e-8,
+        normalise_over: Population = "batch",
         process_group: dist.ProcessGroup | None = None,
+        **shared: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(**shared)
+        F.check_choice("normalise_over", normalise_over, Population)
         self.gamma = gamma
-        self.kl_coeff = kl_coeff
+        self.normalise_over = normalise_over
         self.ddof = ddof
         self.eps = eps
         self.process_group = process_group
 
-    @property
-    def in_keys(self) -> list[NestedKey]:
-        penalised = ("sample_log_prob", "ref_log_prob") if self.kl_coeff else ()
-        return [*super().in_keys, *(getattr(self.tensor_keys, name) for name in penalised)]
-
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
-        reward, mask, turn_ids, acted = self._turns(tensordict)
+        reward, mask, _, acted = self._turns(tensordict)
         returns = F.turn_returns(reward, mask, self.gamma, acted=acted)
-        penalty = self._penalty(tensordict, mask, turn_ids, acted) if self.kl_coeff else None
-        advantage = F.rebn(returns, acted, self.ddof, self.eps, self.process_group, penalty=penalty)
+        penalty = self._turn_penalty(tensordict)
+        penalty = None if penalty is None else F.turn_returns(penalty, mask, self.gamma, acted=acted)
         target = returns if penalty is None else returns + penalty
-        return {
-            "advantage": F.turn_to_token(advantage, turn_ids),
-            "value_target": F.turn_to_token(target, turn_ids),
-            "turn_advantage": advantage,
-            "turn_value_target": target,
-        }
-
-    def _penalty(self, tensordict: TensorDictBase, mask: Tensor, turn_ids: Tensor, acted: Tensor) -> Tensor:
-        """The discounted KL still to be paid, as a return ``[B, T]``."""
-        hint = "Score the reference, or set kl_coeff=0."
-        has_old = tensordict.get(self.tensor_keys.old_log_prob, None) is not None
-        old = self._get(tensordict, "old_log_prob" if has_old else "sample_log_prob", hint)
-        gap = old - self._get(tensordict, "ref_log_prob", hint)
-        paid = -self.kl_coeff * F.turn_sum(gap, turn_ids, mask.shape[1])
-        return F.turn_returns(paid, mask, self.gamma, acted=acted)
+        if self.normalise_over == "none":
+            return self._by_turns(tensordict, target, target)
+        advantage = F.rebn(returns, acted, self.ddof, self.eps, self.process_group, penalty=penalty)
+        return self._by_turns(tensordict, advantage, target)
 
 
 class GroupRelative(TurnEstimator):
-    """The episode's return against those of its group; every action token of the row gets the same advantage.
+    """The return against those of the same group: of the whole episode, or from each turn on.
 
     Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]`` and ``"group_id"``
     ``[B]``. Writes ``"advantage"``, ``"value_target"`` ``[B, L]`` and ``("turn", advantage / value_target)``
-    ``[B, T]``; the target is the episode's return.
+    ``[B, T]``; the target is the return that was compared.
 
     Keyword Args:
-        gamma: discount per turn in the episode's return. Default: 1.0.
+        gamma: discount per turn. Default: 1.0.
+        credit: ``"episode"`` compares the returns of whole episodes, and every turn of a row gets the same advantage;
+            ``"turn"`` compares, turn by turn, the returns from there on, so that a turn is not credited with what came
+            before it. A member whose episode is over by then counts with 0. Default: ``"episode"``.
         baseline: ``"mean"`` of the group, or ``"leave_one_out"``: the mean of the others. Default: ``"mean"``.
         scale: divide by the group's standard deviation (``"std"``) or not (``"none"``). Default: ``"std"``.
         ddof: the variance divides by ``size - ddof``. Default: 1.
         eps: added to the standard deviation. Default: 1e-6.
         group_size: conversations in a group; ``None``: as many as in the largest group of the batch.
         partial: a group of another size is an ``"error"``, or ``"allow"``-ed. Default: ``"error"``.
+        kl_coeff, keep_discount, clip_advantage: see :class:`TurnEstimator`; ``keep_discount`` is for ``credit="turn"``.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -364,15 +441,23 @@ class GroupRelative(TurnEstimator):
         self,
         *,
         gamma: float = 1.0,
+        credit: Credit = "episode",
         baseline: F.Baseline = "mean",
         scale: F.Scale = "std",
         ddof: int = 1,
         eps: float = 1e-6,
         group_size: int | None = None,
         partial: F.Partial = "error",
+        **shared: Any,
     ) -> None:
-        super().__init__()
+        super().__init__(**shared)
+        F.check_choice("credit", credit, Credit)
+        if self.keep_discount and credit == "episode":
+            raise ValueError(
+                'credit="episode" is discounted from the first turn on; keep_discount is for credit="turn".'
+            )
         self.gamma = gamma
+        self.credit = credit
         self.options: dict[str, Any] = {
             "baseline": baseline,
             "scale": scale,
@@ -385,14 +470,86 @@ class GroupRelative(TurnEstimator):
         F.group_relative(torch.empty(0), torch.empty(0, dtype=torch.int64), **self.options)
 
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
+        reward, mask, _, acted = self._turns(tensordict)
+        penalty = self._turn_penalty(tensordict)
+        score = self._score(reward, mask)
+        paid = None if penalty is None else self._score(penalty, mask)
+        group_id = self._get(tensordict, "group_id")
+        advantage = F.group_relative(score, group_id, **self.options, penalty=paid)
+        target = score if paid is None else score + paid
+        if self.credit == "episode":
+            advantage, target = (x.unsqueeze(1).expand_as(mask) for x in (advantage, target))
+        return self._by_turns(tensordict, *(torch.where(acted, x, 0.0) for x in (advantage, target)))
+
+    def _score(self, reward: Tensor, mask: Tensor) -> Tensor:
+        compared = F.episode_return if self.credit == "episode" else F.turn_returns
+        return compared(reward, mask, self.gamma)
+
+
+class TurnVTrace(CriticEstimator):
+    """V-trace over turns, for conversations that an older policy played (Espeholt et al., 2018, arXiv:1802.01561).
+
+    The ratio of a turn is that of its probabilities under the model at the start of the update (``"old_log_prob"``, which
+    must have been scored) and under the policy that sampled (``"sample_log_prob"``). The advantage holds it already, so
+    the losses take this estimator with ``clipping="none"`` and without a sampler correction only.
+
+    Reads and writes what :class:`TurnGAE` does at turn granularity, and reads those two.
+
+    Args:
+        value_network: as in :class:`TurnGAE`.
+
+    Keyword Args:
+        gamma: discount per turn. Default: 0.99.
+        rho_clip: cap of the ratio in the advantage and in the target's temporal differences. Default: 1.0.
+        c_clip: cap of the ratio on the way back. Default: 1.0.
+        value_chunk_size: run the critic on this many rows at a time. Default: all.
+        kl_coeff, keep_discount, clip_advantage: see :class:`TurnEstimator`.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> yes, no = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.bool)
+        >>> turn = dict(reward=torch.tensor([[1.0]]), mask=yes, terminated=yes, truncated=no)
+        >>> ids, zeros = torch.tensor([[-1, 0]]), torch.zeros(1, 2)
+        >>> old = torch.tensor([[0.0, 0.5]]).log()
+        >>> rows = dict(turn=turn, turn_ids=ids, state_value=zeros, sample_log_prob=zeros, old_log_prob=old)
+        >>> TurnVTrace()(TensorDict(rows, [1]))["advantage"]
+        tensor([[0.0000, 0.5000]])
+    """
+
+    corrects_sampler = True
+
+    _reads = (*TurnEstimator._reads, "old_log_prob", "sample_log_prob")
+
+    def __init__(
+        self,
+        value_network: TensorDictModuleBase | None = None,
+        *,
+        gamma: float | None = None,
+        rho_clip: float = 1.0,
+        c_clip: float = 1.0,
+        **shared: Any,
+    ) -> None:
+        super().__init__(value_network, **shared)
+        self.gamma = 0.99 if gamma is None else gamma
+        self.rho_clip = rho_clip
+        self.c_clip = c_clip
+
+    def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
+        self._ensure_values(tensordict)
         reward, mask, turn_ids, acted = self._turns(tensordict)
-        score = F.episode_return(reward, mask, self.gamma)
-        advantage = F.group_relative(score, self._get(tensordict, "group_id"), **self.options)
-        turn_advantage = torch.where(acted, advantage.unsqueeze(1), 0.0)
-        turn_target = torch.where(acted, score.unsqueeze(1), 0.0)
-        return {
-            "advantage": F.turn_to_token(turn_advantage, turn_ids),
-            "value_target": F.turn_to_token(turn_target, turn_ids),
-            "turn_advantage": turn_advantage,
-            "turn_value_target": turn_target,
-        }
+        value = F.turn_first(self._get(tensordict, "value"), turn_ids, mask.shape[1])
+        old = self._get(tensordict, "old_log_prob", "Score the model at the start of the update.")
+        log_rho = F.turn_sum(old - self._get(tensordict, "sample_log_prob"), turn_ids, mask.shape[1])
+        penalty = self._turn_penalty(tensordict)
+        advantage, target = F.turn_vtrace(
+            reward if penalty is None else reward + penalty,
+            value,
+            log_rho,
+            mask,
+            self.gamma,
+            self._bootstrap(tensordict),
+            rho_clip=self.rho_clip,
+            c_clip=self.c_clip,
+            acted=acted,
+        )
+        return self._by_turns(tensordict, advantage, target) | {"turn_value": value}

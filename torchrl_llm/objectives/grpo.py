@@ -7,7 +7,7 @@ from typing import Any
 from tensordict.nn import TensorDictModuleBase
 
 from torchrl_llm.objectives import functional as F
-from torchrl_llm.objectives.advantages import GroupRelative
+from torchrl_llm.objectives.advantages import Credit, GroupRelative
 from torchrl_llm.objectives.policy import TurnPolicyLoss
 
 
@@ -19,14 +19,15 @@ class LLMGRPOLoss(TurnPolicyLoss):
     - GSPO (arXiv:2507.18071): ``ratio_level="sequence", unit_weight="equal"``;
     - Dr. GRPO (arXiv:2503.20783): ``scale="none", weighting="constant", weight_constant=...``;
     - RLOO (arXiv:2402.14740): ``baseline="leave_one_out", scale="none"``;
-    - DAPO's clip (arXiv:2503.14476): ``clip_epsilon=(0.2, 0.28)``.
+    - DAPO's clip (arXiv:2503.14476): ``clip_epsilon=(0.2, 0.28)``;
+    - CISPO (arXiv:2506.13585): ``clipping="cispo", clip_epsilon=(1.0, 0.28)``.
 
     Args:
         actor: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
 
     Keyword Args:
-        gamma, baseline, scale, group_size, partial: see :class:`~torchrl_llm.objectives.advantages.GroupRelative`.
-            Defaults: 1.0, ``"mean"``, ``"std"``, ``None``, ``"error"``.
+        gamma, credit, baseline, scale, group_size, partial: see :class:`~torchrl_llm.objectives.advantages.GroupRelative`.
+            Defaults: 1.0, ``"episode"``, ``"mean"``, ``"std"``, ``None``, ``"error"``.
         kl_coeff: weight of the KL to the reference. Default: 5e-4.
         **options: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
     """
@@ -38,6 +39,7 @@ class LLMGRPOLoss(TurnPolicyLoss):
         actor: TensorDictModuleBase,
         *,
         gamma: float = 1.0,
+        credit: Credit = "episode",
         baseline: F.Baseline = "mean",
         scale: F.Scale = "std",
         group_size: int | None = None,
@@ -48,6 +50,7 @@ class LLMGRPOLoss(TurnPolicyLoss):
         super().__init__(actor, kl_coeff=kl_coeff, **options)
         self.estimator_options |= {
             "gamma": gamma,
+            "credit": credit,
             "baseline": baseline,
             "scale": scale,
             "group_size": group_size,

@@ -30,6 +30,7 @@ from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.advantages import ReBN, TurnEstimator, TurnGAE
 
 UnitWeight = Literal["by_tokens", "equal"]
+Clipping = Literal["ppo", "cispo", "none"]
 KLPlace = Literal["loss", "reward"]
 
 AVERAGED = ("ESS", "explained_variance")
@@ -64,7 +65,12 @@ class TurnPolicyLoss(LossModule):
             optionally ``"entropy"`` ``[B, L]``. It is held as a plain submodule.
 
     Keyword Args:
+        clipping: ``"ppo"`` takes the gradient from a token whose ratio has left the bounds; ``"cispo"`` bounds the ratio
+            as a weight and keeps every token's gradient; ``"none"`` is the plain importance-weighted objective.
+            Default: ``"ppo"``.
         clip_epsilon: how far the ratio may move from 1: a float, or ``(low, high)``. Default: 0.2.
+        dual_clip: with ``clipping="ppo"``, the ratio beyond which a negative advantage has no gradient either, such as
+            3.0; ``None`` is off. Default: ``None``.
         ratio_level: what is clipped as one: ``"token"``, ``"turn"`` or ``"sequence"``. Default: ``"token"``.
         ratio_reduction: a unit's log-ratio is the ``"sum"`` of its tokens' or their ``"mean"``. Default: ``"mean"``.
         unit_weight: a unit counts ``"by_tokens"`` (with the sum of its tokens' weights; with one token's under
@@ -79,10 +85,16 @@ class TurnPolicyLoss(LossModule):
             after the first epoch. Default: ``"k3"``.
         kl_in: ``"loss"``, or ``"reward"``: the estimator takes it. Default: ``"loss"``.
         entropy_coeff: weight of the entropy bonus; not 0 needs an actor that writes ``"entropy"``. Default: 0.0.
-        sampler_correction: cap of the truncated importance weight ``min(old / sample, cap)`` that corrects objective
-            and KL for an engine whose log-probs are not the trainer's (Yao et al., 2025, "Your efficient RL framework
-            secretly brings you off-policy RL training"); ``None`` is off. Needs ``"old_log_prob"``: without it the
-            ratio is taken against the sampler itself. Default: ``None``.
+        sampler_correction: corrects objective and KL for an engine whose log-probs are not the trainer's (Yao et al., 2025,
+            "Your efficient RL framework secretly brings you off-policy RL training"), by weights of ``w = old / sample``:
+            ``"truncate"`` to ``min(w, cap)``, ``"mask"`` to 0 where ``w`` is out of bounds, or ``"reject"``: 1 or 0; see
+            :func:`~torchrl_llm.objectives.functional.sampler_weights`. Needs ``"old_log_prob"``: without it the ratio is
+            taken against the sampler itself. Default: ``None``.
+        sampler_bounds: the cap of ``"truncate"``, ``(low, high)`` of ``"mask"`` and ``"reject"``.
+        sampler_level, sampler_reduction: what has one weight ``w``, and how its tokens' are pooled; as ``ratio_level`` and
+            ``ratio_reduction``. Defaults: ``"token"``, ``"sum"``.
+        keep_discount, clip_advantage: of the estimator, see
+            :class:`~torchrl_llm.objectives.advantages.TurnEstimator`. Defaults: ``False``, ``None``.
 
     Examples:
         >>> from tensordict.nn import TensorDictModule
@@ -136,7 +148,9 @@ class TurnPolicyLoss(LossModule):
         actor: TensorDictModuleBase,
         critic: TensorDictModuleBase | None = None,
         *,
+        clipping: Clipping = "ppo",
         clip_epsilon: float | tuple[float, float] = 0.2,
+        dual_clip: float | None = None,
         ratio_level: F.RatioLevel = "token",
         ratio_reduction: F.RatioReduction = "mean",
         unit_weight: UnitWeight = "by_tokens",
@@ -146,11 +160,18 @@ class TurnPolicyLoss(LossModule):
         kl_kind: F.KLKind = "k3",
         kl_in: KLPlace = "loss",
         entropy_coeff: float = 0.0,
-        sampler_correction: float | None = None,
+        sampler_correction: F.SamplerCorrection | None = None,
+        sampler_bounds: float | tuple[float, float] | None = None,
+        sampler_level: F.RatioLevel = "token",
+        sampler_reduction: F.RatioReduction = "sum",
+        keep_discount: bool = False,
+        clip_advantage: float | None = None,
     ) -> None:
         super().__init__()
         self.actor_network = actor
         self.critic_network = critic
+        self.clipping = clipping
+        self.dual_clip = dual_clip
         self.clip_low, self.clip_high = clip_epsilon if isinstance(clip_epsilon, tuple | list) else (clip_epsilon,) * 2
         self.ratio_level = ratio_level
         self.ratio_reduction = ratio_reduction
@@ -161,22 +182,31 @@ class TurnPolicyLoss(LossModule):
         self.kl_kind: F.KLKind = kl_kind
         self.kl_in = kl_in
         self.entropy_coeff = entropy_coeff
-        self.sampler_correction = sampler_correction
-        self.estimator_options: dict[str, Any] = {"kl_coeff": kl_coeff} if kl_in == "reward" else {}
+        self.sampler_correction: F.SamplerCorrection | None = sampler_correction
+        self.sampler_bounds = sampler_bounds
+        self.sampler_level: F.RatioLevel = sampler_level
+        self.sampler_reduction: F.RatioReduction = sampler_reduction
+        self.estimator_options: dict[str, Any] = {"keep_discount": keep_discount, "clip_advantage": clip_advantage}
+        self.estimator_options |= {"kl_coeff": kl_coeff} if kl_in == "reward" else {}
         self._check_options()
 
     def _check_options(self) -> None:
         for name, choices in (
+            ("clipping", Clipping),
             ("ratio_level", F.RatioLevel),
             ("ratio_reduction", F.RatioReduction),
             ("unit_weight", UnitWeight),
             ("weighting", F.WeightKind),
             ("kl_kind", F.KLKind),
             ("kl_in", KLPlace),
+            ("sampler_level", F.RatioLevel),
+            ("sampler_reduction", F.RatioReduction),
         ):
             F.check_choice(name, getattr(self, name), choices)
         if self.clip_low < 0 or self.clip_high < 0:
             raise ValueError(f"clip_epsilon is {(self.clip_low, self.clip_high)}; expected distances from 1, >= 0.")
+        if self.dual_clip is not None and self.clipping != "ppo":
+            raise ValueError(f'dual_clip={self.dual_clip} belongs to clipping="ppo"; got clipping={self.clipping!r}.')
         if self.kl_kind == "k1" and self.kl_in == "loss":
             raise ValueError('kl_kind="k1" has no gradient in expectation; use "k2", "k3", or kl_in="reward".')
         if self.unit_weight == "equal":
@@ -185,14 +215,35 @@ class TurnPolicyLoss(LossModule):
                     f'unit_weight="equal" weighs by {self.ratio_level}; leave weighting={self.weighting!r} out.'
                 )
             self.weighting = self.ratio_level
-        if self.sampler_correction is not None and self.sampler_correction <= 0:
-            raise ValueError(f"sampler_correction is {self.sampler_correction}; expected a cap > 0, or None.")
+        self._check_sampler_correction()
         if self.entropy_coeff and not self._writes_entropy:
             raise ValueError(
                 f"entropy_coeff is {self.entropy_coeff}, but the actor writes {list(self.actor_network.out_keys)}; "
                 f"expected {self.tensor_keys.entropy!r} among them (TokenScorer(..., entropy=True))."
             )
-        F.loss_weights(torch.zeros(1, 1, dtype=torch.int64), self.weighting, self.weight_constant)
+        nothing = torch.zeros(1, 1)
+        F.loss_weights(nothing.long(), self.weighting, self.weight_constant)
+        self._surrogate(nothing, nothing)  # raises on bounds that are none
+
+    def _check_sampler_correction(self) -> None:
+        kind, bounds = self.sampler_correction, self.sampler_bounds
+        if (kind is None) != (bounds is None):
+            raise ValueError(
+                f"sampler_correction={kind!r} and sampler_bounds={bounds!r} go together: give both, or none."
+            )
+        if kind is None:
+            return
+        F.check_choice("sampler_correction", kind, F.SamplerCorrection)
+        if isinstance(bounds, tuple | list) == (kind == "truncate"):
+            expected = "a cap" if kind == "truncate" else "(low, high)"
+            raise ValueError(f"sampler_bounds is {bounds!r}; sampler_correction={kind!r} takes {expected}.")
+        nothing = torch.zeros(1, 1)
+        F.sampler_weights(nothing, nothing, nothing.long(), kind, *self._sampler_interval)
+
+    @property
+    def _sampler_interval(self) -> tuple[float, float]:
+        bounds = self.sampler_bounds
+        return (bounds[0], bounds[1]) if isinstance(bounds, tuple | list) else (0.0, float(bounds or 0.0))
 
     @property
     def functional(self) -> bool:
@@ -251,14 +302,29 @@ class TurnPolicyLoss(LossModule):
         if isinstance(value_type, type) and issubclass(value_type, TurnEstimator):
             value_type, hyperparams = value_type.for_loss(self, **hyperparams), {}
         super().make_value_estimator(value_type, **hyperparams)
+        self._check_estimator()
         self._forward_value_estimator_keys()
         return self
+
+    def _check_estimator(self) -> None:
+        estimator = self._value_estimator
+        name = type(estimator).__name__
+        if self.kl_coeff and self.kl_in == "reward" and not getattr(estimator, "kl_coeff", 0.0):
+            raise ValueError(
+                f"{type(self).__name__} leaves its KL (kl_coeff={self.kl_coeff}) to the reward, but {name} takes none out "
+                'of it: the KL would be lost. Use kl_in="loss", kl_coeff=0, or a TurnEstimator with a kl_coeff.'
+            )
+        if getattr(estimator, "corrects_sampler", False) and (self.clipping != "none" or self.sampler_correction):
+            raise ValueError(
+                f"The advantages of {name} hold the ratio to the sampler already: with clipping={self.clipping!r} and "
+                f'sampler_correction={self.sampler_correction!r} it would count twice. Use clipping="none" and no correction.'
+            )
 
     def _default_value_estimator(self) -> None:
         self.make_value_estimator()
 
     def objective(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        """What each token contributes, to be maximised: the clipped objective. The one method to override.
+        """What each token contributes, to be maximised, as ``clipping`` says. The one method to override.
 
         Args:
             log_ratio: ``[B, L]``, new minus old log-prob, pooled over ``ratio_level``; 0 off actions. Its gradient is
@@ -268,7 +334,15 @@ class TurnPolicyLoss(LossModule):
         Returns:
             ``[B, L]``.
         """
-        return F.clipped_objective(log_ratio, advantage, self.clip_low, self.clip_high)[0]
+        return self._surrogate(log_ratio, advantage)[0]
+
+    def _surrogate(self, log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
+        """The objective, and a mask of the tokens whose ratio is clipped."""
+        if self.clipping == "none":
+            return log_ratio.exp() * advantage, torch.zeros_like(log_ratio, dtype=torch.bool)
+        if self.clipping == "cispo":
+            return F.cispo_objective(log_ratio, advantage, self.clip_low, self.clip_high)
+        return F.clipped_objective(log_ratio, advantage, self.clip_low, self.clip_high, self.dual_clip)
 
     def weights(self, turn_ids: Tensor, process_group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
         """The weights of an optimizer batch, ``[B, L]`` each, under their names in ``_AcceptedKeys``.
@@ -351,8 +425,10 @@ class TurnPolicyLoss(LossModule):
         old = self._frozen(tensordict, "old_log_prob" if has_old else "sample_log_prob")
         if self.sampler_correction is None:
             return old, torch.ones_like(old)
-        sample = self._frozen(tensordict, "sample_log_prob")
-        return old, (old - sample).exp().clamp_max(self.sampler_correction)
+        sample, turn_ids = self._frozen(tensordict, "sample_log_prob"), self._get(tensordict, "turn_ids")
+        low, high = self._sampler_interval
+        pooled = self.sampler_level, self.sampler_reduction
+        return old, F.sampler_weights(old, sample, turn_ids, self.sampler_correction, low, high, *pooled)
 
     def _kl_terms(self, out: TensorDictBase, weight: Tensor, log_prob: Tensor, ref: Tensor) -> None:
         out["kl"] = (weight * F.kl_estimate(log_prob.detach(), ref, "k3")).sum()
@@ -363,7 +439,7 @@ class TurnPolicyLoss(LossModule):
     def _diagnose(
         self, out: TensorDictBase, weight: Tensor, token_ratio: Tensor, log_ratio: Tensor, advantage: Tensor
     ) -> None:
-        clipped = F.clipped_objective(log_ratio, advantage, self.clip_low, self.clip_high)[1]
+        clipped = self._surrogate(log_ratio, advantage)[1]
         # The tokens are the old policy's, so this is KL(old || new).
         out["kl_approx"] = (weight * F.kl_estimate(torch.zeros_like(token_ratio), token_ratio, "k3")).sum()
         out["log_ratio"] = (weight * token_ratio.abs()).sum()

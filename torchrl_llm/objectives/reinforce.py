@@ -6,30 +6,38 @@ from typing import Any
 
 from tensordict.nn import TensorDictModuleBase
 
-from torchrl_llm.objectives.advantages import ReBN
-from torchrl_llm.objectives.policy import TurnPolicyLoss
+from torchrl_llm.objectives.advantages import Population, ReBN
+from torchrl_llm.objectives.policy import KLPlace, TurnPolicyLoss
 
 
 class LLMReinforceLoss(TurnPolicyLoss):
     """REINFORCE (Williams, 1992) with return batch normalisation; the ratio, clipped, allows for more than one epoch.
 
-    :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss` with the KL in the reward, where its sum is exact, and no
-    critic.
+    :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss` with the KL in the reward by default, where its sum is exact, and
+    no critic.
 
     Args:
         actor: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
 
     Keyword Args:
-        gamma: discount per turn. Default: 0.9.
+        gamma, normalise_over: see :class:`~torchrl_llm.objectives.advantages.ReBN`. Defaults: 0.9, ``"batch"``.
         kl_coeff: weight of the KL to the reference. Default: 0.01.
+        kl_in: where it is. Default: ``"reward"``.
         **options: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
     """
 
     default_value_estimator = ReBN
 
     def __init__(
-        self, actor: TensorDictModuleBase, *, gamma: float = 0.9, kl_coeff: float = 0.01, **options: Any
+        self,
+        actor: TensorDictModuleBase,
+        *,
+        gamma: float = 0.9,
+        normalise_over: Population = "batch",
+        kl_coeff: float = 0.01,
+        kl_in: KLPlace = "reward",
+        **options: Any,
     ) -> None:
-        super().__init__(actor, kl_coeff=kl_coeff, kl_in="reward", **options)
-        self.estimator_options |= {"gamma": gamma}
+        super().__init__(actor, kl_coeff=kl_coeff, kl_in=kl_in, **options)
+        self.estimator_options |= {"gamma": gamma, "normalise_over": normalise_over}
         self.make_value_estimator()

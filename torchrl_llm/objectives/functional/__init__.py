@@ -1,0 +1,88 @@
+"""The maths of turn-level reinforcement learning: pure functions on tensors.
+
+Everything here is vectorised, keeps no state, draws no random number and accumulates in float32 or wider. ``B``
+conversations, ``T`` turns, ``L`` tokens. ``turn_ids [B, L]`` is -1 wherever a token is not an action, and the action
+mask is always ``turn_ids >= 0``. Entries off a mask are never read: they may hold anything, NaN included.
+
+Four rooms: ``turns`` (between tokens and turns), ``credit`` (returns, advantages, normalisation), ``surrogate`` (what is
+maximised, and how tokens are weighed) and ``figures``. Reading and writing TensorDicts is the business of
+:mod:`torchrl_llm.objectives.advantages` and :mod:`torchrl_llm.objectives.policy`; no TensorDict appears here.
+"""
+
+from torchrl_llm.objectives.functional._common import check_choice
+from torchrl_llm.objectives.functional.credit import (
+    SPREAD_TOLERANCE,
+    discount,
+    episode_return,
+    group_has_spread,
+    group_relative,
+    masked_whiten,
+    overlong_penalty,
+    rebn,
+    token_gae,
+    token_rewards,
+    turn_gae,
+    turn_returns,
+    turn_vtrace,
+)
+from torchrl_llm.objectives.functional.credit import Baseline as Baseline
+from torchrl_llm.objectives.functional.credit import Partial as Partial
+from torchrl_llm.objectives.functional.credit import Scale as Scale
+from torchrl_llm.objectives.functional.figures import effective_sample_size, explained_variance
+from torchrl_llm.objectives.functional.surrogate import KLKind as KLKind
+from torchrl_llm.objectives.functional.surrogate import RatioLevel as RatioLevel
+from torchrl_llm.objectives.functional.surrogate import RatioReduction as RatioReduction
+from torchrl_llm.objectives.functional.surrogate import SamplerCorrection as SamplerCorrection
+from torchrl_llm.objectives.functional.surrogate import WeightKind as WeightKind
+from torchrl_llm.objectives.functional.surrogate import (
+    cispo_objective,
+    clipped_objective,
+    kl_estimate,
+    loss_weights,
+    pool_log_ratio,
+    sampler_weights,
+)
+from torchrl_llm.objectives.functional.turns import ValueReduction as ValueReduction
+from torchrl_llm.objectives.functional.turns import (
+    count_turns,
+    turn_first,
+    turn_last,
+    turn_lengths,
+    turn_mean,
+    turn_reduce,
+    turn_sum,
+    turn_to_token,
+)
+
+__all__ = [
+    "SPREAD_TOLERANCE",
+    "check_choice",
+    "cispo_objective",
+    "clipped_objective",
+    "count_turns",
+    "discount",
+    "effective_sample_size",
+    "episode_return",
+    "explained_variance",
+    "group_has_spread",
+    "group_relative",
+    "kl_estimate",
+    "loss_weights",
+    "masked_whiten",
+    "overlong_penalty",
+    "pool_log_ratio",
+    "rebn",
+    "sampler_weights",
+    "token_gae",
+    "token_rewards",
+    "turn_first",
+    "turn_gae",
+    "turn_last",
+    "turn_lengths",
+    "turn_mean",
+    "turn_reduce",
+    "turn_returns",
+    "turn_sum",
+    "turn_to_token",
+    "turn_vtrace",
+]
