@@ -348,8 +348,23 @@ class TestSharedOptions:
                 super().__init__(**shared)
                 self.gamma = gamma
 
-        loss = LLMGRPOLoss(table_actor(), gamma=0.7, clip_advantage=2.0).make_value_estimator(Plain)
-        assert (loss.value_estimator.gamma, loss.value_estimator.clip_advantage) == (0.7, 2.0)
+            def estimate(self, tensordict):
+                reward = torch.where(tensordict["turn", "mask"], tensordict["turn", "reward"], 0.0)
+                return {"turn_advantage": reward, "turn_value_target": reward}
+
+        loss = LLMGRPOLoss(
+            table_actor(), gamma=0.7, clip_advantage=0.4, keep_discount=False, kl_coeff=0.3, kl_in="reward"
+        )
+        estimator = loss.make_value_estimator(Plain).value_estimator
+        assert (estimator.gamma, estimator.clip_advantage, estimator.kl_coeff) == (0.7, 0.4, 0.3)
+        rows, reward, mask, ids, _ = rows_and_parts()
+        kl = F.turn_sum(rows["old_log_prob"] - rows["ref_log_prob"], ids, mask.shape[1])
+        paid = torch.where(mask, reward - 0.3 * kl, 0.0)
+        out = estimator(rows)
+        close(out["turn", "value_target"], paid)
+        close(out["turn", "advantage"], paid.clamp(-0.4, 0.4))
+        close(out["advantage"], F.turn_to_token(paid.clamp(-0.4, 0.4), ids))
+        close(out["turn", "reward"].nan_to_num(), reward.nan_to_num())  # the batch keeps the environment's
 
 
 class TestEveryEstimator:

@@ -8,6 +8,7 @@ batch is estimated whole and once: its statistics must cover it all.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ Population = Literal["batch", "none"]
 class TurnEstimator(ValueEstimatorBase):
     """Base class of the estimators: the keys, and what every row must satisfy.
 
-    A subclass implements :meth:`estimate`. Every row must be a conversation played to its end: its last turn terminated
+    A subclass implements :meth:`estimate`; what is said below holds for it without more. Every row must be a conversation played to its end: its last turn terminated
     or truncated.
 
     Args:
@@ -73,6 +74,9 @@ class TurnEstimator(ValueEstimatorBase):
 
     _reads: tuple[str, ...] = ("reward", "mask", "terminated", "truncated", "turn_ids")
     _writes: tuple[str, ...] = ("advantage", "value_target", "turn_advantage", "turn_value_target")
+
+    takes_kl: bool = False
+    """Whether :meth:`estimate` takes the KL from the rewards itself."""
 
     corrects_sampler: bool = False
     """Whether the advantage already holds the ratio of the present policy to the one that played."""
@@ -124,7 +128,12 @@ class TurnEstimator(ValueEstimatorBase):
         return [getattr(self.tensor_keys, name) for name in self._writes]
 
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
-        """The figures to write, under the names of ``_AcceptedKeys``."""
+        """The figures to write, under the names of ``_AcceptedKeys``.
+
+        ``"turn_advantage"`` and ``"turn_value_target"`` ``[B, T]`` are a must; every token gets its turn's, unless
+        ``"advantage"`` and ``"value_target"`` ``[B, L]`` are given too. A KL is out of the rewards already (see
+        ``takes_kl``); advantages are clipped and discounted afterwards.
+        """
         raise NotImplementedError
 
     @dispatch(auto_batch_size=False)
@@ -140,9 +149,24 @@ class TurnEstimator(ValueEstimatorBase):
         if params is not None or target_params is not None:
             raise ValueError(f"{type(self).__name__} runs plain modules; params and target_params must be None.")
         self._check_finished(tensordict)
-        for name, figure in self.estimate(tensordict).items():
+        rows = tensordict
+        if not self.takes_kl and (penalty := self._turn_penalty(tensordict)) is not None:
+            rows = tensordict.copy().set(self.tensor_keys.reward, self._get(tensordict, "reward") + penalty)
+        for name, figure in self._finished(tensordict, self.estimate(rows)).items():
             tensordict.set(getattr(self.tensor_keys, name), figure)
         return tensordict
+
+    def _finished(self, tensordict: TensorDictBase, figures: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Clip and discount the advantages, and give every token its turn's."""
+        turn_ids, mask = self._get(tensordict, "turn_ids"), self._get(tensordict, "mask")
+        if "advantage" in figures:
+            return figures | {"advantage": self._weighed(figures["advantage"], turn_ids >= 0)}
+        advantage = self._weighed(figures["turn_advantage"], mask)
+        return figures | {
+            "turn_advantage": advantage,
+            "advantage": F.turn_to_token(advantage, turn_ids),
+            "value_target": F.turn_to_token(figures["turn_value_target"], turn_ids),
+        }
 
     def value_estimate(self, tensordict: TensorDictBase, **kwargs: Any) -> Tensor:
         """The value target ``[B, L]``, without writing to ``tensordict``. Takes no further argument."""
@@ -196,17 +220,6 @@ class TurnEstimator(ValueEstimatorBase):
             advantage = advantage * F.discount(played, self.gamma).to(advantage.dtype)
         return advantage
 
-    def _by_turns(self, tensordict: TensorDictBase, advantage: Tensor, target: Tensor) -> dict[str, Tensor]:
-        """The figures to write from those of the turns, ``[B, T]`` each; every token gets its turn's."""
-        advantage = self._weighed(advantage, self._get(tensordict, "mask"))
-        turn_ids = self._get(tensordict, "turn_ids")
-        return {
-            "advantage": F.turn_to_token(advantage, turn_ids),
-            "value_target": F.turn_to_token(target, turn_ids),
-            "turn_advantage": advantage,
-            "turn_value_target": target,
-        }
-
     def _check_finished(self, tensordict: TensorDictBase) -> None:
         ended = self._at_end(tensordict, "terminated") | self._at_end(tensordict, "truncated")
         open_rows = self._get(tensordict, "mask").any(1) & ~ended
@@ -228,9 +241,11 @@ class CriticEstimator(TurnEstimator):
         values = [self.tensor_keys.value] if critic is None else critic.in_keys
         return list(dict.fromkeys([*super().in_keys, *values]))
 
-    def _ensure_values(self, tensordict: TensorDictBase) -> None:
+    def _values(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
+        """``"value"`` ``[B, L]`` and, if there is one, ``"bootstrap_value"`` ``[B]``: from the batch, or the critic."""
+        names = ("value", "bootstrap_value")
         if tensordict.get(self.tensor_keys.value, None) is not None:
-            return
+            return self._figures(tensordict, names)
         critic = self.value_network
         if critic is None:
             raise KeyError(
@@ -239,16 +254,22 @@ class CriticEstimator(TurnEstimator):
         rows = self._get(tensordict, "turn_ids").shape[:1]
         inputs = TensorDict({key: tensordict.get(key) for key in critic.in_keys}, batch_size=rows)
         out = TensorDict.cat([critic(chunk) for chunk in self._split_value_net_input(inputs)])
-        for key in (self.tensor_keys.value, self.tensor_keys.bootstrap_value):
-            if (figure := out.get(key, None)) is not None:
-                tensordict.set(key, figure)
+        return self._figures(out, names)
 
-    def _bootstrap(self, tensordict: TensorDictBase) -> Tensor | None:
+    def _figures(self, tensordict: TensorDictBase, names: Sequence[str]) -> dict[str, Tensor]:
+        found = {name: tensordict.get(getattr(self.tensor_keys, name), None) for name in names}
+        return {name: figure for name, figure in found.items() if figure is not None}
+
+    def _bootstrap(self, tensordict: TensorDictBase, values: dict[str, Tensor]) -> Tensor | None:
         needed = self._at_end(tensordict, "truncated") & ~self._at_end(tensordict, "terminated")
-        if tensordict.get(self.tensor_keys.bootstrap_value, None) is None and not bool(needed.any()):
-            return None
-        hint = "It is the value of a row whose last turn was truncated; the critic writes it."
-        return torch.where(needed, self._get(tensordict, "bootstrap_value", hint), 0.0)
+        if "bootstrap_value" in values:
+            return torch.where(needed, values["bootstrap_value"], 0.0)
+        if bool(needed.any()):
+            raise KeyError(
+                f"{type(self).__name__} needs {self.tensor_keys.bootstrap_value!r}, which is not in the batch. It is the "
+                "value of a row whose last turn was truncated; the critic writes it."
+            )
+        return None
 
 
 class TurnGAE(CriticEstimator):
@@ -319,30 +340,35 @@ class TurnGAE(CriticEstimator):
         self.process_group = process_group
 
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
-        self._ensure_values(tensordict)
         reward, mask, turn_ids, acted = self._turns(tensordict)
-        value, bootstrap = self._get(tensordict, "value"), self._bootstrap(tensordict)
+        values = self._values(tensordict)
+        bootstrap, num_turns = self._bootstrap(tensordict, values), mask.shape[1]
+        turn_value = F.turn_reduce(values["value"], turn_ids, num_turns, self.value_reduction)
+        figures = {**values, "turn_value": turn_value}
+        if self.granularity == "turn":
+            advantage, target = F.turn_gae(reward, turn_value, mask, self.gamma, self.lmbda, bootstrap, acted=acted)
+            return figures | {"turn_advantage": self._whitened(advantage, acted), "turn_value_target": target}
+        advantage, target = F.token_gae(
+            reward,
+            values["value"],
+            turn_ids,
+            mask,
+            self.gamma,
+            self.lmbda,
+            bootstrap,
+            penalty=self._kl_penalty(tensordict),
+        )
+        advantage = self._whitened(advantage, turn_ids >= 0)
+        figures |= {"advantage": advantage, "value_target": target}
+        return figures | {
+            f"turn_{name}": F.turn_reduce(figures[name], turn_ids, num_turns, self.value_reduction)
+            for name in ("advantage", "value_target")
+        }
 
-        def per_turn(x: Tensor) -> Tensor:
-            return F.turn_reduce(x, turn_ids, mask.shape[1], self.value_reduction)
-
-        if self.granularity == "token":
-            penalty = self._kl_penalty(tensordict)
-            advantage, target = F.token_gae(
-                reward, value, turn_ids, mask, self.gamma, self.lmbda, bootstrap, penalty=penalty
-            )
-            action = turn_ids >= 0
-            advantage = self._weighed(self._whitened(advantage, action), action)
-            figures = {"advantage": advantage, "value_target": target}
-            figures |= {"turn_advantage": per_turn(advantage), "turn_value_target": per_turn(target)}
-        else:
-            penalty = self._turn_penalty(tensordict)
-            reward = reward if penalty is None else reward + penalty
-            advantage, target = F.turn_gae(
-                reward, per_turn(value), mask, self.gamma, self.lmbda, bootstrap, acted=acted
-            )
-            figures = self._by_turns(tensordict, self._whitened(advantage, acted), target)
-        return figures | {"turn_value": per_turn(value)}
+    @property
+    def takes_kl(self) -> bool:  # type: ignore[override]
+        """At token granularity: the KL belongs to the tokens."""
+        return self.granularity == "token"
 
     def _whitened(self, advantage: Tensor, mask: Tensor) -> Tensor:
         return F.masked_whiten(advantage, mask, process_group=self.process_group) if self.whiten else advantage
@@ -375,6 +401,8 @@ class ReBN(TurnEstimator):
                 [ 0.,  1.]])
     """
 
+    takes_kl = True
+
     def __init__(
         self,
         *,
@@ -399,10 +427,10 @@ class ReBN(TurnEstimator):
         penalty = self._turn_penalty(tensordict)
         penalty = None if penalty is None else F.turn_returns(penalty, mask, self.gamma, acted=acted)
         target = returns if penalty is None else returns + penalty
-        if self.normalise_over == "none":
-            return self._by_turns(tensordict, target, target)
-        advantage = F.rebn(returns, acted, self.ddof, self.eps, self.process_group, penalty=penalty)
-        return self._by_turns(tensordict, advantage, target)
+        advantage = target
+        if self.normalise_over == "batch":
+            advantage = F.rebn(returns, acted, self.ddof, self.eps, self.process_group, penalty=penalty)
+        return {"turn_advantage": advantage, "turn_value_target": target}
 
 
 class GroupRelative(TurnEstimator):
@@ -434,6 +462,8 @@ class GroupRelative(TurnEstimator):
         tensor([[ 0., -1.],
                 [ 0.,  1.]])
     """
+
+    takes_kl = True
 
     _reads = (*TurnEstimator._reads, "group_id")
 
@@ -479,7 +509,10 @@ class GroupRelative(TurnEstimator):
         target = score if paid is None else score + paid
         if self.credit == "episode":
             advantage, target = (x.unsqueeze(1).expand_as(mask) for x in (advantage, target))
-        return self._by_turns(tensordict, *(torch.where(acted, x, 0.0) for x in (advantage, target)))
+        return {
+            "turn_advantage": torch.where(acted, advantage, 0.0),
+            "turn_value_target": torch.where(acted, target, 0.0),
+        }
 
     def _score(self, reward: Tensor, mask: Tensor) -> Tensor:
         compared = F.episode_return if self.credit == "episode" else F.turn_returns
@@ -535,21 +568,11 @@ class TurnVTrace(CriticEstimator):
         self.c_clip = c_clip
 
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
-        self._ensure_values(tensordict)
         reward, mask, turn_ids, acted = self._turns(tensordict)
-        value = F.turn_first(self._get(tensordict, "value"), turn_ids, mask.shape[1])
+        values = self._values(tensordict)
+        value = F.turn_first(values["value"], turn_ids, mask.shape[1])
         old = self._get(tensordict, "old_log_prob", "Score the model at the start of the update.")
         log_rho = F.turn_sum(old - self._get(tensordict, "sample_log_prob"), turn_ids, mask.shape[1])
-        penalty = self._turn_penalty(tensordict)
-        advantage, target = F.turn_vtrace(
-            reward if penalty is None else reward + penalty,
-            value,
-            log_rho,
-            mask,
-            self.gamma,
-            self._bootstrap(tensordict),
-            rho_clip=self.rho_clip,
-            c_clip=self.c_clip,
-            acted=acted,
-        )
-        return self._by_turns(tensordict, advantage, target) | {"turn_value": value}
+        bootstrap, clips = self._bootstrap(tensordict, values), {"rho_clip": self.rho_clip, "c_clip": self.c_clip}
+        advantage, target = F.turn_vtrace(reward, value, log_rho, mask, self.gamma, bootstrap, acted=acted, **clips)
+        return {**values, "turn_value": value, "turn_advantage": advantage, "turn_value_target": target}
