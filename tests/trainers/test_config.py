@@ -17,7 +17,6 @@ class TestRunConfig:
             ({"algo": "GRPO", "group_size": 4, "batch_size": 30}, "batch_size=30 is not a multiple of group_size=4"),
             ({"algo": "GRPO", "group_size": 4, "num_envs": 6, "batch_size": 32}, "num_envs=6 is not a multiple"),
             ({"minibatch_size": 12}, "does not divide batch_size=32"),
-            ({"algo": "GRPO", "group_size": 4, "minibatch_size": 2}, "a group must not be cut"),
             ({"algo": "LLMREINFORCE", "lmbda": 0.9}, "LLMREINFORCE has no lmbda"),
             ({"algo": "GRPO", "group_size": 4, "critic_coeff": 0.5}, "GRPO has no critic_coeff"),
             ({"algo": "PPO"}, "expected one of 'LLMPPO'"),
@@ -29,11 +28,23 @@ class TestRunConfig:
             ({"epochs": 0}, "at least 1"),
             ({"max_iterations": 0}, "at least 1, or null"),
             ({"lora_r": -1}, "0 to train all weights"),
+            ({"algo": "LLMPPO", "scale": "none"}, "LLMPPO has no scale"),
+            ({"algo": "LLMREINFORCE", "credit": "turn"}, "LLMREINFORCE has no credit"),
+            ({"algo": "GRPO", "group_size": 4, "normalise_over": "none"}, "GRPO has no normalise_over"),
+            ({"algo": "LLMREINFORCE", "critic_warmup": 2}, "has no critic"),
+            ({"dynamic_sampling": 2}, "group_size=1, expected at least 2"),
+            ({"dynamic_sampling": -1}, "expected at least 0"),
+            ({"overlong_buffer": 4}, "without an overlong_penalty"),
+            ({"overlong_buffer": 0, "overlong_penalty": 1.0}, "at least 1, or null"),
+            ({"old_log_probs": "engine"}, "'auto', 'sampler', 'scorer'"),
         ],
     )
     def test_wrong_settings_are_errors_that_say_what_to_do(self, settings, message):
         with pytest.raises(ValueError, match=message):
             RunConfig(**settings)
+
+    def test_a_minibatch_may_hold_part_of_a_group(self):
+        assert RunConfig(algo="GRPO", group_size=4, minibatch_size=2).minibatch_size == 2
 
     def test_error_is_named(self):
         with pytest.raises(ConfigError):

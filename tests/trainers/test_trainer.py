@@ -1,15 +1,23 @@
 """The training loop: it learns, it stops where it is told to, its settings have effect, its gradient is the batch's."""
 
 import math
+from argparse import Namespace
+from dataclasses import fields
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from tensordict.nn import TensorDictModule
 
 from torchrl_llm import keys
+from torchrl_llm.data import informative, overlong, penalise_overlong
 from torchrl_llm.modules import use_adapter
+from torchrl_llm.objectives import TurnVTrace
 from torchrl_llm.record import METRICS
+from torchrl_llm.testing.environments import Echo
 from torchrl_llm.trainers import Callback, ConfigError, RunConfig, build_run
+from torchrl_llm.trainers.build import SHARED, make_objective
+from torchrl_llm.trainers.config import GRPO_ONLY, PPO_ONLY, REINFORCE_ONLY
 
 SMALL = {
     "model_path": "tiny",
@@ -28,6 +36,13 @@ SMALL = {
     "progress": False,
 }
 ALGORITHMS = {"LLMPPO": {}, "LLMREINFORCE": {}, "GRPO": {"group_size": 4}}
+
+
+class ModelStub:
+    """Keys only: what a loss needs of its networks to be made."""
+
+    actor = TensorDictModule(lambda x: (x, x), in_keys=["tokens"], out_keys=["log_prob", "entropy"])
+    critic = TensorDictModule(lambda x: (x, x), in_keys=["tokens"], out_keys=["state_value", "bootstrap_value"])
 
 
 def small_config(tmp_path, algo="LLMREINFORCE", **settings) -> RunConfig:
@@ -184,6 +199,164 @@ class TestUpdate:
         first = run.models.reference(rows.clone())[keys.LOG_PROB]
         assert torch.equal(first, rows[keys.REF_LOG_PROB])
         assert all(torch.equal(p, before[name]) for name, p in run.models.model.named_parameters() if name in before)
+
+
+class TestOptions:
+    """What each setting of the algorithm and of the data does: without it, a test here fails."""
+
+    @pytest.mark.parametrize(
+        ("algo", "name", "value"),
+        [
+            ("LLMPPO", "gamma", 0.5),
+            ("LLMPPO", "keep_discount", True),
+            ("GRPO", "clip_advantage", 0.3),
+            ("LLMPPO", "kl_coeff", 0.2),
+            ("GRPO", "kl_in", "reward"),
+            ("LLMPPO", "kl_kind", "k2"),
+            ("LLMREINFORCE", "clipping", "cispo"),
+            ("LLMREINFORCE", "dual_clip", 4.0),
+            ("GRPO", "ratio_level", "sequence"),
+            ("GRPO", "ratio_reduction", "sum"),
+            ("GRPO", "unit_weight", "equal"),
+            ("GRPO", "weighting", "sequence"),
+            ("LLMPPO", "entropy_coeff", 0.1),
+            ("LLMPPO", "lmbda", 0.3),
+            ("LLMPPO", "critic_coeff", 0.3),
+            ("LLMPPO", "clip_value", 0.7),
+            ("LLMPPO", "granularity", "token"),
+            ("LLMPPO", "value_reduction", "mean"),
+            ("LLMPPO", "whiten", False),
+            ("LLMREINFORCE", "normalise_over", "none"),
+            ("GRPO", "credit", "turn"),
+            ("GRPO", "scale", "none"),
+        ],
+    )
+    def test_it_reaches_loss_or_estimator(self, tmp_path, algo, name, value):
+        loss = make_objective(small_config(tmp_path, algo, **{name: value}), ModelStub)
+        estimator = loss.value_estimator
+        places = [loss, estimator, *([Namespace(**estimator.options)] if hasattr(estimator, "options") else [])]
+        assert value in [getattr(place, name) for place in places if hasattr(place, name)]
+        default = make_objective(small_config(tmp_path, algo), ModelStub)
+        assert value not in [getattr(place, name, None) for place in (default, default.value_estimator)]
+
+    def test_options_of_two_parts(self, tmp_path):
+        loss = make_objective(
+            small_config(tmp_path, "GRPO", baseline="leave_one_out", scale="none", clip_epsilon=[1.0, 0.3],
+                         weighting="constant", weight_constant=64.0, sampler_correction="mask",
+                         sampler_bounds=[0.5, 5.0], sampler_level="turn", sampler_reduction="mean"),
+            ModelStub,
+        )  # fmt: skip
+        assert loss.value_estimator.options["baseline"] == "leave_one_out"
+        assert (loss.clip_low, loss.clip_high, loss.weighting, loss.weight_constant) == (1.0, 0.3, "constant", 64.0)
+        assert (loss.sampler_correction, loss.sampler_bounds) == ("mask", (0.5, 5.0))
+        assert (loss.sampler_level, loss.sampler_reduction) == ("turn", "mean")
+        assert make_objective(small_config(tmp_path, "LLMPPO", clip_value=0.0), ModelStub).clip_value is None
+
+    def test_every_field_of_the_algorithm_is_handed_on(self):
+        """No field between the first and the last of them is forgotten by ``make_objective``."""
+        names = [field.name for field in fields(RunConfig)]
+        mine = names[names.index("gamma") : names.index("lr_actor")]
+        assert set(mine) == {*SHARED, *PPO_ONLY, *REINFORCE_ONLY, *GRPO_ONLY} - {"lr_critic"}
+
+    @pytest.mark.parametrize(("choice", "top_p", "scored"), [("sampler", 0.8, False), ("scorer", 1.0, True)])
+    def test_old_log_probs(self, tmp_path, choice, top_p, scored):
+        run = build_run(small_config(tmp_path, old_log_probs=choice, top_p=top_p, max_iterations=1))
+        rows = one_batch(run)
+        run.trainer.score(rows)
+        assert (keys.OLD_LOG_PROB in rows) == scored
+        (metrics,) = run.trainer.train()
+        assert (metrics["policy/log_prob_gap"] > 1e-3) == (top_p < 1)
+        assert (metrics["policy/log_ratio"] > 1e-3) == (choice == "sampler")
+
+    def test_a_correction_needs_a_gap(self, tmp_path):
+        config = small_config(tmp_path, old_log_probs="sampler", sampler_correction="truncate", sampler_bounds=2.0)
+        with pytest.raises(ConfigError, match="no gap"):
+            build_run(config)
+
+    def test_v_trace_has_the_old_log_probs_scored(self, tmp_path):
+        run = build_run(small_config(tmp_path, "LLMPPO", clipping="none", max_iterations=1))
+        run.trainer.loss.make_value_estimator(TurnVTrace)
+        assert run.trainer.exact
+        (metrics,) = run.trainer.train()
+        assert math.isfinite(metrics["loss/critic"])
+        assert run.trainer.scores_old
+
+    def test_critic_warmup(self, tmp_path):
+        run = build_run(small_config(tmp_path, "LLMPPO", critic_warmup=2, max_iterations=3, lr_actor=1e-3))
+        seen = []
+
+        class Watch(Callback):
+            def on_iteration(self, trainer, metrics):
+                parts = (run.models.actor_parameters(), run.models.critic_parameters())
+                seen.append([torch.cat([p.detach().flatten() for p in part]) for part in parts])
+
+        run.trainer.callbacks = (Watch(),)
+        before = [torch.cat([p.detach().clone().flatten() for p in run.models.actor_parameters()])]
+        run.trainer.train()
+        assert torch.equal(seen[0][0], before[0])
+        assert torch.equal(seen[1][0], before[0])
+        assert not torch.equal(seen[2][0], before[0])
+        assert not torch.equal(seen[1][1], seen[0][1])
+
+    def test_dynamic_sampling(self, tmp_path):
+        settings = {"group_size": 2, "max_iterations": 1, "dynamic_sampling": 4}
+        run = build_run(small_config(tmp_path, "GRPO", **settings))
+        learned = []
+        learn = run.trainer.learn
+        run.trainer.learn = lambda batch: (learned.append(batch.clone()), learn(batch))[1]
+        (metrics,) = run.trainer.train()
+        (batch,) = learned
+        assert batch.shape[0] == 8
+        assert bool(informative(batch).all())
+        assert (batch[keys.GROUP_ID].unique(return_counts=True)[1] == 2).all()
+        played = metrics["rollout/episodes"]
+        assert played in (16, 24, 32)
+        assert run.trainer.episodes == played
+        assert metrics["data/chosen_share"] == 8 / played
+        once = build_run(small_config(tmp_path, "GRPO", **settings | {"dynamic_sampling": 1}))
+        (metrics,) = once.trainer.train()
+        assert metrics["rollout/episodes"] == 8
+        assert metrics["data/chosen_share"] < 1
+
+    def test_nothing_is_learned_where_nothing_differs(self, tmp_path):
+        config = small_config(tmp_path, "GRPO", dynamic_sampling=2, max_iterations=2, weight_decay=0.1)
+        run = build_run(config, env=Echo)
+        before = weights(run)
+        history = run.trainer.train()
+        assert [metrics["rollout/episodes"] for metrics in history] == [16, 32]
+        assert [metrics["data/chosen_share"] for metrics in history] == [0, 0]
+        assert torch.equal(weights(run), before)
+        assert run.policy.policy_version == 0
+
+    def test_overlong_conversations_are_left_out_of_the_update(self, tmp_path):
+        run = build_run(small_config(tmp_path, overlong_filter=True, batch_size=32, max_output_tokens=5))
+        rows = one_batch(run)
+        kept = ~overlong(rows, 5)
+        assert 0 < kept.sum() < 32
+        updated = []
+        update = run.trainer.update
+        run.trainer.update = lambda batch: (updated.append(batch.clone()), update(batch))[1]
+        run.trainer.learn(rows.clone())
+        assert torch.equal(updated[0][keys.EPISODE_ID], rows[keys.EPISODE_ID][kept])
+        # Credit was given before: the statistics cover them all.
+        credited = run.trainer.loss.value_estimator(rows.clone())
+        assert torch.equal(updated[0][keys.ADVANTAGE], credited[keys.ADVANTAGE][kept])
+        version = run.policy.policy_version
+        run.trainer.learn(rows[~kept].clone())
+        assert (len(updated), run.policy.policy_version) == (1, version)
+
+    def test_overlong_penalty(self, tmp_path):
+        plain, paid = (
+            build_run(small_config(tmp_path, overlong_penalty=coeff, overlong_buffer=4 if coeff else None))
+            for coeff in (0.0, 0.5)
+        )
+        rows = one_batch(plain)
+        expected = penalise_overlong(rows.clone(), 0.5, max_response_length=16, buffer=4)
+        (reward, shaped) = (x[keys.TURN_REWARD].clone() for x in (rows, expected))
+        paid.trainer.learn(rows)
+        assert torch.equal(rows[keys.TURN_REWARD], shaped)
+        rows[keys.TURN_IDS] = torch.where(rows[keys.TURN_IDS] >= 0, 0, -1)
+        assert (penalise_overlong(rows, 0.5, max_response_length=16, buffer=4)[keys.TURN_REWARD] < reward).any()
 
 
 def prepared(trainer):

@@ -1,7 +1,8 @@
 """Conversations as data: rows out of turns, batches out of rows."""
 
 from torchrl_llm.data.agilerl import rows_from_agilerl
-from torchrl_llm.data.batching import apply_in_micro_batches, micro_batches, minibatches, padding_share
+from torchrl_llm.data.batching import apply_in_micro_batches, cat_rows, micro_batches, minibatches, padding_share
+from torchrl_llm.data.selection import informative, overlong, penalise_overlong
 from torchrl_llm.data.sequence import HistoryRewrittenError, TurnsToSequence, TurnViewError, turns_to_rows
 
 __all__ = [
@@ -9,9 +10,13 @@ __all__ = [
     "TurnViewError",
     "TurnsToSequence",
     "apply_in_micro_batches",
+    "cat_rows",
+    "informative",
     "micro_batches",
     "minibatches",
+    "overlong",
     "padding_share",
+    "penalise_overlong",
     "rows_from_agilerl",
     "turns_to_rows",
 ]

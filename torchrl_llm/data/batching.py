@@ -1,4 +1,4 @@
-"""Rows in batches that fit: :func:`minibatches` for optimizer steps, :func:`micro_batches` for memory.
+"""Rows in batches that fit: :func:`minibatches` for optimizer steps, :func:`micro_batches` for memory, :func:`cat_rows`.
 
 Losses are weighted sums (:func:`torchrl_llm.objectives.functional.loss_weights`), so how a batch is cut up never
 changes a gradient; these functions only decide how much padding it costs.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
@@ -59,6 +59,48 @@ def micro_batches(batch: TensorDictBase, max_tokens: int) -> list[TensorDictBase
         [([1, 2], 4), ([0], 2)]
     """
     return [part for _, part in _packed(batch, max_tokens)]
+
+
+_PADDING = {keys.TURN_IDS: -1, keys.POLICY_VERSION: -1}
+
+
+def cat_rows(batches: Sequence[TensorDictBase]) -> TensorDictBase:
+    """Put rows of different width together: ``[B1]``, ``[B2]``, ... become ``[B1 + B2 + ...]``, padded to the widest.
+
+    Args:
+        batches: rows with ``"attention_mask"`` ``[b, L]`` and the per-turn keys ``("turn", ...)`` ``[b, T]``; ``L`` and
+            ``T`` may differ from batch to batch.
+
+    Returns:
+        Rows of the greatest ``L`` and ``T``; -1 pads ``"turn_ids"`` and ``"policy_version"``, 0 all else.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> def row(n):
+        ...     return TensorDict(attention_mask=torch.ones(1, n) > 0, turn_ids=torch.zeros(1, n).long(), batch_size=[1])
+        >>> cat_rows([row(1), row(3)])["turn_ids"].tolist()
+        [[0, -1, -1], [0, 0, 0]]
+    """
+    if not batches:
+        raise ValueError("cat_rows needs at least one batch of rows; got none.")
+    widths = [batch[keys.ATTENTION_MASK].shape[1] for batch in batches]
+    turns = [batch[keys.TURN_MASK].shape[1] if keys.TURN_MASK in batch.keys(True) else 0 for batch in batches]
+    return TensorDict.cat(
+        [_widen(batch, width, max(widths), max(turns)) for batch, width in zip(batches, widths, strict=True)]
+    )
+
+
+def _widen(batch: TensorDictBase, width: int, widest: int, most_turns: int) -> TensorDictBase:
+    out = batch.copy()
+    for key, value in list(batch.items(include_nested=True, leaves_only=True)):
+        if isinstance(key, tuple) and key[0] == keys.TURN:
+            missing = most_turns - value.shape[1]
+        else:
+            missing = widest - width if _is_per_token(key, value, width) else 0
+        if missing:
+            fill = value.new_full((value.shape[0], missing, *value.shape[2:]), _PADDING.get(key, 0))
+            out.set(key, torch.cat([value, fill], 1))
+    return out
 
 
 def padding_share(parts: Sequence[TensorDictBase]) -> float:

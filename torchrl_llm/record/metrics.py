@@ -46,6 +46,7 @@ METRICS: dict[str, str] = {
     "optim/lr_actor": "learning rate of the actor",
     "optim/lr_critic": "learning rate of the critic",
     "data/padding_share": "share of padding in the positions of the training forward passes",
+    "data/chosen_share": "share of the conversations played that the update learns from (dynamic sampling)",
     "data/tokens": "tokens in the rows of the batch, padding excluded",
     "data/action_share": "share of action tokens in the rows",
     "time/rollout_s": "seconds of collecting the batch",
@@ -128,7 +129,8 @@ def rollout_metrics(rows: TensorDictBase) -> dict[str, float]:
         .item(),
         "rollout/turns": mask.sum(-1).float().mean().item(),
         "rollout/response_length": (actions.sum() / turns).item(),
-        "data/tokens": float(valid),
+        "data/chosen_share": "share of the conversations played that the update learns from (dynamic sampling)",
+    "data/tokens": float(valid),
         "data/action_share": (actions.sum() / valid).item(),
     }
 

@@ -28,9 +28,32 @@ from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, Tu
 from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar
 from torchrl_llm.trainers.checkpoint import save_weights
-from torchrl_llm.trainers.config import ConfigError, RunConfig
+from torchrl_llm.trainers.config import GRPO_ONLY, PPO_ONLY, REINFORCE_ONLY, ConfigError, RunConfig
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.trainer import LLMTrainer
+
+SHARED = (
+    "gamma",
+    "keep_discount",
+    "clip_advantage",
+    "kl_coeff",
+    "kl_in",
+    "kl_kind",
+    "clipping",
+    "clip_epsilon",
+    "dual_clip",
+    "ratio_level",
+    "ratio_reduction",
+    "unit_weight",
+    "weighting",
+    "weight_constant",
+    "entropy_coeff",
+    "sampler_correction",
+    "sampler_bounds",
+    "sampler_level",
+    "sampler_reduction",
+)
+"""The fields that go to every loss."""
 
 
 @dataclass(kw_only=True)
@@ -156,12 +179,14 @@ def make_objective(config: RunConfig, models: ActorCritic) -> TurnPolicyLoss:
     def given(*names: str) -> dict[str, Any]:
         return {name: getattr(config, name) for name in names if getattr(config, name) is not None}
 
-    common = given("kl_coeff", "clip_epsilon", "entropy_coeff", "ratio_level", "gamma")
+    common = given(*SHARED)
     if config.algo == "LLMREINFORCE":
-        return LLMReinforceLoss(models.actor, **common)
+        return LLMReinforceLoss(models.actor, **common, **given(*REINFORCE_ONLY))
     if config.algo == "GRPO":
-        return LLMGRPOLoss(models.actor, group_size=config.group_size, **common)
-    own = given("critic_coeff", "lmbda", "granularity", "value_reduction", "whiten")
+        return LLMGRPOLoss(models.actor, group_size=config.group_size, **common, **given(*GRPO_ONLY))
+    own = given(*(name for name in PPO_ONLY if name != "lr_critic"))
+    if own.get("clip_value") == 0:
+        own["clip_value"] = None
     return LLMPPOLoss(models.actor, models.critic, **common, **own)
 
 

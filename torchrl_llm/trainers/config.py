@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchrl_llm.modules.policy import SamplingConfig
+from torchrl_llm.objectives.functional import check_choice
 
 Algorithm = Literal["LLMPPO", "LLMREINFORCE", "GRPO"]
+OldLogProbs = Literal["auto", "sampler", "scorer"]
+
+PPO_ONLY = ("lmbda", "critic_coeff", "clip_value", "lr_critic", "granularity", "value_reduction", "whiten")
+REINFORCE_ONLY = ("normalise_over",)
+GRPO_ONLY = ("credit", "baseline", "scale")
 
 
 class ConfigError(ValueError):
@@ -33,6 +39,14 @@ class TrainerConfig:
         minibatch_size: conversations per optimizer step; None takes the whole batch in one step.
         max_tokens: tokens (padding included) of one forward and backward pass. It bounds memory and never changes the
             gradient.
+        old_log_probs: what ratios are taken against: the "sampler"'s log-probs, or those that the "scorer" gives the tokens
+            before the update (one more forward pass); "auto" takes the sampler's where they are the scorer's anyway.
+        critic_warmup: iterations at the start in which only the critic learns (LLMPPO).
+        dynamic_sampling: 0 is off; else learn only from groups whose returns differ, and collect up to this many batches
+            an iteration until there are enough of them.
+        overlong_filter: leave conversations that a limit of length cut out of the update; credit still counts them.
+        overlong_penalty: taken from the reward of a response that reaches max_output_tokens, less of it before; 0 is off.
+        overlong_buffer: tokens before the limit over which that penalty grows; None takes the whole length.
         max_grad_norm: gradients are clipped to this 2-norm, actor and critic apart.
         schedule: the learning rates' course after the warm-up, over ``max_steps``.
         warmup_fraction: share of ``max_steps`` over which the learning rates rise from 0.
@@ -48,6 +62,12 @@ class TrainerConfig:
     epochs: int = 1
     minibatch_size: int | None = None
     max_tokens: int = 16_384
+    old_log_probs: OldLogProbs = "auto"
+    critic_warmup: int = 0
+    dynamic_sampling: int = 0
+    overlong_filter: bool = False
+    overlong_penalty: float = 0.0
+    overlong_buffer: int | None = None
     max_grad_norm: float = 1.0
     schedule: Literal["cosine", "constant"] = "cosine"
     warmup_fraction: float = 0.0
@@ -62,9 +82,16 @@ class TrainerConfig:
     def __post_init__(self) -> None:
         for name in ("epochs", "max_tokens", "max_steps"):
             _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected at least 1.")
-        for name in ("minibatch_size", "max_iterations"):
+        for name in ("minibatch_size", "max_iterations", "overlong_buffer"):
             value = getattr(self, name)
             _require(value is None or value >= 1, f"{name} is {value}; expected at least 1, or null.")
+        for name in ("critic_warmup", "dynamic_sampling", "overlong_penalty"):
+            _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; expected at least 0.")
+        _require(
+            self.overlong_buffer is None or self.overlong_penalty > 0,
+            f"overlong_buffer={self.overlong_buffer} without an overlong_penalty: set it, or leave the buffer out.",
+        )
+        check_choice("old_log_probs", self.old_log_probs, OldLogProbs)
         for name in ("warmup_fraction", "min_lr_fraction"):
             value = getattr(self, name)
             _require(0 <= value <= 1, f"{name} is {value}; expected a share between 0 and 1.")
@@ -115,16 +142,36 @@ class RunConfig(TrainerConfig):
         max_output_tokens: responses are cut here.
         batch_size: conversations per iteration, all groups together.
         group_size: conversations per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for.
-        gamma: discount per turn; None takes the algorithm's default, as below.
-        lmbda: lambda of the turn-level GAE (LLMPPO).
+        gamma: discount per turn. This and all fields below, up to the learning rates: None takes the default of the
+            algorithm's loss or estimator.
+        keep_discount: weigh turn k by gamma^k, as the gradient of the discounted return does.
+        clip_advantage: bound on the absolute value of advantages.
         kl_coeff: weight of the KL to the reference model (AgileRL's beta); 0 needs no reference.
-        clip_epsilon: PPO's clip, one number or [low, high].
-        critic_coeff: weight of the critic's term (LLMPPO).
-        entropy_coeff: weight of the entropy bonus.
-        granularity: credit per "turn" or per "token" (LLMPPO).
+        kl_in: the KL in the "loss" or in the "reward".
+        kl_kind: the KL in the loss: "k3" or "k2".
+        clipping: "ppo", "cispo" (every token keeps its gradient), or "none".
+        clip_epsilon: how far the ratio may move from 1, one number or [low, high].
+        dual_clip: ratio beyond which a negative advantage has no gradient either ("ppo").
         ratio_level: importance ratio per "token", "turn" or "sequence".
-        value_reduction: the value of a turn (LLMPPO): "first" (unbiased), "mean" or "last".
+        ratio_reduction: a unit's log-ratio is the "sum" of its tokens' or their "mean".
+        unit_weight: a unit counts "by_tokens", or all units are "equal".
+        weighting: what counts equally in the loss: "token", "turn", "sequence", or "constant".
+        weight_constant: tokens per conversation of weighting="constant".
+        entropy_coeff: weight of the entropy bonus.
+        sampler_correction: for samplers whose log-probs are not the trainer's: "truncate", "mask" or "reject".
+        sampler_bounds: its cap ("truncate"), or [low, high].
+        sampler_level: what has one such weight: "token", "turn" or "sequence".
+        sampler_reduction: a unit's weight is that of the "sum" or of the "mean" of its tokens' log-ratios.
+        lmbda: lambda of the turn-level GAE (LLMPPO).
+        critic_coeff: weight of the critic's term (LLMPPO).
+        clip_value: how far a value may move from the old one; 0 sets no bound (LLMPPO).
+        granularity: credit per "turn" or per "token" (LLMPPO).
+        value_reduction: the value of a turn: "first" (unbiased), "mean" or "last" (LLMPPO).
         whiten: whiten the advantages over the batch (LLMPPO).
+        normalise_over: normalise returns over the "batch", or "none" (LLMREINFORCE).
+        credit: compare the returns of the "episode", or those from each "turn" on (GRPO).
+        baseline: the group's "mean", or "leave_one_out" (GRPO; with scale="none").
+        scale: divide by the group's "std", or "none" (GRPO).
         lr_actor: learning rate of the policy.
         lr_critic: learning rate of the critic (LLMPPO); None takes lr_actor.
         weight_decay: AdamW's.
@@ -173,15 +220,34 @@ class RunConfig(TrainerConfig):
     batch_size: int = 32
     group_size: int = 1
     gamma: float | None = None
-    lmbda: float | None = None
+    keep_discount: bool | None = None
+    clip_advantage: float | None = None
     kl_coeff: float | None = None
+    kl_in: Literal["loss", "reward"] | None = None
+    kl_kind: Literal["k2", "k3"] | None = None
+    clipping: Literal["ppo", "cispo", "none"] | None = None
     clip_epsilon: float | tuple[float, float] | None = None
-    critic_coeff: float | None = None
-    entropy_coeff: float | None = None
-    granularity: Literal["turn", "token"] | None = None
+    dual_clip: float | None = None
     ratio_level: Literal["token", "turn", "sequence"] | None = None
+    ratio_reduction: Literal["sum", "mean"] | None = None
+    unit_weight: Literal["by_tokens", "equal"] | None = None
+    weighting: Literal["token", "turn", "sequence", "constant"] | None = None
+    weight_constant: float | None = None
+    entropy_coeff: float | None = None
+    sampler_correction: Literal["truncate", "mask", "reject"] | None = None
+    sampler_bounds: float | tuple[float, float] | None = None
+    sampler_level: Literal["token", "turn", "sequence"] | None = None
+    sampler_reduction: Literal["sum", "mean"] | None = None
+    lmbda: float | None = None
+    critic_coeff: float | None = None
+    clip_value: float | None = None
+    granularity: Literal["turn", "token"] | None = None
     value_reduction: Literal["first", "mean", "last"] | None = None
     whiten: bool | None = None
+    normalise_over: Literal["batch", "none"] | None = None
+    credit: Literal["episode", "turn"] | None = None
+    baseline: Literal["mean", "leave_one_out"] | None = None
+    scale: Literal["std", "none"] | None = None
     # optimisation
     lr_actor: float = 5e-6
     lr_critic: float | None = None
@@ -202,8 +268,9 @@ class RunConfig(TrainerConfig):
         super().__post_init__()
         self.sampling()  # raises what SamplingConfig says of its fields
         self.output_dir = Path(self.output_dir)
-        if isinstance(self.clip_epsilon, list):
-            self.clip_epsilon = tuple(self.clip_epsilon)
+        for name in ("clip_epsilon", "sampler_bounds"):
+            if isinstance(value := getattr(self, name), list):
+                setattr(self, name, tuple(value))
         _require(self.algo in ("LLMPPO", "LLMREINFORCE", "GRPO"), _unknown_algorithm(self.algo))
         for name in ("num_envs", "batch_size", "group_size", "evaluation_episodes", "final_episodes"):
             _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected at least 1.")
@@ -218,13 +285,17 @@ class RunConfig(TrainerConfig):
 
     def _check_groups(self) -> None:
         group = self.group_size
-        for name in ("batch_size", "num_envs", "minibatch_size"):
+        for name in ("batch_size", "num_envs"):
             value = getattr(self, name)
             _require(
-                value is None or value % group == 0,
+                value % group == 0,
                 f"{name}={value} is not a multiple of group_size={group}: a group must not be cut. "
                 f"Use a multiple of {group}.",
             )
+        _require(
+            not self.dynamic_sampling or group >= 2,
+            f"dynamic_sampling compares the conversations of one task: group_size={group}, expected at least 2.",
+        )
         _require(
             self.minibatch_size is None or self.batch_size % self.minibatch_size == 0,
             f"minibatch_size={self.minibatch_size} does not divide batch_size={self.batch_size}: "
@@ -237,12 +308,16 @@ class RunConfig(TrainerConfig):
 
     def _check_algorithm(self) -> None:
         foreign = {
-            "LLMPPO": (),
-            "LLMREINFORCE": ("lmbda", "critic_coeff", "lr_critic", "granularity", "value_reduction", "whiten"),
-            "GRPO": ("lmbda", "critic_coeff", "lr_critic", "granularity", "value_reduction", "whiten"),
+            "LLMPPO": (*REINFORCE_ONLY, *GRPO_ONLY),
+            "LLMREINFORCE": (*PPO_ONLY, *GRPO_ONLY),
+            "GRPO": (*PPO_ONLY, *REINFORCE_ONLY),
         }[self.algo]
         given = [name for name in foreign if getattr(self, name) is not None]
-        _require(not given, f"{self.algo} has no {', '.join(given)}: remove the field, or use LLMPPO.")
+        _require(not given, f"{self.algo} has no {', '.join(given)}: remove the field, or use another algorithm.")
+        _require(
+            self.algo == "LLMPPO" or self.critic_warmup == 0,
+            f"{self.algo} has no critic: critic_warmup={self.critic_warmup}, expected 0.",
+        )
 
     def sampling(self) -> SamplingConfig:
         """The sampling settings of training."""

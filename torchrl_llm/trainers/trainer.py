@@ -20,13 +20,22 @@ from torchrl.data import ReplayBuffer
 from torchrl.record.loggers import Logger
 
 from torchrl_llm import keys
-from torchrl_llm.data import apply_in_micro_batches, micro_batches, minibatches, padding_share
+from torchrl_llm.data import (
+    apply_in_micro_batches,
+    cat_rows,
+    informative,
+    micro_batches,
+    minibatches,
+    overlong,
+    padding_share,
+    penalise_overlong,
+)
 from torchrl_llm.modules import TokenScorer
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.objectives import TurnPolicyLoss, merge, total, write_loss_weights
 from torchrl_llm.record import LOSS_METRICS, METRICS, Timer, credit_metrics, rollout_metrics
 from torchrl_llm.trainers.callbacks import Callback
-from torchrl_llm.trainers.config import TrainerConfig
+from torchrl_llm.trainers.config import ConfigError, TrainerConfig
 
 logger = logging.getLogger(__name__)
 _END = object()
@@ -79,6 +88,7 @@ class LLMTrainer:
         self.accelerator = accelerator or Accelerator()
         self.optimizer = self.accelerator.prepare(optimizer)
         self._learning_rates = [group["lr"] for group in optimizer.param_groups]
+        self._check_options()
         self.generator = torch.Generator().manual_seed(config.seed)
         self.iteration = self.steps = self.episodes = 0
         self.best_success = -math.inf
@@ -87,10 +97,31 @@ class LLMTrainer:
         self._timer = Timer()
         self._started = time.monotonic()
 
+    def _check_options(self) -> None:
+        config, loss = self.config, self.loss
+        if config.critic_warmup and loss.critic_network is None:
+            raise ConfigError(
+                f"critic_warmup={config.critic_warmup}, but {type(loss).__name__} has no critic: leave it 0, or use LLMPPO."
+            )
+        if config.old_log_probs == "sampler" and (
+            loss.sampler_correction or getattr(loss.value_estimator, "corrects_sampler", False)
+        ):
+            raise ConfigError(
+                'old_log_probs="sampler" leaves no gap between sampler and trainer to correct for: use "auto" or '
+                '"scorer", or no correction.'
+            )
+
     @property
     def exact(self) -> bool:
         """Whether the sampler's log-probs are the trained model's own, so that none need be scored before the update."""
         return self.policy.exact and self.accelerator.mixed_precision == "no"
+
+    @property
+    def scores_old(self) -> bool:
+        """Whether the log-probs that ratios are taken against are scored, and not the sampler's."""
+        if self.config.old_log_probs == "auto":
+            return not self.exact or getattr(self.loss.value_estimator, "corrects_sampler", False)
+        return self.config.old_log_probs == "scorer"
 
     def train(self) -> list[dict[str, float]]:
         """Run until a limit is reached; returns :attr:`history`. Collector and loggers are closed at the end."""
@@ -113,20 +144,37 @@ class LLMTrainer:
         return self.history
 
     def collect(self, batches: Iterator[object]) -> TensorDictBase | None:
-        """The next on-policy batch, rows ``[B]``; None, and a :attr:`stop_reason`, when the collector has no more."""
+        """What is played for one iteration, rows ``[B]``; None, and a :attr:`stop_reason`, when the collector has no more.
+
+        One batch of the collector; with ``config.dynamic_sampling``, as many as it takes (and the setting allows) until
+        one batch's number of conversations is in groups that teach something.
+        """
+        played: list[TensorDictBase] = []
         with self._timer("rollout"):
-            if next(batches, _END) is _END:
-                self.stop_reason = "the collector reached its own limit"
-                return None
-            batch = self.replay_buffer[:].contiguous().to(self.accelerator.device)
-            self.replay_buffer.empty(empty_write_count=False)
-        return batch
+            while self._wants_more(played):
+                if next(batches, _END) is _END:
+                    self.stop_reason = "the collector reached its own limit"
+                    break
+                played.append(self.replay_buffer[:].contiguous().to(self.accelerator.device))
+                self.replay_buffer.empty(empty_write_count=False)
+        return cat_rows(played) if played else None
+
+    def _wants_more(self, played: list[TensorDictBase]) -> bool:
+        if not played:
+            return True
+        found = sum(int(informative(batch).sum()) for batch in played)
+        return len(played) < self.config.dynamic_sampling and found < played[0].shape[0]
 
     def iterate(self, batch: TensorDictBase) -> dict[str, float]:
-        """What is done with a batch: score, credit, update, and evaluate when it is time."""
+        """What is done with what was played: score, credit, update, and evaluate when it is time."""
         self.steps += int(batch[keys.TURN_MASK].sum())
         self.episodes += batch.shape[0]
-        metrics = rollout_metrics(batch) | self.learn(batch)
+        chosen = self.choose(batch)
+        metrics = rollout_metrics(batch) | {"data/chosen_share": chosen.shape[0] / batch.shape[0]}
+        if chosen.shape[0]:
+            metrics |= self.learn(chosen)
+        else:
+            logger.warning("iteration %d: no group's returns differ; nothing to learn from", self.iteration)
         self.iteration += 1
         self._check_limits()
         interval = self.config.evaluation_interval
@@ -134,13 +182,30 @@ class LLMTrainer:
             metrics |= self._evaluate(self.evaluator)
         return metrics | self._progress_metrics(batch)
 
+    def choose(self, batch: TensorDictBase) -> TensorDictBase:
+        """Of what was played, the rows to learn from: with ``config.dynamic_sampling`` those of groups with a spread."""
+        if not self.config.dynamic_sampling:
+            return batch
+        rows = informative(batch).nonzero().flatten()
+        size = getattr(self.collector, "batch_size", batch.shape[0])
+        return batch[rows[:size]]
+
     def learn(self, batch: TensorDictBase) -> dict[str, float]:
         """Score, credit and update on rows ``[B]``; the policy is told that its weights are new."""
+        config, limit = self.config, self.policy.sampling.max_output_tokens
         with self._timer("score"), self.accelerator.autocast():
             self.score(batch)
+            if config.overlong_penalty:
+                buffer = config.overlong_buffer or limit
+                penalise_overlong(batch, config.overlong_penalty, max_response_length=limit, buffer=buffer)
             self.loss.value_estimator(batch)
+        if config.overlong_filter:
+            batch = batch[~overlong(batch, limit)]
         valued = keys.TURN_VALUE in batch.keys(include_nested=True)
         metrics = credit_metrics(batch) if valued else {}
+        if not batch.shape[0]:
+            logger.warning("iteration %d: every conversation is overlong; nothing to learn from", self.iteration)
+            return metrics
         with self._timer("update"):
             metrics |= self.update(batch)
         self.policy.weights_changed()
@@ -150,7 +215,7 @@ class LLMTrainer:
     def score(self, batch: TensorDictBase) -> None:
         """Write what the loss needs from frozen weights: old and reference log-probs, values."""
         limit, loss = self.config.max_tokens, self.loss
-        if not self.exact:
+        if self.scores_old:
             apply_in_micro_batches(loss.actor_network, batch, limit)
             batch.rename_key_(keys.LOG_PROB, keys.OLD_LOG_PROB)
         if self.reference is not None:
@@ -182,10 +247,14 @@ class LLMTrainer:
         for part in parts:
             with self.accelerator.autocast():
                 out = self.loss(part)
-            self.accelerator.backward(total(out))
+            self.accelerator.backward(out["loss_critic"] if self._critic_only else total(out))
             outputs.append(out)
         merged = merge(outputs)
         return {name: merged[key] for key, name in LOSS_METRICS.items() if key in merged}
+
+    @property
+    def _critic_only(self) -> bool:
+        return self.iteration < self.config.critic_warmup
 
     def _optimizer_step(self) -> dict[str, Tensor]:
         norms = {}
@@ -199,7 +268,7 @@ class LLMTrainer:
         return norms
 
     def _log_prob_gap(self, batch: TensorDictBase, first_step: dict[str, Tensor]) -> float:
-        if self.exact:
+        if not self.scores_old:
             return first_step["policy/log_ratio"].item()
         actions = batch[keys.TURN_IDS] >= 0
         return (batch[keys.OLD_LOG_PROB] - batch[keys.SAMPLE_LOG_PROB])[actions].abs().mean().item()
@@ -240,7 +309,7 @@ class LLMTrainer:
 
     def _progress_metrics(self, batch: TensorDictBase) -> dict[str, float]:
         seconds = self._timer.read()
-        learning = seconds["score"] + seconds["update"]
+        learning = seconds.get("score", 0.0) + seconds.get("update", 0.0)
         groups = zip(("actor", "critic"), self.optimizer.param_groups, strict=False)
         return {
             "rollout/episodes": float(self.episodes),
@@ -249,7 +318,7 @@ class LLMTrainer:
             **{f"optim/lr_{name}": group["lr"] for name, group in groups},
             **{f"time/{phase}_s": value for phase, value in seconds.items()},
             "time/rollout_tokens_per_s": (batch[keys.TURN_IDS] >= 0).sum().item() / seconds["rollout"],
-            "time/update_tokens_per_s": batch[keys.ATTENTION_MASK].sum().item() / learning,
+            **({"time/update_tokens_per_s": batch[keys.ATTENTION_MASK].sum().item() / learning} if learning else {}),
         }
 
     def _log(self, metrics: dict[str, float]) -> None:

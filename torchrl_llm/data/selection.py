@@ -1,0 +1,86 @@
+"""Which conversations to learn from, and what length costs: functions of rows ``[B]`` (:mod:`torchrl_llm.keys`).
+
+Selecting means dropping rows: loss weights are computed after it, so that they count what is left.
+"""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_llm import keys
+from torchrl_llm.objectives import functional as F
+
+
+def informative(rows: TensorDictBase) -> Tensor:
+    """Whether the returns of a conversation's group differ: without, the group teaches a group-relative policy nothing.
+
+    The filter of dynamic sampling (DAPO, Yu et al., 2025, arXiv:2503.14476, sec. 3.2). Returns are undiscounted.
+
+    Args:
+        rows: ``[B]`` with ``("turn", reward / mask)`` and ``"group_id"``; groups are whole.
+
+    Returns:
+        ``[B]`` bool, the same for all members of a group.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> turn = dict(reward=torch.tensor([[0.0], [1.0], [1.0], [1.0]]), mask=torch.ones(4, 1) > 0)
+        >>> informative(TensorDict(turn=turn, group_id=torch.tensor([0, 0, 1, 1]), batch_size=[4])).tolist()
+        [True, True, False, False]
+    """
+    score = F.episode_return(rows[keys.TURN_REWARD], rows[keys.TURN_MASK])
+    return F.group_has_spread(score, rows[keys.GROUP_ID])
+
+
+def overlong(rows: TensorDictBase, max_response_length: int) -> Tensor:
+    """Whether a limit of length cut a conversation: it was truncated, or one of its responses was.
+
+    A response of ``max_response_length`` tokens counts as cut. DAPO's overlong filtering (arXiv:2503.14476, sec. 3.4)
+    leaves such conversations out of the loss.
+
+    Args:
+        rows: ``[B]`` with ``"turn_ids"`` and ``("turn", mask / terminated / truncated)``.
+        max_response_length: where responses are cut, in tokens.
+
+    Returns:
+        ``[B]`` bool.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> flag = torch.tensor([[True]])
+        >>> turn = dict(mask=flag, terminated=flag, truncated=~flag)
+        >>> overlong(TensorDict(turn=turn, turn_ids=torch.tensor([[-1, 0, 0]]), batch_size=[1]), 2).tolist()
+        [True]
+    """
+    mask = rows[keys.TURN_MASK]
+    cut = (mask & rows[keys.TURN_TRUNCATED] & ~rows[keys.TURN_TERMINATED]).any(1)
+    return cut | (F.turn_lengths(rows[keys.TURN_IDS], mask.shape[1]) >= max_response_length).any(1)
+
+
+def penalise_overlong(rows: TensorDictBase, coeff: float, *, max_response_length: int, buffer: int) -> TensorDictBase:
+    """Take ``coeff`` times the soft overlong punishment of each response from the reward of its turn.
+
+    See :func:`~torchrl_llm.objectives.functional.overlong_penalty`. To be done before credit is assigned.
+
+    Args:
+        rows: ``[B]`` with ``"turn_ids"`` and ``("turn", reward / mask)``; the reward is replaced.
+        coeff: the punishment of a response that reaches the limit, in units of reward.
+        max_response_length: where responses are cut, in tokens.
+        buffer: over how many tokens before it the punishment grows.
+
+    Returns:
+        ``rows``.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> turn = dict(reward=torch.tensor([[1.0]]), mask=torch.tensor([[True]]))
+        >>> rows = TensorDict(turn=turn, turn_ids=torch.tensor([[-1, 0, 0, 0]]), batch_size=[1])
+        >>> penalise_overlong(rows, 0.5, max_response_length=4, buffer=2)["turn", "reward"].tolist()
+        [[0.75]]
+    """
+    length = F.turn_lengths(rows[keys.TURN_IDS], rows[keys.TURN_MASK].shape[1])
+    penalty = coeff * F.overlong_penalty(length, max_response_length, buffer)
+    reward = rows[keys.TURN_REWARD]
+    return rows.set(keys.TURN_REWARD, reward + torch.where(rows[keys.TURN_MASK], penalty, 0.0).to(reward.dtype))
