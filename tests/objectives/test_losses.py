@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from conversations import DOUBLE, LAYOUT, law, layouts, make_actor, make_critic, make_rows, table_actor, table_critic
 from hypothesis import strategies as st
 from tensordict import TensorDict
@@ -345,14 +347,15 @@ ALGORITHMS = {
 }
 
 
-def batch_for(loss: TurnPolicyLoss) -> TensorDict:
-    """Six conversations with the old log-probs near the model's, and the estimator's figures."""
+def batch_for(loss: TurnPolicyLoss, part: slice = slice(None)) -> TensorDict:
+    """Six conversations (or part of them) with old log-probs near the model's, and the estimator's figures."""
     rows = make_rows(LAYOUT, group_size=3)
     with torch.no_grad():
         log_prob = loss.actor_network(rows.select(*loss.actor_network.in_keys))["log_prob"]
-    for key in ("sample_log_prob", "old_log_prob", "ref_log_prob"):
-        rows[key] = log_prob + 0.3 * rows["theta_value"].nan_to_num()
+    for key, scale in (("sample_log_prob", 0.5), ("old_log_prob", 0.3), ("ref_log_prob", 0.2)):
+        rows[key] = log_prob + scale * rows["theta_value"].nan_to_num()
     del rows["state_value"], rows["bootstrap_value"]
+    rows = rows[part]
     loss.value_estimator(rows)
     if "state_value" in rows:  # a critic that has moved since, on both sides of its clip
         rows["state_value"] = rows["state_value"] + 0.3 * rows["theta"].nan_to_num()
@@ -374,6 +377,21 @@ def gradient(loss: TurnPolicyLoss, micro_batches) -> tuple[torch.Tensor, TensorD
         outputs.append(loss(micro))
         total(outputs[-1]).backward()
     return torch.cat([p.grad.flatten() for p in loss.parameters() if p.grad is not None]), merge(outputs)
+
+
+def _rank(rank: int, store: str, out: str) -> None:
+    """Credit, weights and gradient of every algorithm for the rows of one rank."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    results = {}
+    for name, make in ALGORITHMS.items():
+        loss = make()
+        if hasattr(loss.value_estimator, "process_group"):
+            loss.value_estimator.process_group = dist.group.WORLD
+        rows = batch_for(loss, slice(0, 3) if rank == 0 else slice(3, 6))
+        write_loss_weights(rows, loss, dist.group.WORLD)
+        results[name] = gradient(loss, rows.split(2))[0]
+    torch.save(results, f"{out}.{rank}")
+    dist.destroy_process_group()
 
 
 class TestSplitting:
@@ -398,6 +416,17 @@ class TestSplitting:
             assert (split - whole).abs().max() / whole.abs().max() < 1e-10, cut
             for key in set(figures.keys()) - {"ESS", "explained_variance"}:
                 close(merged[key], figures[key], atol=1e-6)  # weights are float32
+
+    def test_ranks(self, tmp_path):
+        """Half of the rows on each of two processes, groups whole: credit and weights are those of all rows."""
+        args = (str(tmp_path / "store"), str(tmp_path / "out"))
+        mp.start_processes(_rank, args, nprocs=2, start_method="fork")
+        parts = [torch.load(tmp_path / f"out.{rank}") for rank in range(2)]
+        for name, make in ALGORITHMS.items():
+            loss = make()
+            whole, _ = gradient(loss, [batch_for(loss)])
+            summed = parts[0][name] + parts[1][name]
+            assert (summed - whole).abs().max() / whole.abs().max() < 1e-10, name
 
     def test_it_would_depend_on_it_without_the_weights(self):
         loss = ALGORITHMS["grpo"]()
