@@ -62,7 +62,7 @@ def clipped_objective(
 
     ``min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)``; unequal bounds as in DAPO (Yu et al., 2025,
     arXiv:2503.14476, eq. 10). With ``dual_clip`` at least ``dual_clip * A`` where ``A < 0`` (Ye et al., 2020,
-    arXiv:1912.09729, eq. 5): a far too likely bad token is not pushed down without bound.
+    arXiv:1912.09729): a far too likely bad token is not pushed down without bound.
 
     Args:
         log_ratio: any shape, new minus old log-prob.
@@ -93,7 +93,7 @@ def clipped_objective(
 
 
 def cispo_objective(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """CISPO's objective, to be maximised: the weight is clipped, not the gradient (MiniMax, 2025, arXiv:2506.13585, eq. 4).
+    """CISPO's objective, to be maximised: the weight is clipped, not the gradient (MiniMax, 2025, arXiv:2506.13585, eqs. 4, 5).
 
     ``stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log_ratio``: every token keeps its gradient.
 
@@ -135,7 +135,7 @@ def sampler_weights(
 
     - ``"truncate"``: ``min(w, high)`` (truncated importance sampling, Ionides, 2008; Yao et al., 2025);
     - ``"mask"``: ``w`` within ``[low, high]``, else 0 (masked importance sampling; per token IcePop, Ling Team, 2025,
-      arXiv:2510.18855, eq. 5);
+      arXiv:2510.18855);
     - ``"reject"``: 1 within ``[low, high]``, else 0 (rejection without reweighing).
 
     Args:
