@@ -109,7 +109,7 @@ ROOMS = {
     "collectors": (),
     "trainers": (),
     "record": ("report",),
-    "testing": ("environments", "policies", "tiny", "tokenizers"),
+    "testing": ("enumerable", "environments", "policies", "tiny", "tokenizers"),
 }
 """Each package of the library, and its modules that are documented by themselves."""
 
