@@ -10,10 +10,10 @@ CONFIG_LLMREINFORCE := tiny_reinforce_llm
 CONFIG_GRPO         := tiny_grpo_multiturn
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format typecheck docs dist clean
+.PHONY: help demo test test-resume lint format typecheck docs dist clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -32,10 +32,13 @@ $(VENV)/.docs: pyproject.toml
 
 demo: $(VENV)/.demo ## train the shipped small model on GuessTheNumber (ALGO=LLMPPO|LLMREINFORCE|GRPO, OUT=runs/demo)
 	$(if $(CONFIG_$(ALGO)),,$(error ALGO=$(ALGO): expected LLMPPO, LLMREINFORCE or GRPO))
-	$(RUN) $(BIN)/python examples/multiturn.py --config examples/configs/$(CONFIG_$(ALGO)).yaml --output-dir $(OUT)
+	$(RUN) $(BIN)/python examples/multiturn.py --config examples/configs/$(CONFIG_$(ALGO)).yaml --output-dir $(OUT) --overwrite
 
 test: $(VENV)/.test ## run the test suite, doctests included
 	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-resume: $(VENV)/.test ## kill a run 21 times, in every phase; it must end in the same bytes (about 10 minutes)
+	KILLS=7 $(RUN) $(BIN)/python -m pytest -n 2 tests/trainers/test_checkpoint.py -k Killed -q
 
 lint: $(VENV)/.test ## ruff: format and lint
 	$(BIN)/ruff format --check .

@@ -2,11 +2,14 @@
 
     python examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml
     python examples/multiturn.py --algo GRPO --config examples/configs/grpo_multiturn.yaml --wandb
+    python examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml --resume
 
-``--help`` documents every setting. The report goes to ``--output-dir``: ``result.json``, ``learning_curve.png``,
-``conversations_before.md``, ``conversations_after.md``, the metrics as CSV, and the weights.
+``--help`` documents every setting; ``--resume`` goes on where a run was stopped. The report goes to ``--output-dir``:
+``result.json``, ``learning_curve.png``, ``conversations_before.md``, ``conversations_after.md``, the metrics as CSV, and
+checkpoints whose weights PEFT and transformers load.
 """
 
+import json
 import logging
 import resource
 import time
@@ -21,8 +24,7 @@ def main(config: RunConfig) -> dict:
     """Train as ``config`` says; returns what ``result.json`` holds."""
     started, cpu = time.perf_counter(), time.process_time()
     run = build_run(config)
-    before = run.final_evaluation()
-    write_conversations(run, before, "before")
+    before = evaluate_before(run)
     print(f"before training, {before.episodes} episodes: win rate {before.success:.3f}", flush=True)
     run.trainer.train()
     after = run.final_evaluation()
@@ -52,6 +54,19 @@ def main(config: RunConfig) -> dict:
     print(f"\n{title}: {run.trainer.stop_reason}\n\n{comparison_table({'before': before, 'after': after})}\n")
     print(f"report: {config.output_dir}/ (result.json, learning_curve.png, conversations_*.md)")
     return result
+
+
+def evaluate_before(run: Run) -> Evaluation:
+    """Play the untrained model; a resumed run reads what it found before it was stopped."""
+    path = run.config.output_dir / "evaluation_before.json"
+    if run.config.resume and path.exists():
+        return Evaluation(**json.loads(path.read_text()))
+    if run.trainer.iteration:
+        raise FileNotFoundError(f"{path} is missing, and the model is trained already: nothing to compare with.")
+    before = run.final_evaluation()
+    write_conversations(run, before, "before")
+    write_json(before.figures(), path)
+    return before
 
 
 def write_conversations(run: Run, evaluation: Evaluation, when: str) -> None:

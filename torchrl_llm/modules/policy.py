@@ -152,6 +152,9 @@ class TurnPolicy(TensorDictModuleBase):
         """Tell the policy that its weights are new: later tokens carry the next ``policy_version``."""
         self.policy_version += 1
 
+    def drop_cache(self) -> None:
+        """Forget the contexts computed so far; the next turn encodes its own anew. The base class holds none."""
+
     def close(self) -> None:
         """Free the engine. The base class holds nothing."""
 

@@ -129,8 +129,7 @@ def rollout_metrics(rows: TensorDictBase) -> dict[str, float]:
         .item(),
         "rollout/turns": mask.sum(-1).float().mean().item(),
         "rollout/response_length": (actions.sum() / turns).item(),
-        "data/chosen_share": "share of the conversations played that the update learns from (dynamic sampling)",
-    "data/tokens": float(valid),
+        "data/tokens": float(valid),
         "data/action_share": (actions.sum() / valid).item(),
     }
 

@@ -82,7 +82,7 @@ def plot_learning_curve(history: Sequence[Mapping[str, float]], path: Path, *, t
 
 
 def write_json(result: Mapping[str, Any], path: Path) -> None:
-    """Write ``result`` as strict JSON: nan and infinities become null."""
+    """Write ``result`` as strict JSON, whole or not at all: nan and infinities become null."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -91,4 +91,6 @@ def write_json(result: Mapping[str, Any], path: Path) -> None:
             return [clean(entry) for entry in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    path.write_text(json.dumps(clean(result), indent=2, allow_nan=False, default=str) + "\n")
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(json.dumps(clean(result), indent=2, allow_nan=False, default=str) + "\n")
+    new.replace(path)

@@ -2,7 +2,7 @@
 
 from torchrl_llm.trainers.build import Run, build_run
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar
-from torchrl_llm.trainers.checkpoint import save_weights
+from torchrl_llm.trainers.checkpoint import CheckpointStore, verify
 from torchrl_llm.trainers.cli import parse_run_config
 from torchrl_llm.trainers.config import ConfigError, RunConfig, TrainerConfig
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
@@ -10,6 +10,7 @@ from torchrl_llm.trainers.trainer import LLMTrainer
 
 __all__ = [
     "Callback",
+    "CheckpointStore",
     "ConfigError",
     "Evaluation",
     "LLMTrainer",
@@ -20,5 +21,5 @@ __all__ = [
     "build_run",
     "evaluate",
     "parse_run_config",
-    "save_weights",
+    "verify",
 ]

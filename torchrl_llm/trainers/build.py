@@ -6,6 +6,9 @@ The only place that knows every part. What it returns is plain TorchRL pieces: r
 
 from __future__ import annotations
 
+import logging
+import shutil
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +19,7 @@ import torch
 from accelerate import Accelerator
 from peft import LoraConfig
 from torchrl.data import LazyStackStorage, ReplayBuffer
-from torchrl.record.loggers import Logger, get_logger
+from torchrl.record.loggers import Logger, TensorboardLogger, get_logger
 from transformers import AutoTokenizer
 
 from torchrl_llm.collectors import TurnCollector
@@ -27,10 +30,12 @@ from torchrl_llm.modules import ActorCritic, HFPolicy, load_actor_critic
 from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss
 from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar
-from torchrl_llm.trainers.checkpoint import save_weights
-from torchrl_llm.trainers.config import GRPO_ONLY, PPO_ONLY, REINFORCE_ONLY, ConfigError, RunConfig
+from torchrl_llm.trainers.checkpoint import CheckpointStore, config_changes, environment, rewind_csv
+from torchrl_llm.trainers.config import GRPO_ONLY, HOW_TO_RUN, PPO_ONLY, REINFORCE_ONLY, ConfigError, RunConfig
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.trainer import LLMTrainer
+
+logger = logging.getLogger(__name__)
 
 SHARED = (
     "gamma",
@@ -111,6 +116,8 @@ def build_run(config: RunConfig, *, env: Any = None, callbacks: Sequence[Callbac
         replay_buffer=replay_buffer,
     )
     loss = make_objective(config, models)
+    checkpoints = _checkpoint_store(config, models, tokenizer)
+    start = _where_to_start(config, checkpoints)
     trainer = LLMTrainer(
         collector=collector,
         replay_buffer=replay_buffer,
@@ -120,12 +127,68 @@ def build_run(config: RunConfig, *, env: Any = None, callbacks: Sequence[Callbac
         config=config,
         reference=models.reference,
         evaluator=_make_evaluator(config, policy, make_env),
-        save=partial(_save, config, models, tokenizer) if config.save_checkpoints else None,
+        checkpoints=checkpoints if config.save_checkpoints else None,
         loggers=make_loggers(config),
         callbacks=[*([ProgressBar()] if config.progress else []), *callbacks],
         accelerator=accelerator,
     )
+    if start is not None:
+        checkpoints.resume(trainer, start)
+        policy.drop_cache()
+        if config.accept_changes:
+            trainer.reconsider()
+        for target in trainer.loggers:
+            _forget_after(target, trainer.steps)
     return Run(config=config, tokenizer=tokenizer, models=models, policy=policy, trainer=trainer, make_env=make_env)
+
+
+def _checkpoint_store(config: RunConfig, models: ActorCritic, tokenizer: Any) -> CheckpointStore:
+    return CheckpointStore(
+        config.output_dir / "checkpoints",
+        models=models,
+        tokenizer=tokenizer,
+        config=config.as_json(),
+        keep_last=config.keep_checkpoints,
+    )
+
+
+def _where_to_start(config: RunConfig, checkpoints: CheckpointStore) -> Path | None:
+    """The checkpoint to go on from, if any; the folder of the run is made ready for it."""
+    where = config.output_dir
+    if not config.resume:
+        if checkpoints.latest() is not None and not config.overwrite:
+            raise ConfigError(
+                f"{where} holds a run already (checkpoint {checkpoints.latest()}): resume=true goes on with it, "
+                "overwrite=true deletes it, or choose another output_dir."
+            )
+        for old in (checkpoints.directory, where / "csv", where / "tensorboard"):
+            shutil.rmtree(old, ignore_errors=True)
+        return None
+    checkpoints.clean()
+    start = config.resume_from or checkpoints.latest()
+    steps = 0
+    if start is not None:
+        manifest = checkpoints.verify(start)
+        _check_same(config, manifest["metadata"], start)
+        steps = manifest["metadata"]["steps"]
+    rewind_csv(where / "csv", steps)
+    return start
+
+
+def _check_same(config: RunConfig, saved: dict[str, Any], start: Path) -> None:
+    changes = config_changes(saved["config"], config.as_json(), ignore=[*HOW_TO_RUN, *config.accept_changes])
+    if changes:
+        listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in changes.items())
+        raise ConfigError(
+            f"The settings are not those of {start}: {listed}. Use the old ones, or name those that are meant to differ "
+            f"in accept_changes: {list(changes)}."
+        )
+    present = environment()
+    different = [name for name in present if saved["environment"].get(name) != present[name]]
+    if different:
+        logger.warning(
+            "resuming %s under another %s: the run goes on, but not in the same bytes", start, " and ".join(different)
+        )
 
 
 def make_accelerator(config: RunConfig) -> Accelerator:
@@ -212,11 +275,29 @@ def make_loggers(config: RunConfig) -> list[Logger]:
     if config.tensorboard:
         loggers.append(get_logger("tensorboard", str(where), "tensorboard"))
     if config.wandb:
-        kwargs = {"project": config.wandb_project}
+        kwargs = {"project": config.wandb_project, "id": _wandb_id(where), "resume": "allow"}
         loggers.append(get_logger("wandb", str(where), where.name, wandb_kwargs=kwargs))
     for target in loggers:
         target.log_hparams({name: str(value) for name, value in vars(config).items()})
     return loggers
+
+
+def _forget_after(target: Logger, steps: int) -> None:
+    """Tell TensorBoard that what it has beyond ``steps`` is written anew."""
+    if isinstance(target, TensorboardLogger):
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        start = SessionLog(status=SessionLog.START)
+        target.experiment.file_writer.add_event(Event(step=steps + 1, session_log=start))
+
+
+def _wandb_id(where: Path) -> str:
+    """The run's id at Weights & Biases, drawn once and kept in its folder, so that a resumed run writes to the same one."""
+    path = where / "wandb_id"
+    if not path.exists():
+        where.mkdir(parents=True, exist_ok=True)
+        path.write_text(uuid.uuid4().hex[:8])
+    return path.read_text()
 
 
 def _make_env(config: RunConfig, tokenizer: Any, env: Any, *, stream: Stream, group_size: int = 1) -> GEMEnv:
@@ -246,7 +327,3 @@ def _make_evaluator(config: RunConfig, policy: HFPolicy, make_env: Callable[...,
         return metrics
 
     return evaluator
-
-
-def _save(config: RunConfig, models: ActorCritic, tokenizer: Any, name: str) -> Path:
-    return save_weights(models, tokenizer, config.output_dir / "checkpoints" / name)

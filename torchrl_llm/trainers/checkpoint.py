@@ -1,39 +1,282 @@
-"""Weights on disk, in PEFT's and transformers' own formats, replaced as a whole or not at all."""
+"""Checkpoints of a run: weights that PEFT and transformers load, and all else that an exact resume needs.
+
+A checkpoint is a folder, a :class:`torchrl.checkpoint.Checkpoint` that TorchRL writes beside its place and then renames, so
+that it is there whole or not at all::
+
+    checkpoint-000000000040/
+        actor/  critic/  reference/    weights, in the formats of PEFT or transformers (safetensors)
+        tokenizer/
+        components/                    optimizer, trainer, collector, global random generators: tensors and JSON
+        manifest.json                  versions, settings, git revision, metrics
+
+Nothing in it is a pickle. The last files written are the SHA-256 sums of all others; they are checked before anything is read.
+"""
 
 from __future__ import annotations
 
-import os
+import hashlib
+import json
+import logging
 import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchrl.checkpoint import Checkpoint, CheckpointAdapter, CheckpointError, CheckpointRotation, GlobalRNGState
 
 from torchrl_llm.modules import ActorCritic
 
+if TYPE_CHECKING:
+    from torchrl_llm.trainers.trainer import LLMTrainer
 
-def save_weights(models: ActorCritic, tokenizer: Any, path: Path) -> Path:
-    """Write the weights of ``models`` and the tokenizer to the folder ``path``.
+logger = logging.getLogger(__name__)
 
-    They are written beside it first and then take its place, so a crash leaves either the old folder or the new one
-    whole (for the instant between two renames, the old one is at ``<path>.old``).
+SUCCESS = "evaluation_success"
+"""The metric, in a checkpoint's manifest, that the best one is chosen by."""
+
+NOT_EVALUATED = -1.0
+_SUMS = "sums.json"
+
+
+class Weights(CheckpointAdapter):
+    """Saves an :class:`~torchrl_llm.modules.ActorCritic` in the folder of the checkpoint itself, not below ``components``."""
+
+    adapter_id = "torchrl_llm.weights"
+
+    def __init__(self, tokenizer: Any = None) -> None:
+        self.tokenizer = tokenizer
+
+    def save(self, component: ActorCritic, path: Path, *, args: Any, kwargs: Any) -> None:
+        """Write ``actor``, ``critic``, ``reference`` and ``tokenizer`` beside ``components``."""
+        path.mkdir(parents=True)
+        component.save_pretrained(path.parents[1])
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(path.parents[1] / "tokenizer")
+
+    def load(self, component: ActorCritic, path: Path, **_: Any) -> None:
+        """Read them into ``component``."""
+        component.load_pretrained(path.parents[1])
+
+
+class Sums(CheckpointAdapter):
+    """Saves the SHA-256 of every file that is there by then: of all components whose names sort before its own."""
+
+    adapter_id = "torchrl_llm.sums"
+
+    def save(self, component: Any, path: Path, *, args: Any, kwargs: Any) -> None:
+        """Write ``sums.json``."""
+        root = path.parents[1]
+        sums = {file.relative_to(root).as_posix(): _sha256(file) for file in sorted(root.rglob("*")) if file.is_file()}
+        path.mkdir(parents=True)
+        (path / _SUMS).write_text(json.dumps(sums, indent=1))
+
+    def load(self, component: Any, path: Path, **_: Any) -> None:
+        """Nothing: :func:`verify` reads the sums before anything is loaded."""
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify(path: str | Path) -> dict[str, Any]:
+    """Check every file of a checkpoint against its sum.
 
     Args:
-        models: actor, and critic if there is one.
-        tokenizer: saved to ``<path>/tokenizer``.
-        path: the folder; what it held is replaced.
+        path: the checkpoint's folder.
 
     Returns:
-        ``path``.
+        Its manifest.
+
+    Raises:
+        CheckpointError: a file is missing, cut short or changed; the message names it.
     """
-    new, old = path.with_name(path.name + ".new"), path.with_name(path.name + ".old")
-    if old.exists() and not path.exists():  # a crash fell between the two renames
-        os.replace(old, path)
-    for leftover in (new, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    new.mkdir(parents=True)
-    models.save_pretrained(new)
-    tokenizer.save_pretrained(new / "tokenizer")
-    if path.exists():
-        os.replace(path, old)
-    os.replace(new, path)
-    shutil.rmtree(old, ignore_errors=True)
-    return path
+    path = Path(path)
+    try:
+        manifest = Checkpoint.manifest(path)
+        sums_file = path / manifest["components"]["zz_sums"]["path"] / _SUMS
+        sums = json.loads(sums_file.read_text())
+    except (CheckpointError, OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path} is no whole checkpoint: {error}") from error
+    for name, expected in sums.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing: the checkpoint is damaged.")
+        if _sha256(file) != expected:
+            raise CheckpointError(f"{file} is not what was saved (its SHA-256 differs): the checkpoint is damaged.")
+    return manifest
+
+
+class CheckpointStore:
+    """The checkpoints of one run: saved in turn, the newest and the best kept, read back exactly.
+
+    Args:
+        directory: where they are; made on the first save.
+        models: the weights.
+        tokenizer: saved with them; ``None``: none.
+        config: the run's settings as JSON-compatible values, written to the manifest and compared on resume.
+        keep_last: how many of the newest are kept, >= 1. Two, so that there is one to go back to.
+
+    Examples:
+        >>> store = CheckpointStore("runs/none/checkpoints", models=None)
+        >>> store.latest() is None
+        True
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        models: ActorCritic,
+        tokenizer: Any = None,
+        config: Mapping[str, Any] | None = None,
+        keep_last: int = 2,
+    ) -> None:
+        self.models, self.tokenizer, self.config = models, tokenizer, dict(config or {})
+        self.rotation = CheckpointRotation(directory, keep_last=keep_last, keep_best=(SUCCESS, "max"))
+        self.directory = self.rotation.directory
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint that has a manifest; ``None`` if there is none."""
+        return self.rotation.latest()
+
+    def best(self) -> Path | None:
+        """The one with the highest success rate in the evaluation of its iteration."""
+        return self.rotation.best()
+
+    def save(self, trainer: LLMTrainer, metrics: Mapping[str, float]) -> Path:
+        """Save the run at the end of an iteration, and delete what is neither among the newest nor the best.
+
+        Args:
+            trainer: between two iterations, where no episode is in flight.
+            metrics: those of the iteration.
+
+        Returns:
+            The new checkpoint's folder. ``last`` and ``best`` beside it are links.
+        """
+        metadata = {
+            SUCCESS: float(metrics.get("evaluation/success", NOT_EVALUATED)),
+            "iteration": trainer.iteration,
+            "steps": trainer.steps,
+            "config": self.config,
+            "environment": environment(),
+        }
+        path = self.rotation.save(self._components(trainer), step=trainer.iteration, metadata=metadata)
+        self._link("last", path)
+        best = self.best()
+        if best is not None and Checkpoint.manifest(best)["metadata"][SUCCESS] != NOT_EVALUATED:
+            self._link("best", best)
+        return path
+
+    def resume(self, trainer: LLMTrainer, path: str | Path) -> dict[str, Any]:
+        """Put ``trainer`` where it was when ``path`` was saved.
+
+        Returns:
+            The manifest.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged; the message names the file, and a whole one if there is one.
+        """
+        manifest = self.verify(path)
+        self._components(trainer).load(path)
+        return manifest
+
+    def verify(self, path: str | Path) -> dict[str, Any]:
+        """:func:`verify`; the error offers the newest other checkpoint that is whole."""
+        try:
+            return verify(path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{error} {self._offer(Path(path))}") from error
+
+    def clean(self) -> None:
+        """Remove what a crash in the middle of a save or of a deletion has left."""
+        for pattern in (".*.stage-*", ".*.delete-*", ".*.link"):
+            for leftover in self.directory.glob(pattern):
+                shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+
+    def _components(self, trainer: LLMTrainer) -> Checkpoint:
+        checkpoint = Checkpoint(
+            collector=trainer.collector,
+            optimizer=trainer.optimizer,
+            rng=GlobalRNGState(),
+            trainer=trainer,
+        )
+        if (scaler := trainer.accelerator.scaler) is not None:
+            checkpoint.register("scaler", scaler)
+        checkpoint.register("models", self.models, adapter=Weights(self.tokenizer))
+        return checkpoint.register("zz_sums", None, adapter=Sums())
+
+    def _link(self, name: str, target: Path) -> None:
+        link = self.directory / f".{name}.link"
+        link.unlink(missing_ok=True)
+        link.symlink_to(target.name, target_is_directory=True)
+        link.replace(self.directory / name)
+
+    def _offer(self, damaged: Path) -> str:
+        for path in reversed(self.rotation.checkpoints()):
+            if path != damaged.resolve():
+                try:
+                    verify(path)
+                except CheckpointError:
+                    continue
+                return f"{path} is whole: resume from it with resume_from={str(path)!r}."
+        return "There is no other whole checkpoint."
+
+
+def environment() -> dict[str, Any]:
+    """Versions, threads and git revision: what must be the same for a run to go on in the same bytes."""
+    packages = ("torch", "torchrl", "tensordict", "transformers", "peft", "accelerate", "torchrl_llm")
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {"versions": versions, "threads": torch.get_num_threads(), "git_revision": _git_revision()}
+
+
+def _git_revision() -> str | None:
+    """The commit of this library, where it runs from its own repository (and not from one that it is installed in)."""
+    here = Path(__file__)
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", here.name)
+        return git("rev-parse", "HEAD")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def config_changes(
+    saved: Mapping[str, Any], present: Mapping[str, Any], *, ignore: Sequence[str] = ()
+) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ: name -> (saved, present). A setting that only one of them has counts as ``None``.
+
+    Examples:
+        >>> config_changes({"seed": 1, "output_dir": "a"}, {"seed": 2, "output_dir": "b"}, ignore=["output_dir"])
+        {'seed': (1, 2)}
+    """
+    names = [name for name in {**saved, **present} if name not in ignore]
+    return {name: (saved.get(name), present.get(name)) for name in names if saved.get(name) != present.get(name)}
+
+
+def rewind_csv(directory: str | Path, steps: int) -> None:
+    """Drop the rows that TorchRL's ``CSVLogger`` wrote after ``steps``: the resumed run writes them again.
+
+    Args:
+        directory: the logger's folder; its ``scalars/**/*.csv`` have lines ``step,value``.
+        steps: the last step to keep. A line that a crash has cut short is dropped too.
+    """
+    for path in sorted(Path(directory).glob("scalars/**/*.csv")):
+        lines = path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and int(line.partition(",")[0]) <= steps]
+        if kept != lines:
+            new = path.with_name(f".{path.name}.new")
+            new.write_text("".join(kept))
+            new.replace(path)

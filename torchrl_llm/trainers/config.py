@@ -16,6 +16,18 @@ from torchrl_llm.objectives.functional import check_choice
 Algorithm = Literal["LLMPPO", "LLMREINFORCE", "GRPO"]
 OldLogProbs = Literal["auto", "sampler", "scorer"]
 
+HOW_TO_RUN = (
+    "output_dir",
+    "progress",
+    "save_checkpoints",
+    "keep_checkpoints",
+    "resume",
+    "resume_from",
+    "accept_changes",
+    "overwrite",
+)
+"""Settings that change no number of a run: a resumed run may differ in them."""
+
 PPO_ONLY = ("lmbda", "critic_coeff", "clip_value", "lr_critic", "granularity", "value_reduction", "whiten")
 REINFORCE_ONLY = ("normalise_over",)
 GRPO_ONLY = ("credit", "baseline", "scale")
@@ -56,6 +68,7 @@ class TrainerConfig:
         max_seconds: cap on wall-clock time, checked between iterations; None sets none.
         stop_at_success: end the run when the sampled evaluation's success rate reaches this; None never does.
         evaluation_interval: iterations between evaluations; 0 evaluates only before and after the run.
+        checkpoint_interval: iterations between checkpoints; 0 saves only after the best evaluation and at the end.
         seed: of minibatch order (and, in :class:`RunConfig`, of everything else).
     """
 
@@ -77,6 +90,7 @@ class TrainerConfig:
     max_seconds: float | None = None
     stop_at_success: float | None = None
     evaluation_interval: int = 10
+    checkpoint_interval: int = 10
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -96,7 +110,8 @@ class TrainerConfig:
             value = getattr(self, name)
             _require(0 <= value <= 1, f"{name} is {value}; expected a share between 0 and 1.")
         _require(self.max_grad_norm > 0, f"max_grad_norm is {self.max_grad_norm}; expected > 0.")
-        _require(self.evaluation_interval >= 0, f"evaluation_interval is {self.evaluation_interval}; expected >= 0.")
+        for name in ("evaluation_interval", "checkpoint_interval"):
+            _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; expected at least 0.")
         _require(
             self.stop_at_success is None or 0 < self.stop_at_success <= 1,
             f"stop_at_success is {self.stop_at_success}; expected a rate in (0, 1], or null.",
@@ -180,7 +195,13 @@ class RunConfig(TrainerConfig):
         evaluation_greedy: evaluate greedy decoding too.
         final_episodes: conversations of the evaluations before and after the run, on tasks used for nothing else.
         output_dir: where metrics, checkpoints and the report go.
-        save_checkpoints: write the best and the last weights to output_dir.
+        save_checkpoints: write checkpoints to output_dir/checkpoints: the newest, and the best by evaluation.
+        keep_checkpoints: how many of the newest are kept.
+        resume: go on from the newest checkpoint in output_dir, in the same bytes as if the run had never stopped; from the
+            start if there is none.
+        resume_from: the checkpoint to go on from, instead of the newest.
+        accept_changes: names of settings that may differ from those of the checkpoint; any other change is an error.
+        overwrite: start anew in an output_dir that holds a run already; its metrics and checkpoints are deleted.
         tensorboard: log to TensorBoard too.
         wandb: log to Weights & Biases too.
         wandb_project: its project.
@@ -259,6 +280,11 @@ class RunConfig(TrainerConfig):
     final_episodes: int = 512
     output_dir: Path = Path("runs/multiturn")
     save_checkpoints: bool = True
+    keep_checkpoints: int = 2
+    resume: bool = False
+    resume_from: Path | None = None
+    accept_changes: list[str] = field(default_factory=list)
+    overwrite: bool = False
     tensorboard: bool = False
     wandb: bool = False
     wandb_project: str = "torchrl_llm"
@@ -272,7 +298,14 @@ class RunConfig(TrainerConfig):
             if isinstance(value := getattr(self, name), list):
                 setattr(self, name, tuple(value))
         _require(self.algo in ("LLMPPO", "LLMREINFORCE", "GRPO"), _unknown_algorithm(self.algo))
-        for name in ("num_envs", "batch_size", "group_size", "evaluation_episodes", "final_episodes"):
+        if self.resume_from is not None:
+            self.resume, self.resume_from = True, Path(self.resume_from)
+        _require(not (self.resume and self.overwrite), "resume goes on and overwrite starts anew: give one of them.")
+        unknown = sorted(set(self.accept_changes) - set(vars(self)))
+        _require(not unknown, f"accept_changes names {', '.join(unknown)}: no such settings.")
+        for name in (
+            "num_envs", "batch_size", "group_size", "evaluation_episodes", "final_episodes", "keep_checkpoints",
+        ):  # fmt: skip
             _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected at least 1.")
         _require(self.lora_r >= 0, f"lora_r is {self.lora_r}; expected a rank, or 0 to train all weights.")
         self._check_groups()
@@ -318,6 +351,11 @@ class RunConfig(TrainerConfig):
             self.algo == "LLMPPO" or self.critic_warmup == 0,
             f"{self.algo} has no critic: critic_warmup={self.critic_warmup}, expected 0.",
         )
+
+    def as_json(self) -> dict[str, Any]:
+        """The settings as JSON has them: paths as text, tuples as lists."""
+        plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
 
     def sampling(self) -> SamplingConfig:
         """The sampling settings of training."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from tensordict import TensorDictBase
 from torchrl.envs.utils import ExplorationType
@@ -25,7 +26,7 @@ class Evaluation:
         reward: mean return (undiscounted).
         turns: mean turns per episode.
         response_length: mean tokens per response.
-        rows: the conversations, ``[episodes]`` rows in ticket order.
+        rows: the conversations, ``[episodes]`` rows in ticket order; ``None`` in one that was read from a file.
     """
 
     episodes: int
@@ -34,7 +35,11 @@ class Evaluation:
     reward: float
     turns: float
     response_length: float
-    rows: TensorDictBase
+    rows: TensorDictBase | None = None
+
+    def figures(self) -> dict[str, Any]:
+        """All but the conversations: ``Evaluation(**figures)`` makes it again."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "rows"}
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """The figures under the names of :data:`torchrl_llm.record.METRICS`."""

@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -35,10 +36,12 @@ from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.objectives import TurnPolicyLoss, merge, total, write_loss_weights
 from torchrl_llm.record import LOSS_METRICS, METRICS, Timer, credit_metrics, rollout_metrics
 from torchrl_llm.trainers.callbacks import Callback
+from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.config import ConfigError, TrainerConfig
 
 logger = logging.getLogger(__name__)
 _END = object()
+_STATE = ("iteration", "steps", "episodes", "best_success", "history", "stop_reason", "elapsed")
 Evaluator = Callable[[], dict[str, float]]
 """Plays held-out episodes and returns metrics; ``evaluation/success`` decides what is best."""
 
@@ -55,7 +58,8 @@ class LLMTrainer:
         config: the loop's settings.
         reference: scores the reference log-probs; None where the loss needs none.
         evaluator: run every ``config.evaluation_interval`` iterations.
-        save: called as ``save("last")`` after each evaluation and at the end, and ``save("best")`` after the best.
+        checkpoints: where the run is saved: every ``config.checkpoint_interval`` iterations, after an evaluation that is the
+            best so far, and at the end.
         loggers: TorchRL loggers; each gets every metric.
         callbacks: watch the run.
         accelerator: device, mixed precision and backward; None makes a plain one.
@@ -64,6 +68,7 @@ class LLMTrainer:
         iteration, steps, episodes: iterations, turns and conversations so far.
         history: the metrics of every iteration.
         stop_reason: why the run ends; None while it runs.
+        elapsed: seconds of training up to the last checkpoint.
     """
 
     def __init__(
@@ -77,14 +82,15 @@ class LLMTrainer:
         config: TrainerConfig,
         reference: TokenScorer | None = None,
         evaluator: Evaluator | None = None,
-        save: Callable[[str], object] | None = None,
+        checkpoints: CheckpointStore | None = None,
         loggers: Sequence[Logger] = (),
         callbacks: Sequence[Callback] = (),
         accelerator: Accelerator | None = None,
     ) -> None:
         self.collector, self.replay_buffer, self.policy = collector, replay_buffer, policy
         self.loss, self.reference, self.config = loss, reference, config
-        self.evaluator, self.save, self.loggers, self.callbacks = evaluator, save, tuple(loggers), tuple(callbacks)
+        self.evaluator, self.checkpoints = evaluator, checkpoints
+        self.loggers, self.callbacks = tuple(loggers), tuple(callbacks)
         self.accelerator = accelerator or Accelerator()
         self.optimizer = self.accelerator.prepare(optimizer)
         self._learning_rates = [group["lr"] for group in optimizer.param_groups]
@@ -94,8 +100,10 @@ class LLMTrainer:
         self.best_success = -math.inf
         self.history: list[dict[str, float]] = []
         self.stop_reason: str | None = None
+        self.elapsed = 0.0
         self._timer = Timer()
         self._started = time.monotonic()
+        self._saved_iteration = -1
 
     def _check_options(self) -> None:
         config, loss = self.config, self.loss
@@ -125,7 +133,7 @@ class LLMTrainer:
 
     def train(self) -> list[dict[str, float]]:
         """Run until a limit is reached; returns :attr:`history`. Collector and loggers are closed at the end."""
-        self._started = time.monotonic()
+        self._started = time.monotonic() - self.elapsed
         try:
             for callback in self.callbacks:
                 callback.on_start(self)
@@ -133,15 +141,50 @@ class LLMTrainer:
             while self.stop_reason is None:
                 batch = self.collect(batches)
                 if batch is not None:
-                    self._log(self.iterate(batch))
+                    metrics = self.iterate(batch)
+                    self._log(metrics)
+                    self._save_if_due(metrics)
+            if self.checkpoints is not None and self._saved_iteration != self.iteration:
+                self._save({})
             logger.info("training ends: %s", self.stop_reason)
         finally:
             for callback in self.callbacks:
                 callback.on_end(self)
             self.close()
-        if self.save is not None:
-            self.save("last")
         return self.history
+
+    def _save_if_due(self, metrics: dict[str, float]) -> None:
+        interval = self.config.checkpoint_interval
+        best = "evaluation/success" in metrics and metrics["evaluation/success"] >= self.best_success
+        if self.stop_reason or best or (interval and self.iteration % interval == 0):
+            self._save(metrics)
+
+    def _save(self, metrics: dict[str, float]) -> None:
+        if self.checkpoints is not None:
+            self.elapsed = time.monotonic() - self._started
+            self.checkpoints.save(self, metrics)
+            self._saved_iteration = self.iteration
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run is, but for weights, optimizer and collector; to be taken between iterations."""
+        return {name: getattr(self, name) for name in _STATE} | {
+            "generator": self.generator.get_state(),
+            "policy_version": self.policy.policy_version,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken."""
+        for name in _STATE:
+            setattr(self, name, state_dict[name])
+        self.generator.set_state(state_dict["generator"])
+        self.policy.policy_version = state_dict["policy_version"]
+        self._saved_iteration = self.iteration
+
+    def reconsider(self) -> None:
+        """Forget why the run ended and look at the limits again: they may be others since it was resumed."""
+        self.stop_reason = None
+        self._started = time.monotonic() - self.elapsed
+        self._check_limits()
 
     def collect(self, batches: Iterator[object]) -> TensorDictBase | None:
         """What is played for one iteration, rows ``[B]``; None, and a :attr:`stop_reason`, when the collector has no more.
@@ -151,6 +194,8 @@ class LLMTrainer:
         """
         played: list[TensorDictBase] = []
         with self._timer("rollout"):
+            # A resumed run starts with no contexts cached; one that goes on must not have those of an evaluation.
+            self.policy.drop_cache()
             while self._wants_more(played):
                 if next(batches, _END) is _END:
                     self.stop_reason = "the collector reached its own limit"
@@ -295,13 +340,8 @@ class LLMTrainer:
     def _evaluate(self, evaluator: Evaluator) -> dict[str, float]:
         with self._timer("evaluation"):
             metrics = evaluator()
-        if self.save is not None:
-            self.save("last")
         success = metrics["evaluation/success"]
-        if success > self.best_success:
-            self.best_success = success
-            if self.save is not None:
-                self.save("best")
+        self.best_success = max(self.best_success, success)
         target = self.config.stop_at_success
         if target is not None and success >= target:
             self.stop_reason = f"stop_at_success={target} reached: {success:.3f}"

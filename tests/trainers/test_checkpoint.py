@@ -1,0 +1,319 @@
+"""Checkpoints: whole or not at all, read back exactly, refused when damaged or of other settings."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from test_trainer import small_config
+from torchrl.checkpoint import Checkpoint, CheckpointError
+
+from torchrl_llm.trainers import Callback, ConfigError, build_run, verify
+from torchrl_llm.trainers.checkpoint import config_changes, rewind_csv
+
+RUN = {
+    "epochs": 2,
+    "minibatch_size": 4,
+    "kl_coeff": 0.01,
+    "evaluation_interval": 2,
+    "checkpoint_interval": 1,
+    "save_checkpoints": True,
+    "lr_actor": 1e-3,
+    "warmup_fraction": 0.1,
+    "max_steps": 400,
+}
+CASES = [("LLMPPO", {}), ("LLMPPO", {"lora_r": 4}), ("LLMREINFORCE", {"top_p": 0.9}), ("GRPO", {"dynamic_sampling": 2})]
+
+
+class Stop(Callback):
+    """Fails at an iteration, as a machine does."""
+
+    def __init__(self, iteration: int) -> None:
+        self.iteration = iteration
+
+    def on_iteration(self, trainer, metrics):
+        if trainer.iteration == self.iteration:
+            raise RuntimeError("power cut")
+
+
+def digest(run) -> str:
+    """Of weights and optimizer state."""
+    sums = hashlib.sha256()
+    for parameter in run.models.actor_parameters() + run.models.critic_parameters():
+        sums.update(parameter.detach().numpy().tobytes())
+    for state in run.trainer.optimizer.state_dict()["state"].values():
+        for _, value in sorted(state.items()):
+            sums.update(value.numpy().tobytes())
+    return sums.hexdigest()
+
+
+def scalars(folder: Path) -> dict[str, str]:
+    """What the logger wrote, but for times."""
+    root = folder / "csv" / "scalars"
+    return {str(p.relative_to(root)): p.read_text() for p in sorted(root.rglob("*.csv")) if p.parent.name != "time"}
+
+
+def interrupted(config, iteration: int) -> None:
+    with pytest.raises(RuntimeError, match="power cut"):
+        build_run(config, callbacks=[Stop(iteration)]).trainer.train()
+
+
+class TestResume:
+    @pytest.mark.parametrize(("algo", "settings"), CASES, ids=str)
+    def test_in_the_same_bytes(self, tmp_path, algo, settings):
+        def config(name, **more):
+            return small_config(tmp_path / name, algo, **RUN | settings | {"max_iterations": 5} | more)
+
+        whole = build_run(config("whole"))
+        whole.trainer.train()
+        interrupted(config("cut"), 3)
+        run = build_run(config("cut", resume=True))
+        assert run.trainer.iteration == 2
+        run.trainer.train()
+        assert digest(run) == digest(whole)
+        assert scalars(tmp_path / "cut" / "run") == scalars(tmp_path / "whole" / "run")
+        timeless = [{k: v for k, v in m.items() if not k.startswith("time/")} for m in run.trainer.history]
+        assert str(timeless) == str(
+            [{k: v for k, v in m.items() if not k.startswith("time/")} for m in whole.trainer.history]
+        )
+
+    def test_a_finished_run_is_finished(self, tmp_path):
+        settings = RUN | {"max_iterations": 2}
+        build_run(small_config(tmp_path, **settings)).trainer.train()
+        again = build_run(small_config(tmp_path, **settings, resume=True))
+        before = digest(again)
+        again.trainer.train()
+        assert digest(again) == before
+        assert again.trainer.stop_reason == "max_iterations=2"
+
+    def test_a_longer_run_is_a_change_that_can_be_accepted(self, tmp_path):
+        build_run(small_config(tmp_path, **RUN, max_iterations=1)).trainer.train()
+        longer = RUN | {"max_iterations": 3, "resume": True}
+        with pytest.raises(ConfigError, match=r"max_iterations was 1, is 3.*accept_changes"):
+            build_run(small_config(tmp_path, **longer))
+        run = build_run(small_config(tmp_path, **longer, accept_changes=["max_iterations"]))
+        run.trainer.train()
+        assert run.trainer.iteration == 3
+
+    def test_from_the_start_where_there_is_nothing(self, tmp_path):
+        run = build_run(small_config(tmp_path, **RUN, max_iterations=1, resume=True))
+        run.trainer.train()
+        assert run.trainer.iteration == 1
+
+    def test_another_run_in_the_same_place_is_an_error(self, tmp_path):
+        build_run(small_config(tmp_path, **RUN, max_iterations=2)).trainer.train()
+        with pytest.raises(ConfigError, match=r"holds a run already.*overwrite=true"):
+            build_run(small_config(tmp_path, **RUN))
+        run = build_run(small_config(tmp_path, **RUN, max_iterations=1, overwrite=True))
+        run.trainer.train()
+        (line,) = (tmp_path / "run" / "csv" / "scalars" / "rollout" / "reward.csv").read_text().splitlines()
+        assert line.startswith(f"{run.trainer.steps},")
+
+    def test_another_environment_is_said(self, tmp_path, caplog, monkeypatch):
+        build_run(small_config(tmp_path, **RUN, max_iterations=1)).trainer.train()
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+        build_run(small_config(tmp_path, **RUN, max_iterations=1, resume=True))
+        assert "another threads" in caplog.text
+
+
+class TestDamage:
+    @pytest.fixture
+    def store(self, tmp_path):
+        run = build_run(small_config(tmp_path, "LLMPPO", **RUN, max_iterations=3))
+        run.trainer.train()
+        return run.trainer.checkpoints
+
+    @pytest.mark.parametrize("name", ["actor/model.safetensors", "critic/value_head.safetensors", "components"])
+    @pytest.mark.parametrize("damage", ["cut", "flip", "remove"])
+    def test_the_bad_file_is_named_and_the_one_before_is_offered(self, store, tmp_path, name, damage):
+        last = store.latest()
+        file = (
+            next(p for p in sorted((last / name).rglob("*")) if p.is_file() and p.stat().st_size)
+            if name == "components"
+            else last / name
+        )
+        content = file.read_bytes()
+        if damage == "remove":
+            file.unlink()
+        else:
+            file.write_bytes(content[:-1] if damage == "cut" else content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(CheckpointError, match="damaged") as error:
+            build_run(small_config(tmp_path, "LLMPPO", **RUN, max_iterations=3, resume=True))
+        assert str(file) in str(error.value)
+        offered = store.rotation.checkpoints()[-2]
+        assert f"{offered} is whole" in str(error.value)
+        run = build_run(small_config(tmp_path, "LLMPPO", **RUN, max_iterations=3, resume_from=offered))
+        assert run.trainer.iteration == 2
+
+    def test_a_broken_manifest(self, store):
+        last = store.latest()
+        (last / "manifest.json").write_text("{")
+        with pytest.raises(CheckpointError, match="no whole checkpoint"):
+            verify(last)
+        assert store.latest() != last  # not even seen
+
+    def test_nothing_is_a_pickle(self, store):
+        for path in store.latest().rglob("*"):
+            assert path.suffix not in (".pt", ".pkl", ".bin", ".pth"), path
+
+
+class TestStore:
+    def test_the_newest_and_the_best_are_kept(self, tmp_path):
+        run = build_run(
+            small_config(tmp_path, **RUN | {"evaluation_interval": 1}, max_iterations=6, keep_checkpoints=2)
+        )
+        scores = iter([0.1, 0.9, 0.3, 0.2, 0.1, 0.0])
+        run.trainer.evaluator = lambda: {"evaluation/success": next(scores)}
+        run.trainer.train()
+        store = run.trainer.checkpoints
+        assert [int(path.name[-3:]) for path in store.rotation.checkpoints()] == [2, 5, 6]
+        assert store.best().name.endswith("002")
+        assert (store.directory / "best").resolve() == store.best()
+        assert (store.directory / "last").resolve() == store.latest()
+        manifest = verify(store.best())["metadata"]
+        assert (manifest["iteration"], manifest["evaluation_success"]) == (2, 0.9)
+        assert manifest["config"]["algo"] == "LLMREINFORCE"
+        assert "torch" in manifest["environment"]["versions"]
+
+    def test_a_checkpoint_is_taken_when_it_is_time(self, tmp_path):
+        settings = RUN | {"evaluation_interval": 0, "checkpoint_interval": 3}
+        run = build_run(small_config(tmp_path, **settings, max_iterations=7, keep_checkpoints=9))
+        run.trainer.train()
+        assert [int(path.name[-3:]) for path in run.trainer.checkpoints.rotation.checkpoints()] == [3, 6, 7]
+
+    def test_what_a_crash_left_is_cleaned_and_the_rest_is_whole(self, tmp_path, monkeypatch):
+        run = build_run(small_config(tmp_path, **RUN, max_iterations=2))
+        run.trainer.train()
+        store = run.trainer.checkpoints
+        whole = store.latest()
+        # Dies before the new one takes its place.
+        monkeypatch.setattr(Checkpoint, "_publish_path", staticmethod(lambda *_: os._exit(1)))
+        child = os.fork()
+        if child == 0:
+            run.trainer.iteration = 3
+            store.save(run.trainer, {})
+        assert os.waitpid(child, 0)[1] != 0
+        assert list(store.directory.glob(".*.stage-*"))
+        assert store.latest() == whole
+        verify(whole)
+        store.clean()
+        assert not list(store.directory.glob(".*"))
+        assert store.latest() == whole
+
+    def test_weights_are_loaded_by_peft_and_transformers_alone(self, tmp_path):
+        run = build_run(small_config(tmp_path, "LLMPPO", **RUN, lora_r=4, max_iterations=1))
+        run.trainer.train()
+        code = (
+            "import sys, torch; from peft import PeftModel; from transformers import AutoModelForCausalLM\n"
+            "base = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype='float32')\n"
+            "model = PeftModel.from_pretrained(base, sys.argv[2] + '/actor').eval()\n"
+            "assert 'torchrl_llm' not in sys.modules\n"
+            "print(model(input_ids=torch.arange(9)[None]).logits.double().sum().item())"
+        )
+        from torchrl_llm.modules import use_adapter
+        from torchrl_llm.testing.tiny import tiny_model_path
+
+        last = str(run.trainer.checkpoints.latest())
+        out = subprocess.run([sys.executable, "-c", code, str(tiny_model_path()), last], capture_output=True, text=True)
+        with torch.no_grad(), use_adapter(run.models.model, "actor"):
+            expected = run.models.model(input_ids=torch.arange(9)[None]).logits.double().sum().item()
+        assert float(out.stdout) == pytest.approx(expected, rel=1e-6), out.stderr
+
+
+class TestConfigChanges:
+    def test_new_and_old_names_count(self):
+        assert config_changes({"a": 1, "b": 2}, {"b": 2, "c": [3]}) == {"a": (1, None), "c": (None, [3])}
+
+
+class TestRewind:
+    def test_rows_beyond_the_step_and_half_rows_are_dropped(self, tmp_path):
+        path = tmp_path / "scalars" / "loss" / "kl.csv"
+        path.parent.mkdir(parents=True)
+        path.write_text("10,0.5\n20,0.25\n30,0.1\n4")
+        rewind_csv(tmp_path, 20)
+        assert path.read_text() == "10,0.5\n20,0.25\n"
+
+
+PHASES = {
+    "rollout": ("torchrl_llm.modules.hf", "HFPolicy", "generate", 30),
+    "update": ("torchrl_llm.trainers.trainer", "LLMTrainer", "_optimizer_step", 20),
+    "evaluation": ("torchrl_llm.envs.gem", "GEMEnv", "_step", 60),
+    "logging": ("torchrl_llm.trainers.trainer", "LLMTrainer", "_save_if_due", 4),
+    "saving": ("torchrl_llm.trainers.checkpoint", "Sums", "save", 4),
+    "publishing": ("torchrl.checkpoint", "CheckpointRotation", "prune", 4),
+}
+"""Where a run is killed: module, class and method that is called then, and how often at most before."""
+
+PLAY = """
+import importlib, os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_checkpoint import CASES, RUN, digest
+from test_trainer import small_config
+from torchrl_llm.trainers import build_run
+if len(sys.argv) > 4:
+    module, owner, name, left = sys.argv[4].split(":")
+    owner, left = getattr(importlib.import_module(module), owner), int(left)
+    method = getattr(owner, name)
+    def killed(*args, **kwargs):
+        global left
+        left -= 1
+        return os.kill(os.getpid(), signal.SIGKILL) if left < 0 else method(*args, **kwargs)
+    setattr(owner, name, killed)
+algo, settings = CASES[int(sys.argv[3])]
+run = build_run(small_config(Path(sys.argv[2]), algo, **RUN | settings | dict(max_iterations=6, resume=True)))
+run.trainer.train()
+print("digest", digest(run), flush=True)
+"""
+
+
+def play(folder: Path, case: int, *kill: str, after: float | None = None) -> str | None:
+    """One process of the run: killed in a phase, or after some seconds, or left to end. Its digest, if it ended."""
+    command = [sys.executable, "-c", PLAY, str(Path(__file__).parent), str(folder), str(case), *kill]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=after or 300)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+            assert after is not None, err
+    assert process.returncode in (0, -signal.SIGKILL), err
+    return out.split()[1] if "digest" in out else None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+class TestKilled:
+    """SIGKILL in every phase and at random moments; the run goes on each time, and ends as the one that was left alone.
+
+    ``KILLS`` is how often each case is killed; ``make test-resume`` kills 21 times in all.
+    """
+
+    @pytest.mark.parametrize("case", [0, 2, 3])
+    def test_the_same_bytes(self, tmp_path, case):
+        kills = int(os.environ.get("KILLS", "1"))
+        generator = torch.Generator().manual_seed(17 * case + kills)
+        started = time.monotonic()
+        expected = play(tmp_path / "whole", case)
+        whole = time.monotonic() - started
+        phases = [*PHASES, None]
+        deaths = 0
+        for kill in range(kills):
+            chance = float(torch.rand((), generator=generator))
+            phase = phases[(kill + case) % len(phases)]
+            if phase is None:
+                ended = play(tmp_path / "killed", case, after=3 + chance * whole)
+            else:
+                module, owner, name, most = PHASES[phase]
+                ended = play(tmp_path / "killed", case, f"{module}:{owner}:{name}:{int(chance * most)}")
+            deaths += ended is None
+        assert deaths
+        assert play(tmp_path / "killed", case) == expected
+        assert scalars(tmp_path / "killed" / "run") == scalars(tmp_path / "whole" / "run")
