@@ -27,7 +27,7 @@ RUN = {
     "save_checkpoints": True,
     "lr_actor": 1e-3,
     "warmup_fraction": 0.1,
-    "max_steps": 400,
+    "max_steps": 700,
 }
 CASES = [("LLMPPO", {}), ("LLMPPO", {"lora_r": 4}), ("LLMREINFORCE", {"top_p": 0.9}), ("GRPO", {"dynamic_sampling": 2})]
 
@@ -242,14 +242,15 @@ class TestRewind:
 
 
 PHASES = {
-    "rollout": ("torchrl_llm.modules.hf", "HFPolicy", "generate", 30),
-    "update": ("torchrl_llm.trainers.trainer", "LLMTrainer", "_optimizer_step", 20),
-    "evaluation": ("torchrl_llm.envs.gem", "GEMEnv", "_step", 60),
-    "logging": ("torchrl_llm.trainers.trainer", "LLMTrainer", "_save_if_due", 4),
-    "saving": ("torchrl_llm.trainers.checkpoint", "Sums", "save", 4),
-    "publishing": ("torchrl.checkpoint", "CheckpointRotation", "prune", 4),
+    "rollout": ("torchrl_llm.modules.hf", "HFPolicy", "generate", 8),
+    "update": ("torchrl_llm.trainers.trainer", "LLMTrainer", "_optimizer_step", 6),
+    "evaluation": ("torchrl_llm.envs.gem", "GEMEnv", "_step", 12),
+    "logging": ("torchrl_llm.trainers.trainer", "LLMTrainer", "_save_if_due", 2),
+    "saving": ("torchrl_llm.trainers.checkpoint", "Sums", "save", 2),
+    "publishing": ("torchrl.checkpoint", "CheckpointRotation", "prune", 2),
 }
-"""Where a run is killed: module, class and method that is called then, and how often at most before."""
+"""Where a run is killed: module, class and method that is called then, and before how many of its calls, about two
+iterations' worth."""
 
 PLAY = """
 import importlib, os, signal, sys
@@ -258,8 +259,8 @@ sys.path.insert(0, sys.argv[1])
 from test_checkpoint import CASES, RUN, digest
 from test_trainer import small_config
 from torchrl_llm.trainers import build_run
-if len(sys.argv) > 4:
-    module, owner, name, left = sys.argv[4].split(":")
+if len(sys.argv) > 5:
+    module, owner, name, left = sys.argv[5].split(":")
     owner, left = getattr(importlib.import_module(module), owner), int(left)
     method = getattr(owner, name)
     def killed(*args, **kwargs):
@@ -268,15 +269,16 @@ if len(sys.argv) > 4:
         return os.kill(os.getpid(), signal.SIGKILL) if left < 0 else method(*args, **kwargs)
     setattr(owner, name, killed)
 algo, settings = CASES[int(sys.argv[3])]
-run = build_run(small_config(Path(sys.argv[2]), algo, **RUN | settings | dict(max_iterations=6, resume=True)))
+settings = RUN | settings | dict(max_iterations=int(sys.argv[4]), resume=True)
+run = build_run(small_config(Path(sys.argv[2]), algo, **settings))
 run.trainer.train()
 print("digest", digest(run), flush=True)
 """
 
 
-def play(folder: Path, case: int, *kill: str, after: float | None = None) -> str | None:
+def play(folder: Path, case: int, iterations: int, *kill: str, after: float | None = None) -> str | None:
     """One process of the run: killed in a phase, or after some seconds, or left to end. Its digest, if it ended."""
-    command = [sys.executable, "-c", PLAY, str(Path(__file__).parent), str(folder), str(case), *kill]
+    command = [sys.executable, "-c", PLAY, str(Path(__file__).parent), str(folder), str(case), str(iterations), *kill]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             out, err = process.communicate(timeout=after or 300)
@@ -299,9 +301,10 @@ class TestKilled:
     @pytest.mark.parametrize("case", [0, 2, 3])
     def test_the_same_bytes(self, tmp_path, case):
         kills = int(os.environ.get("KILLS", "1"))
+        iterations = 3 + 2 * kills
         generator = torch.Generator().manual_seed(17 * case + kills)
         started = time.monotonic()
-        expected = play(tmp_path / "whole", case)
+        expected = play(tmp_path / "whole", case, iterations)
         whole = time.monotonic() - started
         phases = [*PHASES, None]
         deaths = 0
@@ -309,11 +312,11 @@ class TestKilled:
             chance = float(torch.rand((), generator=generator))
             phase = phases[(kill + case) % len(phases)]
             if phase is None:
-                ended = play(tmp_path / "killed", case, after=3 + chance * whole)
+                ended = play(tmp_path / "killed", case, iterations, after=0.7 * whole * (1 + chance) / 2)
             else:
                 module, owner, name, most = PHASES[phase]
-                ended = play(tmp_path / "killed", case, f"{module}:{owner}:{name}:{int(chance * most)}")
+                ended = play(tmp_path / "killed", case, iterations, f"{module}:{owner}:{name}:{int(chance * most)}")
             deaths += ended is None
-        assert deaths
-        assert play(tmp_path / "killed", case) == expected
+        assert deaths == kills
+        assert play(tmp_path / "killed", case, iterations) == expected
         assert scalars(tmp_path / "killed" / "run") == scalars(tmp_path / "whole" / "run")
