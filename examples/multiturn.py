@@ -51,6 +51,8 @@ def main(config: RunConfig) -> dict:
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
     write_json(result, config.output_dir / "result.json")
+    if config.export_merged:
+        run.models.export_merged(config.output_dir / "merged", run.tokenizer)
     print(f"\n{title}: {run.trainer.stop_reason}\n\n{comparison_table({'before': before, 'after': after})}\n")
     print(f"report: {config.output_dir}/ (result.json, learning_curve.png, conversations_*.md)")
     return result

@@ -29,7 +29,9 @@ class TestMultiturn:
     @pytest.mark.parametrize("name", ["tiny_ppo_llm", "tiny_reinforce_llm", "tiny_grpo_multiturn"])
     def test_writes_the_report(self, tmp_path, name, capsys):
         out = tmp_path / "run"
-        config = parse_run_config([f"--config={CONFIGS / name}.yaml", f"--output-dir={out}", *QUICK, "--tensorboard"])
+        config = parse_run_config(
+            [f"--config={CONFIGS / name}.yaml", f"--output-dir={out}", *QUICK, "--tensorboard", "--export-merged"]
+        )
         result = load(EXAMPLES / "multiturn.py").main(config)
         table = capsys.readouterr().out
         assert "95 % interval" in table
@@ -41,6 +43,7 @@ class TestMultiturn:
         assert (out / "learning_curve.png").read_bytes()[:4] == b"\x89PNG"
         assert "<|im_start|>assistant" in (out / "conversations_before.md").read_text()
         assert (out / "checkpoints" / "last" / "actor" / "model.safetensors").exists()
+        assert (out / "merged" / "model.safetensors").exists()
         rewards = list(csv.reader((out / "csv" / "scalars" / "rollout" / "reward.csv").open()))
         assert len(rewards) == 2
         assert list((out / "tensorboard").rglob("events.*"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
@@ -10,13 +12,16 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from torchrl_llm.modules import (
     AdapterError,
+    HFPolicy,
     LoraTargetError,
     SamplingConfig,
     TokenScorer,
     VocabularyMismatchError,
+    WeightsError,
     load_actor_critic,
     use_adapter,
 )
+from torchrl_llm.modules._compile import compile_layers
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -124,11 +129,99 @@ class TestLoadActorCritic:
         assert not hasattr(models.critic.model, "lm_head")
         assert load_actor_critic(make_model()).reference is None
 
-    def test_adapters_of_a_bfloat16_base_are_float32(self):
-        models = load_actor_critic(make_model(), lora=LoraConfig(**LORA), critic=True, dtype="bfloat16")
-        assert models.model.get_base_model().dtype == torch.bfloat16
-        assert {p.dtype for p in models.actor_parameters() + models.critic_parameters()} == {torch.float32}
-        assert outputs(models)[0].dtype == torch.float32
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+    def test_adapters_heads_and_outputs_are_float32_on_any_base(self, dtype):
+        options = {"critic": True, "reference": "adapter", "entropy": True}
+        models = load_actor_critic(make_model(), lora=LoraConfig(**LORA), dtype=dtype, **options)
+        parameters = dict(models.model.named_parameters())
+        assert {p.dtype for name, p in parameters.items() if "lora_" in name} == {torch.float32}
+        assert {p.dtype for p in models.critic_parameters()} == {torch.float32}
+        assert {p.dtype for p in models.base_parameters()} == {getattr(torch, dtype)}
+        perturb(models)
+        rows = models.critic(models.actor(make_rows()))
+        found = [rows[key] for key in ("log_prob", "entropy", "state_value", "bootstrap_value")]
+        found.append(models.reference(make_rows())["log_prob"])
+        assert {x.dtype for x in found} == {torch.float32}
+        exact = load_actor_critic(make_model(), lora=LoraConfig(**LORA), **options)
+        perturb(exact)
+        torch.testing.assert_close(found[0], exact.actor(make_rows())["log_prob"], rtol=0, atol=5e-2)
+        sum(x.sum() for x in found).backward()
+        for parameter in models.actor_parameters() + models.critic_parameters():
+            assert parameter.grad.dtype == torch.float32
+            assert parameter.grad.abs().max() > 0
+
+    def test_full_fine_tuning_of_a_bfloat16_model_scores_in_float32(self):
+        models = load_actor_critic(make_model(), critic=True, dtype="bfloat16")
+        assert {x.dtype for x in outputs(models)} == {torch.float32}
+        assert {p.dtype for p in models.critic.value_head.parameters()} == {torch.float32}
+
+    def test_reference_adapter_is_a_frozen_copy_of_the_actor(self):
+        lora = LoraConfig(**LORA, init_lora_weights=False)
+        models = load_actor_critic(make_model(), lora=lora, critic=True, reference="adapter")
+        start = models.actor(make_rows())["log_prob"].detach()
+        assert not torch.allclose(start, TokenScorer(make_model())(make_rows())["log_prob"])
+        assert torch.equal(models.reference(make_rows())["log_prob"], start)
+        trained = {id(p) for p in models.actor_parameters() + models.critic_parameters()}
+        frozen = [p for name, p in models.model.named_parameters() if ".reference." in name]
+        assert len(frozen) == 8
+        assert not any(p.requires_grad or id(p) in trained for p in frozen)
+        perturb(models)
+        assert not torch.allclose(models.actor(make_rows())["log_prob"], start)
+        assert torch.equal(models.reference(make_rows())["log_prob"], start)
+
+    def test_refresh_reference(self, lora):
+        models = load_actor_critic(make_model(), lora=lora, reference="adapter" if lora else True)
+        for seed in range(2):
+            perturb(models, seed)
+            before = models.reference(make_rows())["log_prob"]
+            expected = models.actor(make_rows())["log_prob"].detach()
+            assert not torch.allclose(before, expected)
+            models.refresh_reference()
+            assert torch.equal(models.reference(make_rows())["log_prob"], expected)
+        actor = {p.data_ptr() for p in models.actor_parameters()}
+        perturb(models, 5)  # a copy, not a view
+        assert torch.equal(models.reference(make_rows())["log_prob"], expected)
+        assert not models.reference(make_rows())["log_prob"].requires_grad
+        assert actor == {p.data_ptr() for p in models.actor_parameters()}
+
+    def test_a_reference_that_cannot_be_refreshed(self):
+        with pytest.raises(AdapterError, match=r'base model with adapters off.*reference="adapter"'):
+            load_actor_critic(make_model(), lora=LoraConfig(**LORA), reference=True).refresh_reference()
+        with pytest.raises(AdapterError, match="there is no reference"):
+            load_actor_critic(make_model()).refresh_reference()
+
+    def test_shared_critic(self, lora):
+        models = load_actor_critic(make_model(), lora=lora, critic="shared")
+        perturb(models)
+        assert [tuple(p.shape) for p in models.critic_parameters()] == [(1, 32), (1,)]
+        trunk, head = models.actor_parameters(), models.critic_parameters()
+        assert not {id(p) for p in trunk} & {id(p) for p in head}
+
+        def gradients(*factors):
+            td = models.critic(make_rows())
+            (factors[0] * models.actor(make_rows())["log_prob"].sum() + factors[1] * td["state_value"].sum()).backward()
+            found = [torch.zeros_like(p) if p.grad is None else p.grad for p in trunk]
+            models.model.zero_grad()
+            return found
+
+        both, of_actor, of_critic = gradients(1, 1), gradients(1, 0), gradients(0, 1)
+        for a, b, c in zip(both, of_actor, of_critic, strict=True):
+            torch.testing.assert_close(a, b + c, rtol=1e-4, atol=1e-5)
+        assert max(g.abs().max() for g in of_critic) > 1e-3
+        assert all(p.grad.abs().max() > 0 for p in head)
+
+    @pytest.mark.parametrize("critic", [True, "shared"])
+    def test_the_critic_never_runs_the_lm_head(self, lora, critic):
+        models = load_actor_critic(make_model(), lora=lora, critic=critic)
+        calls = []
+        for model in (models.model, models.critic.model):
+            for name, module in model.named_modules():
+                if name.endswith("lm_head"):
+                    module.register_forward_pre_hook(lambda *_: calls.append(1))
+        models.critic(make_rows())
+        assert calls == []
+        models.actor(make_rows())
+        assert calls != []
 
     def test_initialisation_is_seeded_and_leaves_the_global_generator_alone(self):
         state = torch.get_rng_state()
@@ -188,6 +281,16 @@ class TestLoadActorCritic:
             load_actor_critic(make_model(), lora=LoraConfig(**LORA, lora_dropout=0.1))
         with pytest.raises(LoraTargetError, match="init_lora_weights is 'pissa'"):
             load_actor_critic(make_model(), lora=LoraConfig(**LORA, init_lora_weights="pissa"))
+        with pytest.raises(LoraTargetError, match="bias is 'all'"):
+            load_actor_critic(make_model(), lora=LoraConfig(**LORA, bias="all"))
+        for wrong, match in [
+            ({"critic": "both"}, "critic is 'both'; expected False, True or 'shared'"),
+            ({"reference": "base"}, "reference is 'base'; expected False, True or 'adapter'"),
+            ({"reference": "adapter"}, "reference='adapter' needs lora"),
+            ({"compile": True, "gradient_checkpointing": True}, "Choose one"),
+        ]:
+            with pytest.raises(ValueError, match=match):
+                load_actor_critic(make_model(), **wrong)
         with pytest.raises(VocabularyMismatchError):
             load_actor_critic(make_model(vocab_size=100), tokenizer=byte_tokenizer())
         with pytest.raises(ValueError, match="dtype is 'half32'"):
@@ -203,6 +306,126 @@ class TestLoadActorCritic:
         assert models.model.config._attn_implementation == "eager"
         assert models.model.get_base_model().dtype == torch.float64
         assert len(models.actor_parameters()) == 2 * 7 * 2
+
+
+class TestQuantization:
+    def test_what_is_refused(self, tmp_path, monkeypatch):
+        make_model().save_pretrained(tmp_path)
+        lora = LoraConfig(**LORA)
+        with pytest.raises(ValueError, match="full fine-tuning"):
+            load_actor_critic(tmp_path, quantization="nf4")
+        with pytest.raises(ValueError, match="Pass its directory"):
+            load_actor_critic(make_model(), lora=lora, quantization="nf4")
+        with pytest.raises(ValueError, match="quantization is 'int3'; expected 'nf4' or None"):
+            load_actor_critic(tmp_path, lora=lora, quantization="int3")
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(ImportError, match="pip install bitsandbytes"):
+            load_actor_critic(tmp_path, lora=lora, quantization="nf4")
+
+    def test_a_4_bit_base(self, tmp_path):
+        bitsandbytes = pytest.importorskip("bitsandbytes")
+        make_model(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
+        options = {"lora": LoraConfig(**LORA), "critic": True, "dtype": "bfloat16"}
+        models = load_actor_critic(tmp_path / "base", quantization="nf4", **options)
+        layer = models.model.get_base_model().model.layers[0].self_attn.q_proj.base_layer
+        assert isinstance(layer, bitsandbytes.nn.Linear4bit)
+        assert layer.weight.quant_type == "nf4"
+        perturb(models)
+        assert {x.dtype for x in outputs(models)} == {torch.float32}
+        models.save_pretrained(tmp_path / "trained")
+        exact = load_actor_critic(tmp_path / "base", **options)
+        exact.load_pretrained(tmp_path / "trained")
+        torch.testing.assert_close(outputs(models)[0], outputs(exact)[0], rtol=0, atol=0.2)
+        with pytest.raises(WeightsError, match="quantized"):
+            models.export_merged(tmp_path / "merged")
+
+
+class TestOffload:
+    def test_base_parameters_are_neither_adapters_nor_heads(self):
+        models = load_actor_critic(make_model(), lora=LoraConfig(**LORA), critic=True, reference="adapter")
+        plain = {tuple(p.shape) for p in make_model().parameters()}
+        base = models.base_parameters()
+        assert len(base) == len(list(make_model().parameters()))
+        assert {tuple(p.shape) for p in base} == plain
+        adapters = [p for name, p in models.model.named_parameters() if "lora_" in name]
+        assert not {id(p) for p in base} & {id(p) for p in [*adapters, *models.critic_parameters()]}
+
+    def test_full_fine_tuning_has_no_frozen_base_but_the_reference(self):
+        assert load_actor_critic(make_model(), critic=True).base_parameters() == []
+        models = load_actor_critic(make_model(), critic=True, reference=True)
+        expected = {id(p) for p in models.reference.model.parameters()}
+        assert {id(p) for p in models.base_parameters()} == expected
+
+    def test_on_the_cpu_nothing_moves(self, lora):
+        models = load_actor_critic(make_model(), lora=lora, critic=True, reference=True)
+        expected = outputs(models)
+        places = [p.data_ptr() for p in models.base_parameters()]
+        with models.offload_base():
+            assert [p.data_ptr() for p in models.base_parameters()] == places
+            assert all(map(torch.equal, outputs(models), expected))
+        with pytest.raises(RuntimeError, match="inside"), models.offload_base():
+            raise RuntimeError("inside")
+        assert all(map(torch.equal, outputs(models), expected))
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+    def test_on_cuda_the_base_leaves_and_comes_back(self):
+        lora = LoraConfig(**LORA)
+        models = load_actor_critic(make_model(), lora=lora, critic=True, reference="adapter", device="cuda")
+        rows = make_rows().to("cuda")
+        expected = models.actor(rows.clone())["log_prob"]
+        trained, before = models.actor_parameters() + models.critic_parameters(), torch.cuda.memory_allocated()
+        size = sum(p.nbytes for p in models.base_parameters())
+        with models.offload_base():
+            assert all(p.device.type == "cpu" and p.is_pinned() for p in models.base_parameters())
+            assert all(p.device.type == "cuda" for p in trained)
+            assert torch.cuda.memory_allocated() <= before - size
+        assert all(p.device.type == "cuda" for p in models.base_parameters())
+        assert torch.equal(models.actor(rows)["log_prob"], expected)
+
+
+class TestCompile:
+    @pytest.mark.slow
+    def test_same_numbers_under_every_adapter(self):
+        def build(compile):
+            lora = LoraConfig(r=4, target_modules=["q_proj"])
+            models = load_actor_critic(make_model(), lora=lora, critic=True, reference=True, compile=compile)
+            perturb(models)
+            return models
+
+        def compute(models, rows):
+            found = [models.actor(rows.clone())["log_prob"], models.critic(rows.clone())["state_value"]]
+            found.append(models.reference(rows.clone())["log_prob"])
+            (found[0].sum() + found[1].square().sum()).backward()
+            parameters = models.actor_parameters() + models.critic_parameters()
+            gradients = [p.grad for p in parameters]
+            for p in parameters:
+                p.grad = None
+            return found + gradients
+
+        plain, compiled = build(False), build(True)
+        torch._dynamo.utils.counters.clear()
+        rows = make_rows()
+        for batch in (rows, rows[:2], rows):
+            for a, b in zip(compute(compiled, batch), compute(plain, batch), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        assert graphs >= 3  # actor, critic and the base at least
+        # Other lengths and a copy of the model need no new graph, nor does generation.
+        short = TensorDict({key: value[:, :9] for key, value in rows.items()}, batch_size=[3])
+        for models in (compiled, copy.deepcopy(compiled)):
+            for a, b in zip(compute(models, short), compute(plain, short), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+        policies = [HFPolicy(m.model, byte_tokenizer(), SamplingConfig(), adapter="actor") for m in (compiled, plain)]
+        prompt = {("tokens", "prompt"): rows["tokens"], ("tokens", "prompt_length"): torch.full((3, 1), 12)}
+        prompt |= {"turn": torch.zeros(3, 1, dtype=torch.int64), "episode_id": torch.arange(3).unsqueeze(-1)}
+        answers = [policy(TensorDict(prompt, batch_size=[3]))[("tokens", "response")] for policy in policies]
+        assert torch.equal(*answers)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+    def test_a_model_without_known_layers(self):
+        with pytest.raises(ValueError, match="Linear has no layers"):
+            compile_layers(torch.nn.Linear(2, 2))
 
 
 class TestFiles:

@@ -82,6 +82,13 @@ class TestUseAdapter:
         assert torch.equal(model(input_ids=ids).logits, before)
         assert {name: p.requires_grad for name, p in model.named_parameters()} == flags
 
+    def test_a_flag_that_is_changed_inside_stays_changed(self):
+        model = two_adapters()
+        with use_adapter(model, "critic"):
+            model.set_requires_grad("actor", False)
+        flags = {name: p.requires_grad for name, p in model.named_parameters() if "lora_" in name}
+        assert flags == {name: ".critic." in name for name in flags}
+
     def test_one_graph_gives_both_adapters_their_own_gradient(self):
         model, ids = two_adapters(), tokens()
 
@@ -114,6 +121,44 @@ class TestUseAdapter:
         assert torch.equal(base, tiny_qwen2(tie_word_embeddings=False)(input_ids=ids).logits)
         with use_adapter(model, "actor"):
             assert not torch.allclose(lm_logits(model, hidden_states(model, ids)), base)
+
+    def test_an_adapter_with_modules_of_its_own(self):
+        # The other adapter has no copy of the head and no trained tokens: such modules refuse its name.
+        model = get_peft_model(
+            tiny_qwen2(tie_word_embeddings=False),
+            LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False),
+            adapter_name="critic",
+        )
+        fields = {"modules_to_save": ["lm_head"], "trainable_token_indices": [3, 4]}
+        model.add_adapter("actor", LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False, **fields))
+        with torch.no_grad():
+            model.base_model.model.lm_head.modules_to_save["actor"].weight.mul_(2)
+            for name, parameter in model.named_parameters():
+                if "trainable_tokens_delta" in name:
+                    parameter.add_(1)
+        model.set_requires_grad(["actor", "critic"], True)
+        flags = {name: p.requires_grad for name, p in model.named_parameters()}
+        ids = tokens() % 6
+        outputs = {}
+        for name in ("critic", "actor", None, "critic", "actor", None):
+            with use_adapter(model, name):
+                logits = model(input_ids=ids).logits
+            assert torch.equal(outputs.setdefault(name, logits), logits)
+            assert {name: p.requires_grad for name, p in model.named_parameters()} == flags
+        assert torch.equal(outputs[None], tiny_qwen2(tie_word_embeddings=False)(input_ids=ids).logits)
+        for name in ("actor", "critic"):
+            model.set_adapter(name)
+            assert torch.equal(model(input_ids=ids).logits, outputs[name])
+        assert not torch.allclose(outputs["actor"], outputs["critic"])
+
+    def test_a_setter_that_fails_leaves_every_flag(self, monkeypatch):
+        model = two_adapters()
+        flags = {name: p.requires_grad for name, p in model.named_parameters()}
+        last = model.base_model.model.model.layers[2].mlp.down_proj
+        monkeypatch.setattr(last, "set_adapter", lambda names: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            use_adapter(model, "critic").__enter__()
+        assert {name: p.requires_grad for name, p in model.named_parameters()} == flags
 
     def test_named_errors(self):
         with use_adapter(nn.Linear(2, 2), None):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from test_trainer import small_config
 from torchrl.checkpoint import Checkpoint, CheckpointError
 
@@ -29,7 +30,13 @@ RUN = {
     "warmup_fraction": 0.1,
     "max_steps": 700,
 }
-CASES = [("LLMPPO", {}), ("LLMPPO", {"lora_r": 4}), ("LLMREINFORCE", {"top_p": 0.9}), ("GRPO", {"dynamic_sampling": 2})]
+CASES = [
+    ("LLMPPO", {}),
+    ("GRPO", {"lora_r": 4, "refresh_reference": 2}),
+    ("LLMPPO", {"lora_r": 4}),
+    ("LLMREINFORCE", {"top_p": 0.9}),
+    ("GRPO", {"dynamic_sampling": 2}),
+]
 
 
 class Stop(Callback):
@@ -227,6 +234,82 @@ class TestStore:
         assert float(out.stdout) == pytest.approx(expected, rel=1e-6), out.stderr
 
 
+class TestSaveAndLoad:
+    """``Run.save_checkpoint`` and ``Run.load_checkpoint``: weights for other runs, and the start of one from another."""
+
+    def trained(self, tmp_path, **settings):
+        run = build_run(small_config(tmp_path / "one", "LLMPPO", **RUN | {"max_iterations": 1, "lora_r": 4} | settings))
+        run.trainer.train()
+        return run
+
+    def test_weights_and_optimizer_but_not_the_counters(self, tmp_path):
+        run = self.trained(tmp_path)
+        path = run.save_checkpoint(tmp_path / "saved")
+        other = build_run(small_config(tmp_path / "two", "LLMPPO", **RUN, lora_r=4, seed=5))
+        assert digest(other) != digest(run)
+        other.load_checkpoint(path)
+        assert digest(other) == digest(run)
+        assert (other.trainer.iteration, other.trainer.steps) == (0, 0)
+        assert not (path / "merged").exists()
+
+    def test_without_the_optimizer(self, tmp_path):
+        run = self.trained(tmp_path)
+        path = run.save_checkpoint(tmp_path / "saved", save_optimizer=False)
+        assert not list((path / "components").glob("*optimizer"))
+        other = build_run(small_config(tmp_path / "two", "LLMPPO", **RUN, lora_r=4, seed=5))
+        with pytest.raises(CheckpointError, match="load_optimizer=False"):
+            other.load_checkpoint(path)
+        other.load_checkpoint(path, load_optimizer=False)
+        assert other.trainer.optimizer.state_dict()["state"] == {}
+        pairs = zip(other.models.actor_parameters(), run.models.actor_parameters(), strict=True)
+        assert all(torch.equal(*pair) for pair in pairs)
+
+    def test_lora_only_or_with_the_merged_model(self, tmp_path):
+        run = self.trained(tmp_path)
+        path = run.save_checkpoint(tmp_path / "saved", lora_only=False)
+        assert (path / "merged" / "model.safetensors").exists()
+        assert (path / "merged" / "tokenizer.json").exists()
+        verify(path)
+
+    def test_merged_settings_get_a_fresh_optimizer(self, tmp_path):
+        path = self.trained(tmp_path).save_checkpoint(tmp_path / "saved")
+        other = build_run(small_config(tmp_path / "two", "LLMPPO", **RUN, lora_r=8, max_iterations=1))
+        other.load_checkpoint(path, merge_lora_configs=True)
+        before = digest(other)
+        other.trainer.train()
+        assert digest(other) != before
+        mine = {id(p) for p in other.models.actor_parameters() + other.models.critic_parameters()}
+        assert {id(p) for group in other.trainer.optimizer.param_groups for p in group["params"]} == mine
+
+    def test_a_damaged_one_is_refused(self, tmp_path):
+        path = self.trained(tmp_path).save_checkpoint(tmp_path / "saved")
+        (path / "actor" / "adapter_model.safetensors").write_bytes(b"")
+        other = build_run(small_config(tmp_path / "two", "LLMPPO", **RUN, lora_r=4))
+        with pytest.raises(CheckpointError, match=r"adapter_model\.safetensors is not what was saved"):
+            other.load_checkpoint(path)
+
+    def test_the_reference_is_refreshed(self, tmp_path):
+        settings = {"lora_r": 4, "refresh_reference": 2, "max_iterations": 3, "keep_checkpoints": 9}
+        run = build_run(small_config(tmp_path, "GRPO", **RUN | settings))
+        run.trainer.train()
+        second, third = (
+            [load_file(path / role / "adapter_model.safetensors") for role in ("actor", "reference")]
+            for path in run.trainer.checkpoints.rotation.checkpoints()[1:]
+        )
+        assert all(torch.equal(second[0][name], second[1][name]) for name in second[0])
+        assert all(torch.equal(second[1][name], third[1][name]) for name in third[1])
+        assert not all(torch.equal(third[0][name], third[1][name]) for name in third[0])
+
+    def test_a_shared_trunk_is_trained_by_both(self, tmp_path):
+        run = build_run(small_config(tmp_path, "LLMPPO", **RUN | {"critic_trunk": "shared", "max_iterations": 2}))
+        run.trainer.train()
+        assert len(run.models.critic_parameters()) == 2
+        again = build_run(
+            small_config(tmp_path, "LLMPPO", **RUN | {"critic_trunk": "shared", "max_iterations": 2}, resume=True)
+        )
+        assert digest(again) == digest(run)
+
+
 class TestConfigChanges:
     def test_new_and_old_names_count(self):
         assert config_changes({"a": 1, "b": 2}, {"b": 2, "c": [3]}) == {"a": (1, None), "c": (None, [3])}
@@ -298,7 +381,7 @@ class TestKilled:
     ``KILLS`` is how often each case is killed; ``make test-resume`` kills 21 times in all.
     """
 
-    @pytest.mark.parametrize("case", [0, 2, 3])
+    @pytest.mark.parametrize("case", [0, 3, 4])
     def test_the_same_bytes(self, tmp_path, case):
         kills = int(os.environ.get("KILLS", "1"))
         iterations = 3 + 2 * kills

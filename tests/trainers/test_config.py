@@ -36,6 +36,13 @@ class TestRunConfig:
             ({"dynamic_sampling": -1}, "expected at least 0"),
             ({"overlong_buffer": 4}, "without an overlong_penalty"),
             ({"overlong_buffer": 0, "overlong_penalty": 1.0}, "at least 1, or null"),
+            ({"resume": True, "overwrite": True}, "give one of them"),
+            ({"accept_changes": ["gama"]}, "accept_changes names gama"),
+            ({"init_reference": True}, "without init_from"),
+            ({"init_from": "x", "init_reference": True, "kl_coeff": 0.0}, "has no reference"),
+            ({"critic_trunk": "shared"}, "without LoRA"),
+            ({"checkpoint_interval": -1}, "at least 0"),
+            ({"keep_checkpoints": 0}, "at least 1"),
             ({"old_log_probs": "engine"}, "'auto', 'sampler', 'scorer'"),
         ],
     )

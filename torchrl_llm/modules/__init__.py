@@ -14,6 +14,7 @@ from torchrl_llm.modules.lm import (
 from torchrl_llm.modules.policy import Generation, SamplingConfig, TurnPolicy
 from torchrl_llm.modules.positions import RowError
 from torchrl_llm.modules.scorer import TokenScorer
+from torchrl_llm.modules.weights import WeightsError
 
 __all__ = [
     "ActorCritic",
@@ -28,6 +29,7 @@ __all__ = [
     "TurnPolicy",
     "UnsupportedHeadError",
     "VocabularyMismatchError",
+    "WeightsError",
     "check_head",
     "check_vocabulary",
     "enable_gradient_checkpointing",

@@ -1,7 +1,7 @@
 """Actor, critic and reference on one base model: :func:`load_actor_critic`, and their files.
 
 With LoRA they are adapters on one frozen base, without it copies. How adapters are switched stands in
-:mod:`torchrl_llm.modules.adapters`.
+:mod:`torchrl_llm.modules.adapters`, how weights are read and written in :mod:`torchrl_llm.modules.weights`.
 """
 
 from __future__ import annotations
@@ -9,22 +9,36 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
-from peft.utils import load_peft_weights
-from safetensors.torch import load_file, save_file
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from torchrl_llm.modules._base import Quantization, load_base
+from torchrl_llm.modules._compile import compile_layers
+from torchrl_llm.modules._memory import on_host
 from torchrl_llm.modules.adapters import AdapterError, enable_gradient_checkpointing
 from torchrl_llm.modules.critic import TurnCritic
-from torchrl_llm.modules.lm import backbone, causal_lm, check_head, check_vocabulary, end_ids
+from torchrl_llm.modules.lm import backbone, check_head, check_vocabulary, end_ids
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.modules.scorer import TokenScorer
+from torchrl_llm.modules.weights import (
+    WeightsError,
+    adapter_of,
+    export_merged,
+    has_weights,
+    load_adapters,
+    read_model,
+    read_tensors,
+    save_weights,
+    set_adapter_tensors,
+)
 
 _VALUE_HEAD = "value_head.safetensors"
 
@@ -42,7 +56,7 @@ class ActorCritic:
         adapter: ``"actor"`` with LoRA, ``None`` without.
         actor: scores the policy being trained.
         critic: values of states, or ``None``.
-        reference: scores the model as it was before training, without a graph; writes ``"log_prob"`` too, which the
+        reference: scores the policy that the KL is taken to, without a graph; writes ``"log_prob"`` too, which the
             caller renames; or ``None``.
     """
 
@@ -57,49 +71,181 @@ class ActorCritic:
         return _trainable(self.model, self.adapter)
 
     def critic_parameters(self) -> list[nn.Parameter]:
-        """The trainable parameters of the critic, value head included; empty without a critic."""
+        """The trainable parameters of the critic, value head included; empty without a critic.
+
+        Of a shared critic they are the head's alone: the trunk is among :meth:`actor_parameters`.
+        """
         if self.critic is None:
             return []
-        return _trainable(self.critic.model, self.critic.adapter) + list(self.critic.value_head.parameters())
+        trunk = _trainable(self.critic.model, self.critic.adapter) if "critic" in self._trunks() else []
+        return trunk + list(self.critic.value_head.parameters())
+
+    def base_parameters(self) -> list[nn.Parameter]:
+        """The frozen parameters that belong to no adapter: the base under LoRA, the reference's copy without."""
+        models: list[Any] = [self.model, *(part.model for part in (self.critic, self.reference) if part is not None)]
+        found = {
+            id(parameter): parameter
+            for model in models
+            for name, parameter in model.named_parameters()
+            if not parameter.requires_grad and not set(name.split(".")) & set(getattr(model, "peft_config", ()))
+        }
+        return list(found.values())
+
+    def offload_base(self) -> AbstractContextManager[None]:
+        """``with models.offload_base():`` keeps :meth:`base_parameters` in the host's memory, pinned for CUDA.
+
+        Adapters and heads stay where they are, so they can be sent to an engine meanwhile. For rollouts by a policy
+        that has its own copy of the model; nothing here can compute inside. On a CPU it does nothing.
+
+        Examples:
+            >>> from torchrl_llm.testing.tiny import tiny_model_path
+            >>> models = load_actor_critic(tiny_model_path(), lora=LoraConfig(r=2, target_modules=["q_proj"]))
+            >>> with models.offload_base():
+            ...     {p.device.type for p in models.base_parameters()}
+            {'cpu'}
+        """
+        return on_host(self.base_parameters())
+
+    def refresh_reference(self) -> None:
+        """Make the reference what the actor is now.
+
+        Raises:
+            AdapterError: there is no reference, or it is the base with adapters off.
+        """
+        self._check_reference("refresh_reference()")
+        if self.adapter is not None:
+            model: Any = self.model
+            set_adapter_tensors(model, "reference", adapter_of(model, self.adapter).tensors)
+        else:
+            self._trunks()["reference"].load_state_dict(self.model.state_dict())
 
     def save_pretrained(self, path: str | Path) -> None:
-        """Write ``<path>/actor`` and ``<path>/critic``, in the formats of PEFT or transformers.
+        """Write ``<path>/actor``, ``<path>/critic`` and ``<path>/reference``, in the formats of PEFT or transformers.
 
         With LoRA these are adapters: ``PeftModel.from_pretrained(base, f"{path}/actor")`` loads one, with no code of
-        this library. Without, they are whole models. The critic's head is ``critic/value_head.safetensors``.
+        this library. Without, they are whole models. The critic's head is ``critic/value_head.safetensors``; of a shared
+        critic it is all there is. A reference that is the base with adapters off is not written.
         """
         path = Path(path)
-        critic_model: Any = None if self.critic is None else self.critic.model
-        if self.adapter is not None:
-            names = [self.adapter] if self.critic is None else [self.adapter, self.critic.adapter]
-            self.model.save_pretrained(str(path), selected_adapters=names)
-        else:
-            self.model.save_pretrained(path / "actor")
-            if critic_model is not None:
-                critic_model.save_pretrained(path / "critic")
+        for role, model in self._trunks().items():
+            save_weights(model, None if self.adapter is None else role, path / role)
         if self.critic is not None:
+            (path / "critic").mkdir(parents=True, exist_ok=True)
             head = {name: value.contiguous() for name, value in self.critic.value_head.state_dict().items()}
             save_file(head, path / "critic" / _VALUE_HEAD)
 
-    def load_pretrained(self, path: str | Path) -> None:
-        """Read the weights that :meth:`save_pretrained` wrote into this object's models.
+    def export_merged(self, path: str | Path, tokenizer: Any = None) -> None:
+        """Write the actor as one whole model that transformers and vLLM load, its adapter merged into the weights.
+
+        The merge is made on a copy in the host's memory, in the dtype of the base; the models here stay as they are.
+
+        Args:
+            path: a folder of its own.
+            tokenizer: written beside the weights if given.
 
         Raises:
-            AdapterError: the adapters there have other layers or another rank than the ones here.
+            WeightsError: the base is quantized, or the adapter changes tied embeddings.
         """
-        path = Path(path)
-        _load_weights(self.model, self.adapter, path / "actor")
-        if self.critic is not None:
-            _load_weights(self.critic.model, self.critic.adapter, path / "critic")
-            self.critic.value_head.load_state_dict(load_file(path / "critic" / _VALUE_HEAD))
+        export_merged(self.model, self.adapter, Path(path))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(path)
+
+    def load_pretrained(
+        self,
+        path: str | Path,
+        *,
+        overwrite_reference_adapter: bool = False,
+        overwrite_critic_adapter: bool = False,
+        merge_lora_configs: bool = False,
+    ) -> None:
+        """Read what :meth:`save_pretrained` wrote into this object's models. Only safetensors files are read.
+
+        The actor is always read. Critic and reference are read where both sides have one, and stay as they are
+        otherwise; a reference that is the base with adapters off is never changed. The two ``overwrite_`` arguments
+        concern whole models too, where there are no adapters.
+
+        Call it before the optimizer is made: with ``merge_lora_configs`` the parameters may be other tensors afterwards.
+        A policy that has generated already is told by ``policy.weights_changed()``.
+
+        Args:
+            path: the folder.
+            overwrite_reference_adapter: the reference becomes the checkpoint's actor, from which training goes on (from
+                supervised fine-tuning to reinforcement learning, and from one run to the next).
+            overwrite_critic_adapter: the critic's trunk becomes the checkpoint's actor; its value head stays. For a
+                checkpoint without a critic.
+            merge_lora_configs: accept LoRA settings other than those here. Every adapter gets the larger rank and the
+                union of the target modules, ``lora_alpha`` keeps the scaling of the settings here, and factors are
+                padded and rescaled, so that each adapter computes what it did.
+
+        Raises:
+            WeightsError: files are missing, damaged, or of another model.
+            AdapterError: the LoRA settings differ and ``merge_lora_configs`` is false, or they cannot be merged; or
+                there is no critic or reference to overwrite.
+        """
+        path, trunks = Path(path), self._trunks()
+        if overwrite_reference_adapter:
+            self._check_reference("overwrite_reference_adapter=True")
+        if overwrite_critic_adapter and self.critic is None:
+            raise AdapterError(
+                "overwrite_critic_adapter=True, but there is no critic. Load the models with critic=True."
+            )
+        sources = {"actor": path / "actor"}
+        if "reference" in trunks and (overwrite_reference_adapter or has_weights(path / "reference")):
+            sources["reference"] = path / ("actor" if overwrite_reference_adapter else "reference")
+        head = None
+        if self.critic is not None and (path / "critic").is_dir() and not overwrite_critic_adapter:
+            own_trunk = has_weights(path / "critic")
+            if own_trunk and "critic" not in trunks:
+                raise WeightsError(
+                    f"{path / 'critic'} has a trunk of its own, but the critic here shares the actor's. Load the models "
+                    "with critic=True."
+                )
+            head = self._read_head(path / "critic" / _VALUE_HEAD)
+            sources["critic"] = path / ("critic" if own_trunk else "actor")
+        elif overwrite_critic_adapter:
+            sources["critic"] = path / "actor"
+        sources = {role: folder for role, folder in sources.items() if role in trunks}
+        if self.adapter is None:
+            weights = {role: read_model(folder, trunks[role]) for role, folder in sources.items()}
+            for role, tensors in weights.items():
+                trunks[role].load_state_dict(tensors)
+        else:
+            model: Any = self.model
+            load_adapters(model, sources, merge=merge_lora_configs)
+        if head is not None and self.critic is not None:
+            self.critic.value_head.load_state_dict(head)
+
+    def _trunks(self) -> dict[str, Any]:
+        """Role -> model, of those that have weights of their own; with LoRA the role is the adapter's name."""
+        trunks: dict[str, Any] = {"actor": self.model}
+        for role, part in (("critic", self.critic), ("reference", self.reference)):
+            if part is not None and (part.model is not self.model or part.adapter == role):
+                trunks[role] = part.model
+        return trunks
+
+    def _check_reference(self, what: str) -> None:
+        if "reference" not in self._trunks():
+            state = "there is no reference" if self.reference is None else "it is the base model with adapters off"
+            needed = "True" if self.adapter is None else '"adapter"'
+            raise AdapterError(
+                f"{what} needs a reference with weights of its own, but {state}. Load the models with "
+                f"reference={needed}."
+            )
+
+    def _read_head(self, file: Path) -> dict[str, torch.Tensor]:
+        head, own = read_tensors(file), self.critic.value_head.state_dict() if self.critic is not None else {}
+        if {name: x.shape for name, x in head.items()} != {name: x.shape for name, x in own.items()}:
+            shapes = [{name: tuple(x.shape) for name, x in each.items()} for each in (head, own)]
+            raise WeightsError(f"{file} is the head of another model: {shapes[0]} there, {shapes[1]} here.")
+        return head
 
 
 def load_actor_critic(
     model: str | Path | nn.Module,
     *,
     lora: LoraConfig | None = None,
-    critic: bool = False,
-    reference: bool = False,
+    critic: bool | Literal["shared"] = False,
+    reference: bool | Literal["adapter"] = False,
     tokenizer: Any = None,
     sampling: SamplingConfig | None = None,
     stop_ids: Sequence[int] | None = None,
@@ -108,21 +254,28 @@ def load_actor_critic(
     device: torch.device | str | None = None,
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
+    quantization: Quantization | None = None,
     gradient_checkpointing: bool = False,
+    compile: bool = False,
     seed: int = 0,
 ) -> ActorCritic:
     """Actor, critic and reference on one base model.
 
-    With LoRA the three share the frozen base: adapters ``actor`` and ``critic`` in float32, and the base with adapters
-    off as the reference, at no cost in memory. Without, all weights train; critic and reference are copies.
+    With LoRA they share the frozen base: adapters ``actor`` and ``critic`` in float32, and as the reference the base
+    with adapters off, at no cost in memory, or a third adapter. Without, all weights train; critic and reference are
+    copies. Log-probs and values are float32 whatever the base is (float64 for a float64 model).
 
     All dropout is switched off: the log-probs of a row must be the same whenever they are compared.
 
     Args:
         model: a directory or hub id in transformers format, or a causal language model. A model is used, not copied.
-        lora: the LoRA settings of both adapters; ``None``: full fine-tuning.
-        critic: make a critic.
-        reference: make a reference.
+        lora: the LoRA settings of the adapters; ``None``: full fine-tuning.
+        critic: make a critic. ``"shared"``: it is a value head on the actor's own trunk, so that one forward's weights
+            serve both and the gradients of both losses flow into them.
+        reference: make a reference of the model as it is now. With LoRA it is the base with adapters off, and stays so;
+            ``"adapter"``: a frozen adapter ``reference`` that starts as a copy of the actor's, and can be overwritten by
+            :meth:`ActorCritic.refresh_reference` and :meth:`ActorCritic.load_pretrained`. A copy without LoRA can be
+            overwritten too.
         tokenizer: checked against the model's vocabulary if given.
         sampling: how the policy samples; scores are of the same distribution.
         stop_ids: see :class:`~torchrl_llm.modules.TokenScorer`; default: those of ``sampling``, else the tokenizer's
@@ -132,13 +285,19 @@ def load_actor_critic(
         device: where to put everything.
         attn_implementation: as in transformers (``"sdpa"``, ``"eager"``, ...); ``None`` takes its default.
         trust_remote_code: run code that comes with the model.
+        quantization: ``"nf4"`` keeps the linear layers of the base in 4 bits (QLoRA, https://arxiv.org/abs/2305.14314)
+            and computes in ``dtype`` (default bfloat16). Needs ``lora``, a path, and bitsandbytes.
         gradient_checkpointing: recompute activations in ``backward``.
+        compile: ``torch.compile`` the layers for scorers and critic; generation is not compiled. Each adapter is a graph
+            of its own, compiled when it is first used. Not together with ``gradient_checkpointing``.
         seed: of the adapters' initialisation; the global random generators are not touched.
 
     Raises:
-        LoraTargetError: the model has no modules of the names in ``lora.target_modules``.
+        LoraTargetError: the model has no modules of the names in ``lora.target_modules``, or ``lora`` asks for what
+            adapters cannot have here (dropout, biases, another initialisation of the base).
         VocabularyMismatchError: the tokenizer does not belong to the model.
         UnsupportedHeadError: the model changes its logits in a way that the scorer does not know.
+        ImportError: ``quantization`` without bitsandbytes.
 
     Examples:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -149,84 +308,81 @@ def load_actor_critic(
         >>> [tuple(p.shape) for p in models.actor_parameters()], len(models.critic_parameters())
         ([(2, 8), (8, 2)], 4)
     """
-    base = _load_base(model, dtype, device, attn_implementation, trust_remote_code)
+    _check_options(lora, critic, reference, quantization, gradient_checkpointing and compile)
+    base = load_base(
+        model,
+        dtype=dtype,
+        device=device,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        quantization=quantization,
+    )
     if tokenizer is not None:
         check_vocabulary(base, tokenizer)
     check_head(base)
-    disable_dropout(base)
     sampling = sampling or SamplingConfig()
     if stop_ids is None and sampling.stop_ids is None and tokenizer is not None:
         stop_ids = end_ids(base, tokenizer)
+    roles = ["actor", *(["critic"] if critic is True else []), *(["reference"] if reference == "adapter" else [])]
     if lora is None:
-        actor_model, adapter, critic_adapter = base, None, None
-        frozen = copy.deepcopy(base).requires_grad_(False) if reference else None
-        critic_model = copy.deepcopy(backbone(base)) if critic else None
+        actor_model, adapter = base, None
+        critic_model = copy.deepcopy(backbone(base)) if critic is True else base
+        frozen = copy.deepcopy(base).requires_grad_(False) if reference else base
     else:
-        adapter, critic_adapter = "actor", "critic"
-        actor_model = _add_adapters(base, lora, [adapter, critic_adapter] if critic else [adapter], seed)
-        frozen = actor_model if reference else None
-        critic_model = actor_model if critic else None
-    if gradient_checkpointing:
-        enable_gradient_checkpointing(actor_model)
-        if critic_model is not None and critic_model is not actor_model:
-            enable_gradient_checkpointing(critic_model)
+        adapter = "actor"
+        actor_model = critic_model = frozen = _add_adapters(base, lora, roles, seed)
+    for each in {id(m): m for m in (actor_model, critic_model)}.values():
+        if gradient_checkpointing:
+            enable_gradient_checkpointing(each)
+    if compile:
+        for each in {id(m): m for m in (actor_model, critic_model, frozen)}.values():
+            compile_layers(backbone(each))
+    critic_adapter = "critic" if lora is not None and critic is True else adapter
+    reference_adapter = "reference" if reference == "adapter" else None
     return ActorCritic(
         model=actor_model,
         adapter=adapter,
         actor=TokenScorer(actor_model, sampling, adapter=adapter, stop_ids=stop_ids, entropy=entropy),
-        critic=None if critic_model is None else TurnCritic(critic_model, adapter=critic_adapter),
-        reference=None if frozen is None else TokenScorer(frozen, sampling, stop_ids=stop_ids, frozen=True),
+        critic=TurnCritic(critic_model, adapter=critic_adapter) if critic else None,
+        reference=TokenScorer(frozen, sampling, adapter=reference_adapter, stop_ids=stop_ids, frozen=True)
+        if reference
+        else None,
     )
 
 
-def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability inside ``model`` to 0."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout"):  # transformers' attention layers keep a bare number
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
-
-
-def _load_base(
-    model: str | Path | nn.Module,
-    dtype: torch.dtype | str | None,
-    device: torch.device | str | None,
-    attn_implementation: str | None,
-    trust_remote_code: bool,
-) -> Any:
-    """A causal language model in evaluation mode, from a path or as given."""
-    if isinstance(dtype, str) and dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"dtype is {dtype!r}; expected 'auto' or the name of a torch dtype such as 'bfloat16'.")
-    if isinstance(model, str | Path):
-        options = {"dtype": dtype or "auto", "trust_remote_code": trust_remote_code}
-        if attn_implementation is not None:
-            options["attn_implementation"] = attn_implementation
-        lm: Any = AutoModelForCausalLM.from_pretrained(str(model), **options)
-    else:
-        if isinstance(model, PeftModel):
-            raise ValueError(
-                "model is a PeftModel already; expected the bare model. Merge and unload its adapter first."
-            )
-        lm = model
-        if attn_implementation is not None:
-            lm.set_attn_implementation(attn_implementation)
-        if dtype not in (None, "auto"):
-            lm.to(getattr(torch, dtype) if isinstance(dtype, str) else dtype)
-    return lm.to(device).eval() if device is not None else lm.eval()
+def _check_options(
+    lora: LoraConfig | None, critic: Any, reference: Any, quantization: Any, compiled_checkpointing: bool
+) -> None:
+    if critic not in (False, True, "shared"):
+        raise ValueError(f"critic is {critic!r}; expected False, True or 'shared'.")
+    if reference not in (False, True, "adapter"):
+        raise ValueError(f"reference is {reference!r}; expected False, True or 'adapter'.")
+    if lora is None and reference == "adapter":
+        raise ValueError("reference='adapter' needs lora=LoraConfig(...); without LoRA, reference=True is a copy.")
+    if lora is None and quantization is not None:
+        raise ValueError(
+            f"quantization is {quantization!r}, but full fine-tuning would train the weights that it rounds to 4 bits. "
+            "Pass lora=LoraConfig(...), or quantization=None."
+        )
+    if compiled_checkpointing:
+        raise ValueError(
+            "compile=True together with gradient_checkpointing=True: torch.compile does not carry the adapter of a "
+            "forward into its recomputation. Choose one; a compiled graph recomputes cheap operations by itself."
+        )
 
 
 def _add_adapters(base: nn.Module, lora: LoraConfig, names: Sequence[str], seed: int) -> Any:
-    """``base`` as a ``PeftModel`` with one trainable adapter per name, the first one active."""
+    """``base`` as a ``PeftModel`` with one adapter per name, the first one active; all but ``reference`` train."""
     _check_lora(base, lora)
     with torch.random.fork_rng(devices=[]):
         # PEFT draws on the CPU and moves the weights afterwards: the CPU generator is all there is to seed.
         torch.default_generator.manual_seed(seed)
-        model = get_peft_model(base, copy.deepcopy(lora), adapter_name=names[0])
+        model: Any = get_peft_model(base, copy.deepcopy(lora), adapter_name=names[0])
         for name in names[1:]:
             model.add_adapter(name, copy.deepcopy(lora))
-    model.set_requires_grad(list(names), True)
+    model.set_requires_grad([name for name in names if name != "reference"], True)
+    if "reference" in names:
+        set_adapter_tensors(model, "reference", adapter_of(model, names[0]).tensors)
     return model.eval()
 
 
@@ -240,6 +396,11 @@ def _check_lora(base: nn.Module, lora: LoraConfig) -> None:
         raise LoraTargetError(
             f"init_lora_weights is {lora.init_lora_weights!r}; expected True, False, 'gaussian' or 'orthogonal': other "
             "initialisations change the base weights, which are the reference model here."
+        )
+    if lora.bias != "none":
+        raise LoraTargetError(
+            f"bias is {lora.bias!r}; expected 'none': the biases of the base model are shared by actor, critic and "
+            "reference."
         )
     targets = lora.target_modules
     if targets is None or targets == "all-linear":
@@ -264,20 +425,3 @@ def _trainable(model: nn.Module, adapter: str | None) -> list[nn.Parameter]:
         for name, parameter in model.named_parameters()
         if parameter.requires_grad and (adapter is None or adapter in name.split("."))
     ]
-
-
-def _load_weights(model: Any, adapter: str | None, path: Path) -> None:
-    """Read an adapter, or without one the whole model, from ``path`` into ``model``."""
-    if adapter is None:
-        model.load_state_dict(type(model).from_pretrained(path, dtype=model.dtype).state_dict())
-        return
-    weights = load_peft_weights(str(path), device=str(causal_lm(model).device))
-    own = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
-    ours, theirs = ({name: tuple(value.shape) for name, value in each.items()} for each in (own, weights))
-    if wrong := sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)):
-        raise AdapterError(
-            f"The adapter in {path} does not fit the adapter {adapter!r}: for example {wrong[0]} has shape "
-            f"{theirs.get(wrong[0])} there and {ours.get(wrong[0])} here. Use the LoRA settings in its "
-            "adapter_config.json."
-        )
-    set_peft_model_state_dict(model, weights, adapter_name=adapter)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
@@ -131,3 +131,68 @@ class Faulty:
         if self.fault == "raise":
             raise RuntimeError("the dice fell off the table")
         return ("Go on.", math.nan, False, False, {}) if self.fault == "nan" else None
+
+
+class EarlyDecision:
+    """The first of five turns decides what the fifth can earn; between them lies luck.
+
+    Turn 1 shows the weather, and one of four things is right for it (:attr:`RIGHT`). Turns 2 to 4 are bets: naming the
+    thing that was drawn pays ``luck``, and nothing tells which one that is. Turn 5 shows a thing: naming it pays 1 if turn 1
+    was right too, and nothing otherwise. No feedback says whether a turn was right, and the game ends after turn 5. A response is
+    one word; any other counts as wrong.
+
+    So the first turn is judged by a reward four turns later, behind three that have nothing to do with it.
+
+    Args:
+        luck: what a bet pays. Default 0.5. At most below 1, which is the reward of success.
+
+    Attributes:
+        RIGHT: weather -> the thing that is right for it.
+        WORDS: every word of messages and responses, for
+            :func:`~torchrl_llm.testing.tokenizers.word_tokenizer`.
+        optimal_return: of the best player, who wins always: ``1 + 3/4 * luck``.
+        random_return: of the player that names one of the four things at random, who wins one game in 16:
+            ``1/16 + 3/4 * luck``.
+
+    Examples:
+        >>> game = EarlyDecision()
+        >>> message, _ = game.reset(0)
+        >>> message, EarlyDecision.RIGHT[message.split()[1]]
+        ('pack wind', 'scarf')
+        >>> game.step("scarf")[0]
+        'bet'
+    """
+
+    RIGHT: ClassVar[dict[str, str]] = {"sun": "hat", "rain": "coat", "snow": "boots", "wind": "scarf"}
+    WORDS: ClassVar[tuple[str, ...]] = ("pack", *RIGHT, "bet", "show", *RIGHT.values(), "over")
+
+    def __init__(self, *, luck: float = 0.5) -> None:
+        if not 0 <= luck < 1:
+            raise ValueError(
+                f"luck is {luck}; expected a reward of at least 0 and below 1, which is the reward of success."
+            )
+        self.luck = luck
+        self.optimal_return = 1 + 3 / 4 * luck
+        self.random_return = 1 / 16 + 3 / 4 * luck
+        self._wanted: list[str] = []
+        self._heard: list[bool] = []
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Start the game that ``seed`` names."""
+        rng = random.Random(seed)
+        weather = rng.choice(list(self.RIGHT))
+        things = list(self.RIGHT.values())
+        self._wanted = [self.RIGHT[weather], *(rng.choice(things) for _ in range(4))]
+        self._heard = []
+        return f"pack {weather}", {}
+
+    def step(self, action: str) -> Step:
+        """Name a thing."""
+        turn = len(self._heard)
+        if turn >= len(self._wanted):
+            raise RuntimeError("There is no running game: reset first.")
+        self._heard.append(action == self._wanted[turn])
+        if turn == 4:
+            return "over", float(self._heard[0] and self._heard[4]), True, False, {}
+        reward = self.luck * self._heard[turn] if turn > 0 else 0.0
+        return "bet" if turn < 3 else f"show {self._wanted[4]}", reward, False, False, {}

@@ -1,8 +1,8 @@
-"""A small tokenizer for tests and examples, made in milliseconds without any download."""
+"""Small tokenizers for tests and examples, made in milliseconds without any download."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -50,4 +50,46 @@ def byte_tokenizer(
         additional_special_tokens=["<|im_start|>"],
         clean_up_tokenization_spaces=False,
         chat_template=chat_template,
+    )
+
+
+def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Make a tokenizer whose tokens are whole words, for models of a tiny vocabulary.
+
+    Ids 0, 1, 2 are ``<|endoftext|>`` (padding), ``<|im_start|>`` and ``<|im_end|>`` (EOS), 3 and 4 the roles ``user``
+    and ``assistant`` of the ChatML template; then come the words. White space separates words and is not kept.
+
+    Save it in a directory of its own (``RunConfig(tokenizer_path=...)``): next to the files of a Qwen2, ``AutoTokenizer``
+    would read it as Qwen2's byte-level BPE.
+
+    Args:
+        words: all other words that occur in messages and responses; distinct, without white space.
+
+    Returns:
+        A tokenizer with ``5 + len(words)`` tokens. It raises (a bare ``Exception``, from the tokenizers library) on a text
+        with any other word.
+
+    Raises:
+        ValueError: ``words`` holds a word twice, one of the five tokens above, or what is not one word.
+
+    Examples:
+        >>> tokenizer = word_tokenizer(["left", "right"])
+        >>> tokenizer.convert_ids_to_tokens(tokenizer.encode("<|im_start|>user\\nleft right<|im_end|>"))
+        ['<|im_start|>', 'user', 'left', 'right', '<|im_end|>']
+        >>> tokenizer.decode([6, 5])
+        'right left'
+    """
+    tokens = [*SPECIAL_TOKENS, "user", "assistant", *words]
+    wrong = [word for word in words if word.split() != [word] or tokens.count(word) > 1]
+    if wrong:
+        raise ValueError(f"words holds {wrong}; expected distinct words without white space that are not {tokens[:5]}.")
+    backend = Tokenizer(models.WordLevel({token: i for i, token in enumerate(tokens)}))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+        chat_template=CHATML,
     )

@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig
+from torchrl.checkpoint import Checkpoint, CheckpointError
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.record.loggers import Logger, TensorboardLogger, get_logger
 from transformers import AutoTokenizer
@@ -29,8 +30,8 @@ from torchrl_llm.envs.tickets import Stream
 from torchrl_llm.modules import ActorCritic, HFPolicy, load_actor_critic
 from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss
 from torchrl_llm.testing.tiny import tiny_model_path
-from torchrl_llm.trainers.callbacks import Callback, ProgressBar
-from torchrl_llm.trainers.checkpoint import CheckpointStore, config_changes, environment, rewind_csv
+from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReference
+from torchrl_llm.trainers.checkpoint import CheckpointStore, config_changes, environment, rewind_csv, verify
 from torchrl_llm.trainers.config import GRPO_ONLY, HOW_TO_RUN, PPO_ONLY, REINFORCE_ONLY, ConfigError, RunConfig
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.trainer import LLMTrainer
@@ -71,6 +72,7 @@ class Run:
         models: actor, critic and reference.
         policy: plays; shares the actor's weights.
         trainer: the loop.
+        checkpoints: where the trainer saves.
         make_env: makes an environment for a ticket stream: ``make_env(stream="test")``.
     """
 
@@ -79,6 +81,7 @@ class Run:
     models: ActorCritic
     policy: HFPolicy
     trainer: LLMTrainer
+    checkpoints: CheckpointStore
     make_env: Callable[..., GEMEnv]
 
     def final_evaluation(self, *, greedy: bool = False) -> Evaluation:
@@ -88,6 +91,56 @@ class Run:
             return evaluate(env, self.policy, self.config.final_episodes, greedy=greedy)
         finally:
             env.close()
+
+    def save_checkpoint(self, path: str | Path, *, lora_only: bool = True, save_optimizer: bool = True) -> Path:
+        """Save the run to ``path``, beside what the trainer saves by itself.
+
+        Args:
+            path: the checkpoint's folder; what it held is replaced.
+            lora_only: with LoRA write adapters only; ``False`` adds the actor as one whole model in ``merged/``, which
+                transformers and vLLM load. Without LoRA whole models are written anyway.
+            save_optimizer: and all else that a resume needs; ``False`` writes weights and tokenizer only.
+
+        Returns:
+            The folder.
+        """
+        return self.checkpoints.save_to(path, self.trainer, lora_only=lora_only, save_optimizer=save_optimizer)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        *,
+        load_optimizer: bool = True,
+        overwrite_reference_adapter: bool = False,
+        overwrite_critic_adapter: bool = False,
+        merge_lora_configs: bool = False,
+    ) -> None:
+        """Take weights, and the optimizer's state, from a checkpoint; counters and tickets stay (``resume`` is exact).
+
+        Args:
+            path: what :meth:`save_checkpoint` or the trainer saved.
+            load_optimizer: read the optimizer's state, if the checkpoint has one and its parameters are the ones here.
+            overwrite_reference_adapter, overwrite_critic_adapter, merge_lora_configs: see
+                :meth:`~torchrl_llm.modules.ActorCritic.load_pretrained`. Merged adapters begin with a fresh optimizer.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or has no optimizer to load.
+        """
+        load_optimizer = load_optimizer and not merge_lora_configs
+        manifest = verify(path)
+        if load_optimizer and "optimizer" not in manifest["components"]:
+            raise CheckpointError(f"{path} has no optimizer: pass load_optimizer=False.")
+        self.models.load_pretrained(
+            path,
+            overwrite_reference_adapter=overwrite_reference_adapter,
+            overwrite_critic_adapter=overwrite_critic_adapter,
+            merge_lora_configs=merge_lora_configs,
+        )
+        if load_optimizer:
+            Checkpoint(optimizer=self.trainer.optimizer).load(path)
+        elif merge_lora_configs:
+            self.trainer.optimizer = self.trainer.accelerator.prepare(make_optimizer(self.config, self.models))
+        self.policy.weights_changed()
 
 
 def build_run(config: RunConfig, *, env: Any = None, callbacks: Sequence[Callback] = ()) -> Run:
@@ -129,7 +182,7 @@ def build_run(config: RunConfig, *, env: Any = None, callbacks: Sequence[Callbac
         evaluator=_make_evaluator(config, policy, make_env),
         checkpoints=checkpoints if config.save_checkpoints else None,
         loggers=make_loggers(config),
-        callbacks=[*([ProgressBar()] if config.progress else []), *callbacks],
+        callbacks=_callbacks(config, models, callbacks),
         accelerator=accelerator,
     )
     if start is not None:
@@ -139,7 +192,20 @@ def build_run(config: RunConfig, *, env: Any = None, callbacks: Sequence[Callbac
             trainer.reconsider()
         for target in trainer.loggers:
             _forget_after(target, trainer.steps)
-    return Run(config=config, tokenizer=tokenizer, models=models, policy=policy, trainer=trainer, make_env=make_env)
+    return Run(
+        config=config,
+        tokenizer=tokenizer,
+        models=models,
+        policy=policy,
+        trainer=trainer,
+        checkpoints=checkpoints,
+        make_env=make_env,
+    )
+
+
+def _callbacks(config: RunConfig, models: ActorCritic, own: Sequence[Callback]) -> list[Callback]:
+    refresh = [RefreshReference(models, config.refresh_reference)] if config.refresh_reference else []
+    return [*refresh, *([ProgressBar()] if config.progress else []), *own]
 
 
 def _checkpoint_store(config: RunConfig, models: ActorCritic, tokenizer: Any) -> CheckpointStore:
@@ -219,12 +285,12 @@ def load_models(config: RunConfig, path: str, tokenizer: Any, *, device: Any) ->
             target_modules=config.lora_targets,
             task_type="CAUSAL_LM",
         )
-    return load_actor_critic(
+    models = load_actor_critic(
         path,
         tokenizer=tokenizer,
         lora=lora,
-        critic=config.algo == "LLMPPO",
-        reference=config.kl_coeff != 0,
+        critic=config.algo == "LLMPPO" and ("shared" if config.critic_trunk == "shared" else True),
+        reference=_reference(config),
         sampling=config.sampling(),
         entropy=True,
         dtype=config.dtype,
@@ -232,8 +298,25 @@ def load_models(config: RunConfig, path: str, tokenizer: Any, *, device: Any) ->
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
         gradient_checkpointing=config.gradient_checkpointing,
+        compile=config.compile,
+        quantization=config.quantization,
         seed=config.seed,
     )
+    if config.init_from is not None:
+        models.load_pretrained(
+            config.init_from,
+            overwrite_reference_adapter=config.init_reference,
+            overwrite_critic_adapter=config.init_critic,
+            merge_lora_configs=config.merge_lora_configs,
+        )
+    return models
+
+
+def _reference(config: RunConfig) -> bool | Literal["adapter"]:
+    """Under LoRA the base will do, unless the reference is to be something else some day."""
+    if config.kl_coeff == 0:
+        return False
+    return "adapter" if config.lora_r and (config.init_reference or config.refresh_reference) else True
 
 
 def make_objective(config: RunConfig, models: ActorCritic) -> TurnPolicyLoss:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from tqdm.auto import tqdm
 
 if TYPE_CHECKING:
+    from torchrl_llm.modules import ActorCritic
     from torchrl_llm.trainers.trainer import LLMTrainer
 
 
@@ -30,6 +31,22 @@ class Callback:
         """After the last iteration, also when the run failed."""
 
 
+class RefreshReference(Callback):
+    """Makes the reference what the actor is, every ``interval`` iterations.
+
+    Args:
+        models: with a reference of its own weights.
+        interval: iterations between refreshes, >= 1.
+    """
+
+    def __init__(self, models: ActorCritic, interval: int) -> None:
+        self.models, self.interval = models, interval
+
+    def on_iteration(self, trainer: LLMTrainer, metrics: dict[str, float]) -> None:
+        if trainer.iteration % self.interval == 0:
+            self.models.refresh_reference()
+
+
 class ProgressBar(Callback):
     """A tqdm bar over turns, with reward, success and KL of the last iteration."""
 
@@ -46,4 +63,5 @@ class ProgressBar(Callback):
         self._bar.set_postfix(self._postfix)
 
     def on_end(self, trainer: LLMTrainer) -> None:
-        self._bar.close()
+        if hasattr(self, "_bar"):  # another callback may have failed before this one started
+            self._bar.close()

@@ -46,15 +46,18 @@ class Weights(CheckpointAdapter):
 
     adapter_id = "torchrl_llm.weights"
 
-    def __init__(self, tokenizer: Any = None) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any = None, *, merged: bool = False) -> None:
+        self.tokenizer, self.merged = tokenizer, merged
 
     def save(self, component: ActorCritic, path: Path, *, args: Any, kwargs: Any) -> None:
         """Write ``actor``, ``critic``, ``reference`` and ``tokenizer`` beside ``components``."""
         path.mkdir(parents=True)
-        component.save_pretrained(path.parents[1])
+        root = path.parents[1]
+        component.save_pretrained(root)
+        if self.merged:
+            component.export_merged(root / "merged", self.tokenizer)
         if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(path.parents[1] / "tokenizer")
+            self.tokenizer.save_pretrained(root / "tokenizer")
 
     def load(self, component: ActorCritic, path: Path, **_: Any) -> None:
         """Read them into ``component``."""
@@ -157,19 +160,22 @@ class CheckpointStore:
         Returns:
             The new checkpoint's folder. ``last`` and ``best`` beside it are links.
         """
-        metadata = {
-            SUCCESS: float(metrics.get("evaluation/success", NOT_EVALUATED)),
-            "iteration": trainer.iteration,
-            "steps": trainer.steps,
-            "config": self.config,
-            "environment": environment(),
-        }
+        metadata = self._metadata(trainer, metrics)
         path = self.rotation.save(self._components(trainer), step=trainer.iteration, metadata=metadata)
         self._link("last", path)
         best = self.best()
         if best is not None and Checkpoint.manifest(best)["metadata"][SUCCESS] != NOT_EVALUATED:
             self._link("best", best)
         return path
+
+    def save_to(
+        self, path: str | Path, trainer: LLMTrainer, *, lora_only: bool = True, save_optimizer: bool = True
+    ) -> Path:
+        """Save to a folder of the caller's choice; see :meth:`torchrl_llm.trainers.Run.save_checkpoint`."""
+        merged = not lora_only and self.models.adapter is not None
+        checkpoint = self._components(trainer, Weights(self.tokenizer, merged=merged))
+        names = None if save_optimizer else ["models", "zz_sums"]
+        return checkpoint.save(path, components=names, metadata=self._metadata(trainer, {}))
 
     def resume(self, trainer: LLMTrainer, path: str | Path) -> dict[str, Any]:
         """Put ``trainer`` where it was when ``path`` was saved.
@@ -197,7 +203,16 @@ class CheckpointStore:
             for leftover in self.directory.glob(pattern):
                 shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
 
-    def _components(self, trainer: LLMTrainer) -> Checkpoint:
+    def _metadata(self, trainer: LLMTrainer, metrics: Mapping[str, float]) -> dict[str, Any]:
+        return {
+            SUCCESS: float(metrics.get("evaluation/success", NOT_EVALUATED)),
+            "iteration": trainer.iteration,
+            "steps": trainer.steps,
+            "config": self.config,
+            "environment": environment(),
+        }
+
+    def _components(self, trainer: LLMTrainer, weights: Weights | None = None) -> Checkpoint:
         checkpoint = Checkpoint(
             collector=trainer.collector,
             optimizer=trainer.optimizer,
@@ -206,7 +221,7 @@ class CheckpointStore:
         )
         if (scaler := trainer.accelerator.scaler) is not None:
             checkpoint.register("scaler", scaler)
-        checkpoint.register("models", self.models, adapter=Weights(self.tokenizer))
+        checkpoint.register("models", self.models, adapter=weights or Weights(self.tokenizer))
         return checkpoint.register("zz_sums", None, adapter=Sums())
 
     def _link(self, name: str, target: Path) -> None:

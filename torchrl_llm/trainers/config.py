@@ -21,6 +21,7 @@ HOW_TO_RUN = (
     "progress",
     "save_checkpoints",
     "keep_checkpoints",
+    "export_merged",
     "resume",
     "resume_from",
     "accept_changes",
@@ -138,9 +139,18 @@ class RunConfig(TrainerConfig):
         attn_implementation: as in transformers ("sdpa", "eager", "flash_attention_2"); None takes its default.
         trust_remote_code: run code that comes with the model.
         gradient_checkpointing: recompute activations in the backward pass to save memory.
+        compile: torch.compile the layers for scoring and training; generation is not compiled.
+        quantization: "nf4" keeps the linear layers of the base in 4 bits (with LoRA and bitsandbytes).
         lora_r: rank of the LoRA adapters; 0 trains all weights.
         lora_alpha: LoRA's scale is lora_alpha / lora_r; None takes 2 * lora_r.
         lora_targets: names of the linear modules that get adapters, or "all-linear".
+        critic_trunk: the critic has a "separate" adapter (or copy of the model), or is a head on the "shared" trunk of the
+            actor (LLMPPO without LoRA).
+        init_from: a checkpoint (or what ActorCritic.save_pretrained wrote) whose weights the run starts from.
+        init_reference: with init_from, the reference of the KL is the checkpoint's actor, not the base model.
+        init_critic: with init_from, the critic starts as the checkpoint's actor, with a fresh head.
+        merge_lora_configs: with init_from, accept a checkpoint of other LoRA settings, by merging them.
+        refresh_reference: make the reference what the actor is, every so many iterations; 0 never does.
         env_name: id of a GEM environment, or a list of ids (a mixture).
         num_envs: environment slots played side by side.
         max_turns: our own cap on turns (truncation); None leaves it to the environment.
@@ -197,6 +207,7 @@ class RunConfig(TrainerConfig):
         output_dir: where metrics, checkpoints and the report go.
         save_checkpoints: write checkpoints to output_dir/checkpoints: the newest, and the best by evaluation.
         keep_checkpoints: how many of the newest are kept.
+        export_merged: write the trained actor as one whole model to output_dir/merged at the end.
         resume: go on from the newest checkpoint in output_dir, in the same bytes as if the run had never stopped; from the
             start if there is none.
         resume_from: the checkpoint to go on from, instead of the newest.
@@ -218,9 +229,17 @@ class RunConfig(TrainerConfig):
     attn_implementation: str | None = None
     trust_remote_code: bool = False
     gradient_checkpointing: bool = False
+    compile: bool = False
+    quantization: Literal["nf4"] | None = None
     lora_r: int = 16
     lora_alpha: int | None = None
     lora_targets: list[str] | str = "all-linear"
+    critic_trunk: Literal["separate", "shared"] = "separate"
+    init_from: Path | None = None
+    init_reference: bool = False
+    init_critic: bool = False
+    merge_lora_configs: bool = False
+    refresh_reference: int = 0
     # environment
     env_name: str | list[str] = "game:GuessTheNumber-v0-easy"
     num_envs: int = 16
@@ -281,6 +300,7 @@ class RunConfig(TrainerConfig):
     output_dir: Path = Path("runs/multiturn")
     save_checkpoints: bool = True
     keep_checkpoints: int = 2
+    export_merged: bool = False
     resume: bool = False
     resume_from: Path | None = None
     accept_changes: list[str] = field(default_factory=list)
@@ -310,6 +330,7 @@ class RunConfig(TrainerConfig):
         _require(self.lora_r >= 0, f"lora_r is {self.lora_r}; expected a rank, or 0 to train all weights.")
         self._check_groups()
         self._check_algorithm()
+        self._check_start()
         _require(
             self.max_output_tokens < self.max_model_len,
             f"max_output_tokens={self.max_output_tokens} leaves no room for a prompt in "
@@ -350,6 +371,23 @@ class RunConfig(TrainerConfig):
         _require(
             self.algo == "LLMPPO" or self.critic_warmup == 0,
             f"{self.algo} has no critic: critic_warmup={self.critic_warmup}, expected 0.",
+        )
+
+    def _check_start(self) -> None:
+        if self.init_from is not None:
+            self.init_from = Path(self.init_from)
+        given = [name for name in ("init_reference", "init_critic", "merge_lora_configs") if getattr(self, name)]
+        _require(
+            self.init_from is not None or not given, f"{', '.join(given)} without init_from: say what to start from."
+        )
+        _require(
+            self.kl_coeff != 0 or not (self.init_reference or self.refresh_reference),
+            "kl_coeff=0 has no reference: leave init_reference and refresh_reference out, or give the KL a weight.",
+        )
+        _require(self.refresh_reference >= 0, f"refresh_reference is {self.refresh_reference}; expected at least 0.")
+        _require(
+            self.critic_trunk == "separate" or (self.algo == "LLMPPO" and not self.lora_r),
+            f"critic_trunk='shared' is for LLMPPO without LoRA; got algo={self.algo}, lora_r={self.lora_r}.",
         )
 
     def as_json(self) -> dict[str, Any]:

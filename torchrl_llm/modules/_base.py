@@ -1,0 +1,87 @@
+"""The base model as it is before adapters: :func:`load_base`."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from peft import PeftModel
+from torch import nn
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+Quantization = Literal["nf4"]
+
+
+def load_base(
+    model: str | Path | nn.Module,
+    *,
+    dtype: torch.dtype | str | None = None,
+    device: torch.device | str | None = None,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    quantization: Quantization | None = None,
+) -> Any:
+    """A causal language model without dropout, in evaluation mode, from a path or as given.
+
+    The arguments are those of :func:`torchrl_llm.modules.load_actor_critic`.
+    """
+    precision = _dtype(dtype)
+    if isinstance(model, str | Path):
+        options: dict[str, Any] = {"dtype": precision or "auto", "trust_remote_code": trust_remote_code}
+        if attn_implementation is not None:
+            options["attn_implementation"] = attn_implementation
+        if quantization is not None:
+            options["quantization_config"] = _quantization_config(quantization, precision)
+            options["device_map"] = {"": device or "cpu"}
+        lm: Any = AutoModelForCausalLM.from_pretrained(str(model), **options)
+    else:
+        if isinstance(model, PeftModel):
+            raise ValueError(
+                "model is a PeftModel already; expected the bare model. Merge and unload its adapter first."
+            )
+        if quantization is not None:
+            raise ValueError(
+                f"quantization is {quantization!r}, but model is a {type(model).__name__} that is loaded already: "
+                "weights are quantized while they are read. Pass its directory or hub id."
+            )
+        lm = model
+        if attn_implementation is not None:
+            lm.set_attn_implementation(attn_implementation)
+        if precision is not None:
+            lm.to(precision)
+    disable_dropout(lm)
+    return lm.eval() if device is None or quantization is not None else lm.to(device).eval()
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set every dropout probability inside ``model`` to 0."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name in ("attention_dropout", "dropout"):  # transformers' attention layers keep a bare number
+            if isinstance(getattr(module, name, None), float):
+                setattr(module, name, 0.0)
+
+
+def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) and dtype != "auto" else dtype
+    if found in (None, "auto") and dtype in (None, "auto"):
+        return None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype is {dtype!r}; expected 'auto' or the name of a torch dtype such as 'bfloat16'.")
+    return found
+
+
+def _quantization_config(quantization: str, dtype: torch.dtype | None) -> BitsAndBytesConfig:
+    if quantization != "nf4":
+        raise ValueError(f"quantization is {quantization!r}; expected 'nf4' or None.")
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ImportError("quantization='nf4' needs bitsandbytes, which is not installed: pip install bitsandbytes")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype or torch.bfloat16,
+    )

@@ -1,0 +1,390 @@
+"""Weights on disk, in PEFT's and transformers' own formats, and LoRA adapters of other settings than the model's.
+
+An :class:`Adapter` is a LoRA adapter outside a model: its settings and its tensors. Everything here reads one, writes
+one, or turns one into another that computes the same function. Only safetensors files are read, never pickles. Which
+weights make up a run is known to :class:`torchrl_llm.modules.ActorCritic`, atomic replacement to the trainers.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.utils.other import get_pattern_key
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from torchrl_llm.modules.adapters import AdapterError
+from torchrl_llm.modules.lm import causal_lm
+
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_FACTOR = re.compile(
+    r"base_model\.model\.(?P<module>.+)\.(?P<factor>lora_(A|B)\.weight|lora_embedding_(A|B)|lora_B\.bias)"
+)
+
+# Settings of how an adapter was made or trained, which do not change what it computes.
+_HISTORY = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
+    *("corda_config", "eva_config", "init_lora_weights", "loftq_config", "lora_dropout", "lora_ga_config"),
+    *("megatron_core", "runtime_config", "task_type"),
+}
+_TARGETS = {"target_modules", "exclude_modules", "layers_pattern", "layers_to_transform"}
+_SCALES = {"r", "lora_alpha", "alpha_pattern", "rank_pattern", "use_rslora"}
+# Settings that both sides may have when adapters are merged, as long as they are equal.
+_COMMON = {"fan_in_fan_out", "lora_bias", "modules_to_save"}
+
+
+class WeightsError(ValueError):
+    """Files of weights that are missing, damaged, or of another model."""
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """One LoRA adapter outside a model.
+
+    Attributes:
+        config: its settings.
+        tensors: its tensors, under the names that PEFT gives them in files.
+    """
+
+    config: LoraConfig
+    tensors: Mapping[str, Tensor]
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """The rank of each module that the adapter changes."""
+        return {
+            match["module"]: len(value)
+            for name, value in self.tensors.items()
+            if (match := _FACTOR.fullmatch(name)) and match["factor"] in ("lora_A.weight", "lora_embedding_A")
+        }
+
+    def scaling(self, module: str) -> float:
+        """What the product of the two factors of ``module`` is multiplied by."""
+        config = self.config
+        rank = config.rank_pattern.get(get_pattern_key(list(config.rank_pattern), module), config.r)
+        alpha = config.alpha_pattern.get(get_pattern_key(list(config.alpha_pattern), module), config.lora_alpha)
+        return alpha / (math.sqrt(rank) if config.use_rslora else rank)
+
+
+# Files.
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file, on the CPU.
+
+    Raises:
+        WeightsError: there is no such file, or it is damaged.
+    """
+    if not file.is_file():
+        pickles = [found.name for found in file.parent.glob("*.bin")]
+        hint = f" Pickles ({', '.join(pickles)}) are not read: convert them to safetensors." if pickles else ""
+        raise WeightsError(f"{file} does not exist.{hint}")
+    try:
+        return load_file(file)
+    except SafetensorError as error:
+        raise WeightsError(f"{file} is damaged: {error}") from error
+
+
+def read_adapter(path: Path) -> Adapter:
+    """The LoRA adapter in the folder ``path``.
+
+    Raises:
+        WeightsError: the folder does not hold one.
+    """
+    if not (path / _CONFIG).is_file():
+        whole = " It holds the weights of a whole model: pass it as `model` instead." if has_weights(path) else ""
+        raise WeightsError(f"{path} holds no LoRA adapter: it has no {_CONFIG}.{whole}")
+    config = PeftConfig.from_pretrained(str(path))
+    if not isinstance(config, LoraConfig):
+        raise WeightsError(f"{path / _CONFIG} has peft_type {config.peft_type!r}; expected 'LORA'.")
+    return Adapter(config, read_tensors(path / _TENSORS))
+
+
+def read_model(path: Path, model: Any) -> dict[str, Tensor]:
+    """The weights in the folder ``path`` under the names of ``model``, a transformers model.
+
+    Raises:
+        WeightsError: they are missing, damaged, those of a LoRA adapter, or of another model.
+    """
+    if (path / _CONFIG).is_file():
+        raise WeightsError(
+            f"{path} holds a LoRA adapter, but the model here has none. Give load_actor_critic the LoRA settings in "
+            f"its {_CONFIG}."
+        )
+    if not path.is_dir():  # from_pretrained would take it for a hub id
+        raise WeightsError(f"{path} does not exist.")
+    try:
+        loaded, info = type(model).from_pretrained(
+            path, dtype=model.dtype, use_safetensors=True, output_loading_info=True, local_files_only=True
+        )
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise WeightsError(f"The weights in {path} cannot be read: {error}") from error
+    if info["missing_keys"]:
+        raise WeightsError(f"The weights in {path} lack {sorted(info['missing_keys'])}.")
+    tensors = loaded.state_dict()
+    _check_shapes(tensors, model.state_dict(), f"The weights in {path} are of another model", WeightsError)
+    return tensors
+
+
+def has_weights(path: Path) -> bool:
+    """Whether the folder ``path`` holds a LoRA adapter or a whole model."""
+    return (path / _CONFIG).is_file() or (path / "config.json").is_file()
+
+
+def save_weights(model: Any, adapter: str | None, path: Path) -> None:
+    """Write a LoRA adapter of ``model``, or without one the whole model, to the folder ``path``.
+
+    The last part of ``path`` is the adapter's name: PEFT names the folder so.
+    """
+    if adapter is None:
+        model.save_pretrained(path)
+    else:
+        model.save_pretrained(str(path.parent), selected_adapters=[adapter], save_embedding_layers=False)
+
+
+def export_merged(model: Any, adapter: str | None, path: Path) -> None:
+    """Write the whole model to ``path`` with ``adapter`` merged into its weights, on a copy in the host's memory."""
+    if adapter is not None:
+        _check_mergeable(model, adapter)
+        model = copy.deepcopy(model, {id(x): _on_cpu(x) for x in (*model.parameters(), *model.buffers())})
+        model.set_adapter(adapter)
+        model = model.merge_and_unload(adapter_names=[adapter])
+    model.save_pretrained(path)
+
+
+def _on_cpu(tensor: Tensor) -> Tensor:
+    copied = tensor.detach().to("cpu", copy=True)
+    return nn.Parameter(copied, requires_grad=False) if isinstance(tensor, nn.Parameter) else copied
+
+
+def _check_mergeable(model: Any, adapter: str) -> None:
+    lm = causal_lm(model)
+    if getattr(lm, "is_quantized", False):
+        raise WeightsError(
+            "The base model is quantized, and so would be what is merged into it. Load it without quantization, call "
+            "load_pretrained, and export then."
+        )
+    embeddings = [lm.get_input_embeddings(), lm.get_output_embeddings()]
+    names = [name for name, module in lm.named_modules() if any(module is other for other in embeddings)]
+    changed = [name for name in names if any(f".{name}." in key for key in adapter_of(model, adapter).tensors)]
+    if changed and lm.config.get_text_config().tie_word_embeddings:
+        raise WeightsError(
+            f"The adapter {adapter!r} changes {changed}, whose weights are tied (tie_word_embeddings): merged, it would "
+            "change both. Train with untied embeddings, or leave these modules out of the LoRA settings."
+        )
+
+
+# Adapters in a model.
+
+
+def adapter_of(model: PeftModel, name: str) -> Adapter:
+    """The adapter ``name`` of ``model``; its tensors are the model's own."""
+    tensors = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
+    return Adapter(model.peft_config[name], tensors)
+
+
+def set_adapter_tensors(model: PeftModel, name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Copy ``tensors`` into the adapter ``name`` of ``model``, whose parameters and dtypes stay.
+
+    Raises:
+        AdapterError: the adapter has other tensors.
+    """
+    own = adapter_of(model, name).tensors
+    _check_shapes(tensors, own, f"The tensors do not fit the adapter {name!r}", AdapterError)
+    set_peft_model_state_dict(model, dict(tensors), adapter_name=name)
+
+
+def load_adapters(model: PeftModel, sources: Mapping[str, Path], *, merge: bool = False) -> None:
+    """Read LoRA adapters into ``model``.
+
+    Args:
+        model: has the adapters already; all of them have the same settings.
+        sources: adapter name -> folder to read.
+        merge: reconcile other settings: every adapter of ``model``, read or not, gets the largest rank and the union of
+            the target modules, and still computes what it did. Where the model's own settings cover those of the files,
+            they stay as they are.
+
+    Raises:
+        WeightsError: a folder does not hold a LoRA adapter.
+        AdapterError: the settings differ and ``merge`` is false, or they differ in what cannot be merged; or the adapter
+            is of another base model. The model is unchanged then.
+    """
+    found = {name: read_adapter(path) for name, path in sources.items()}
+    for name, adapter in found.items():
+        live = adapter_of(model, name)
+        equal = _check_settings(adapter, live, sources[name], merge=merge)
+        _check_base(model, adapter, live, sources[name], equal_settings=equal)
+    if not all(_covers(adapter_of(model, name), adapter) for name, adapter in found.items()):
+        _rebuild(model, _merged_config(model, found))
+    for name, adapter in found.items():
+        set_adapter_tensors(model, name, fit_adapter(adapter, adapter_of(model, name)))
+
+
+def fit_adapter(source: Adapter, target: Adapter) -> dict[str, Tensor]:
+    """Tensors of the names and shapes of ``target``'s with which it computes the function of ``source``.
+
+    With factors A ``[r, in]`` and B ``[out, r]`` and scaling s, an adapter adds s B A. A larger rank gets columns of
+    zeros in B, and keeps ``target``'s rows in A: rows of zeros in both could never be trained. The quotient of the two
+    scalings goes into B.
+
+    Args:
+        source: changes no module that ``target`` does not, and none with a larger rank.
+        target: where the tensors will go.
+    """
+    fitted = {}
+    for name, slot in target.tensors.items():
+        value, match = source.tensors.get(name), _FACTOR.fullmatch(name)
+        if match is None:
+            fitted[name] = slot if value is None else value
+        elif match["factor"] in ("lora_A.weight", "lora_embedding_A"):
+            fitted[name] = slot.clone()
+            if value is not None:
+                fitted[name][: len(value)] = value
+        else:
+            fitted[name] = torch.zeros_like(slot)
+            if value is not None:
+                ratio = source.scaling(match["module"]) / target.scaling(match["module"])
+                part = fitted[name] if value.ndim == 1 else fitted[name][:, : value.shape[1]]
+                part.copy_(value.to(slot) * ratio)
+    return fitted
+
+
+def _covers(target: Adapter, source: Adapter) -> bool:
+    return all(rank <= target.ranks.get(module, 0) for module, rank in source.ranks.items())
+
+
+def _merged_config(model: PeftModel, found: Mapping[str, Adapter]) -> LoraConfig:
+    """The live settings with the largest rank, every target, and the scaling that the live settings have."""
+    live = [adapter_of(model, name) for name in model.peft_config]
+    ranks = [each.ranks for each in (*live, *found.values())]
+    config: LoraConfig = copy.deepcopy(live[0].config)
+    rank = max(max(each.values()) for each in ranks)
+    growth = rank / config.r
+    alpha = config.lora_alpha * (math.sqrt(growth) if config.use_rslora else growth)
+    config.r, config.lora_alpha = rank, int(alpha) if alpha == int(alpha) else alpha
+    config.target_modules = {module for each in ranks for module in each}
+    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+    config.rank_pattern, config.alpha_pattern = {}, {}
+    return config
+
+
+def _rebuild(model: PeftModel, config: LoraConfig) -> None:
+    """Give every adapter of ``model`` the settings ``config``, which cover its own, and leave its function."""
+    before = {
+        name: Adapter(model.peft_config[name], {key: x.clone() for key, x in adapter_of(model, name).tensors.items()})
+        for name in model.peft_config
+    }
+    trained = [name for name in before if any(p.requires_grad for p in _parameters_of(model, name))]
+    active, spare = model.active_adapter, "spare"
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        model.add_adapter(spare, copy.deepcopy(config))  # PEFT cannot do without any adapter
+        model.set_adapter(spare)
+        for name in before:
+            model.delete_adapter(name)
+            model.add_adapter(name, copy.deepcopy(config))
+    model.set_adapter(active)
+    model.delete_adapter(spare)
+    for name, adapter in before.items():
+        set_adapter_tensors(model, name, fit_adapter(adapter, adapter_of(model, name)))
+    model.set_requires_grad(trained, True)
+    model.train(model.training)  # new layers start in training mode
+
+
+def _parameters_of(model: nn.Module, adapter: str) -> list[nn.Parameter]:
+    return [parameter for name, parameter in model.named_parameters() if adapter in name.split(".")]
+
+
+# Errors.
+
+
+def _check_settings(found: Adapter, live: Adapter, path: Path, *, merge: bool) -> bool:
+    """Whether both compute the same function of their tensors; an error if they do not and cannot be reconciled."""
+    theirs, ours = _settings(found.config), _settings(live.config)
+    same_modules = found.ranks.keys() == live.ranks.keys()
+    different = {field for field in ours if theirs[field] != ours[field] and not (same_modules and field in _TARGETS)}
+    if different and not merge:
+        raise AdapterError(
+            f"The LoRA settings of {path} are not those of the model here:\n{_listed(different, theirs, ours)}\n"
+            "Use the settings of its adapter_config.json, or pass merge_lora_configs=True."
+        )
+    default = _settings(LoraConfig())
+    rest = {field for field in ours if field not in _TARGETS | _SCALES}
+    impossible = different & rest
+    if different:
+        impossible |= {f for f in rest - _COMMON if not theirs[f] == ours[f] == default[f]}
+    if impossible:
+        raise AdapterError(
+            f"merge_lora_configs=True reconciles ranks, scalings and target modules, but {path} and the model here "
+            f"have settings that cannot be merged:\n{_listed(impossible, theirs, ours)}"
+        )
+    return not different
+
+
+def _settings(config: LoraConfig) -> dict[str, Any]:
+    """What decides on the function of an adapter; unordered collections in order, empty ones as None."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, set | list | tuple):
+            return sorted(value, key=str) or None
+        return value if value != {} else None
+
+    return {field.name: plain(getattr(config, field.name)) for field in fields(config) if field.name not in _HISTORY}
+
+
+def _listed(names: set[str], theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    return "\n".join(f"  {name}: {theirs[name]!r} there, {ours[name]!r} here" for name in sorted(names))
+
+
+def _check_base(model: PeftModel, found: Adapter, live: Adapter, path: Path, *, equal_settings: bool) -> None:
+    """Refuse adapters of another base model."""
+    what = f"The adapter in {path} is of another base model"
+    modules: dict[str, Any] = dict(causal_lm(model).named_modules())
+    for name in sorted({match["module"] for tensor in found.tensors if (match := _FACTOR.fullmatch(tensor))}):
+        if name not in modules:
+            raise AdapterError(f"{what}: the one here has no module {name!r}.")
+        theirs, ours = _sizes(found, name), _module_sizes(modules[name])
+        if theirs is None:
+            raise WeightsError(f"The adapter in {path} lacks one of the factors of {name!r}.")
+        if ours is not None and theirs != ours:
+            raise AdapterError(f"{what}: {name!r} has sizes {theirs} there, {ours} here.")
+    # Factors may differ under different settings, anything else (modules_to_save) never.
+    fixed = [
+        {name: x for name, x in each.tensors.items() if equal_settings or not _FACTOR.fullmatch(name)}
+        for each in (found, live)
+    ]
+    _check_shapes(fixed[0], fixed[1], what, AdapterError)
+
+
+def _sizes(adapter: Adapter, module: str) -> tuple[int, int] | None:
+    """Inputs and outputs of ``module``, as the factors have them."""
+    prefix = f"base_model.model.{module}."
+    for a, b in (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")):
+        if prefix + a in adapter.tensors and prefix + b in adapter.tensors:
+            return adapter.tensors[prefix + a].shape[1], adapter.tensors[prefix + b].shape[0]
+    return None
+
+
+def _module_sizes(module: Any) -> tuple[int, int] | None:
+    if isinstance(module, nn.Embedding):
+        return module.num_embeddings, module.embedding_dim
+    return (module.in_features, module.out_features) if hasattr(module, "in_features") else None
+
+
+def _check_shapes(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], what: str, error: type[ValueError]) -> None:
+    shapes = [{name: tuple(value.shape) for name, value in each.items()} for each in (theirs, ours)]
+    wrong = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
+    if wrong:
+        raise error(
+            f"{what}: for example {wrong[0]} has shape {shapes[0].get(wrong[0])} there and {shapes[1].get(wrong[0])} "
+            "here."
+        )
