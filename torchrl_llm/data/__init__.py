@@ -2,7 +2,7 @@
 
 from torchrl_llm.data.agilerl import rows_from_agilerl
 from torchrl_llm.data.batching import apply_in_micro_batches, cat_rows, micro_batches, minibatches, padding_share
-from torchrl_llm.data.interop import MC_ADVANTAGE_KEYS, GRPOActor, RowsAsTrajectories, to_grpo_keys
+from torchrl_llm.data.interop import MC_ADVANTAGE_KEYS, GRPOActor, RowsAsTrajectories, ScoredTokens, to_grpo_keys
 from torchrl_llm.data.selection import informative, overlong, penalise_overlong
 from torchrl_llm.data.sequence import HistoryRewrittenError, TurnsToSequence, TurnViewError, turns_to_rows
 
@@ -11,6 +11,7 @@ __all__ = [
     "GRPOActor",
     "HistoryRewrittenError",
     "RowsAsTrajectories",
+    "ScoredTokens",
     "TurnViewError",
     "TurnsToSequence",
     "apply_in_micro_batches",
