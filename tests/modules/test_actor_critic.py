@@ -332,6 +332,8 @@ class TestQuantization:
         assert layer.weight.quant_type == "nf4"
         perturb(models)
         assert {x.dtype for x in outputs(models)} == {torch.float32}
+        models.actor(make_rows())["log_prob"].sum().backward()
+        assert all(p.grad.abs().max() > 0 for p in models.actor_parameters())
         models.save_pretrained(tmp_path / "trained")
         exact = load_actor_critic(tmp_path / "base", **options)
         exact.load_pretrained(tmp_path / "trained")

@@ -151,14 +151,16 @@ class TestUseAdapter:
             assert torch.equal(model(input_ids=ids).logits, outputs[name])
         assert not torch.allclose(outputs["actor"], outputs["critic"])
 
-    def test_a_setter_that_fails_leaves_every_flag(self, monkeypatch):
-        model = two_adapters()
+    def test_a_setter_that_fails_leaves_everything_as_it_was(self, monkeypatch):
+        model, ids = two_adapters(), tokens()
+        before = model(input_ids=ids).logits
         flags = {name: p.requires_grad for name, p in model.named_parameters()}
         last = model.base_model.model.model.layers[2].mlp.down_proj
         monkeypatch.setattr(last, "set_adapter", lambda names: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             use_adapter(model, "critic").__enter__()
         assert {name: p.requires_grad for name, p in model.named_parameters()} == flags
+        assert torch.equal(model(input_ids=ids).logits, before)
 
     def test_named_errors(self):
         with use_adapter(nn.Linear(2, 2), None):

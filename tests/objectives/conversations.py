@@ -29,7 +29,10 @@ def layouts(draw, max_rows: int = 4, max_turns: int = 5):
 
 
 def make_rows(layout, seed: int = 0, group_size: int = 1) -> TensorDict:
-    """Rows in float64 from a layout; every figure off its mask is NaN, so that nobody may read it."""
+    """Rows in float64 from a layout; every figure off its mask is NaN, so that nobody may read it.
+
+    Some turns earn 0, and some episodes nothing at all.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = len(layout)
     ids = [
@@ -48,13 +51,16 @@ def make_rows(layout, seed: int = 0, group_size: int = 1) -> TensorDict:
     ended = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
     cut = (torch.rand(rows, 1, generator=generator) < 0.5) & ended
     sample = -noise(action.shape, action).abs()
+    # A generator of its own: rewards that are 0, and episodes that earn nothing.
+    sparse = torch.Generator().manual_seed(seed + 1)
+    earns = (torch.rand(mask.shape, generator=sparse) < 0.7) & (torch.rand(rows, 1, generator=sparse) < 0.8)
     return TensorDict(
         {
             "tokens": torch.randint(0, VOCAB, turn_ids.shape, generator=generator).where(attention, 0),
             "attention_mask": attention,
             "turn_ids": turn_ids,
             "turn": {
-                "reward": noise(mask.shape, mask),
+                "reward": torch.where(mask & ~earns, 0.0, noise(mask.shape, mask)),
                 "mask": mask,
                 "terminated": ended & ~cut,
                 "truncated": cut,

@@ -51,6 +51,9 @@ def load_base(
             lm.set_attn_implementation(attn_implementation)
         if precision is not None:
             lm.to(precision)
+    for module in lm.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):  # bitsandbytes' kernel for inference on a CPU has no gradient
+            module.support_avx512bf16_for_cpu = False
     disable_dropout(lm)
     return lm.eval() if device is None or quantization is not None else lm.to(device).eval()
 

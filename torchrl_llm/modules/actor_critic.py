@@ -181,6 +181,28 @@ class ActorCritic:
             WeightsError: files are missing, damaged, or of another model.
             AdapterError: the LoRA settings differ and ``merge_lora_configs`` is false, or they cannot be merged; or
                 there is no critic or reference to overwrite.
+
+        Examples:
+            A small adapter becomes the start, and the reference, of a run with a larger one:
+
+            >>> from tempfile import mkdtemp
+            >>> from torchrl_llm.testing.tiny import tiny_model_path
+            >>> folder, base = mkdtemp(), tiny_model_path()
+            >>> small = LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj"])
+            >>> load_actor_critic(base, lora=small).save_pretrained(folder)
+            >>> large = LoraConfig(r=4, lora_alpha=8, target_modules=["v_proj"])
+            >>> models = load_actor_critic(base, lora=large, reference="adapter")
+            >>> models.load_pretrained(folder, overwrite_reference_adapter=True)
+            Traceback (most recent call last):
+                ...
+            torchrl_llm.modules.adapters.AdapterError: The LoRA settings of ... are not those of the model here:
+              lora_alpha: 4 there, 8 here
+              r: 2 there, 4 here
+              target_modules: ['q_proj'] there, ['v_proj'] here
+            Use the settings of its adapter_config.json, or pass merge_lora_configs=True.
+            >>> models.load_pretrained(folder, overwrite_reference_adapter=True, merge_lora_configs=True)
+            >>> models.model.peft_config["actor"].r, len(models.actor_parameters())
+            (4, 8)
         """
         path, trunks = Path(path), self._trunks()
         if overwrite_reference_adapter:
