@@ -145,7 +145,7 @@ class RunConfig(TrainerConfig):
         lora_alpha: LoRA's scale is lora_alpha / lora_r; None takes 2 * lora_r.
         lora_targets: names of the linear modules that get adapters, or "all-linear".
         critic_trunk: the critic has a "separate" adapter (or copy of the model), or is a head on the "shared" trunk of the
-            actor (LLMPPO without LoRA).
+            actor (LLMPPO).
         init_from: a checkpoint (or what ActorCritic.save_pretrained wrote) whose weights the run starts from.
         init_reference: with init_from, the reference of the KL is the checkpoint's actor, not the base model.
         init_critic: with init_from, the critic starts as the checkpoint's actor, with a fresh head.
@@ -386,8 +386,16 @@ class RunConfig(TrainerConfig):
         )
         _require(self.refresh_reference >= 0, f"refresh_reference is {self.refresh_reference}; expected at least 0.")
         _require(
-            self.critic_trunk == "separate" or (self.algo == "LLMPPO" and not self.lora_r),
-            f"critic_trunk='shared' is for LLMPPO without LoRA; got algo={self.algo}, lora_r={self.lora_r}.",
+            self.critic_trunk == "separate" or self.algo == "LLMPPO",
+            f"{self.algo} has no critic: critic_trunk='shared' is for LLMPPO.",
+        )
+        _require(
+            not (self.compile and self.gradient_checkpointing),
+            "compile and gradient_checkpointing exclude each other: choose one.",
+        )
+        _require(
+            self.quantization is None or self.lora_r > 0,
+            f"quantization={self.quantization!r} is for LoRA: lora_r=0 would train the weights that it rounds.",
         )
 
     def as_json(self) -> dict[str, Any]:
