@@ -1,6 +1,7 @@
 """Tables and plots of ``docs/results/`` from the JSON files of the benchmarks.
 
-    python benchmarks/report.py --learning runs/learning --iteration runs/iteration
+    python benchmarks/report.py --learning runs/learning
+    python benchmarks/report.py --iteration runs/iteration
 
 Reads ``<learning>/*/result.json`` with their metrics and ``<iteration>/*.json``; writes ``docs/results/learning.md``,
 ``docs/results/learning.png``, ``docs/results/iteration.md``, and the tables of ``README.md``.
@@ -124,19 +125,31 @@ def fill(path: Path, marker: str, table: str) -> None:
 def main() -> None:
     """Write the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--learning", type=Path, required=True)
-    parser.add_argument("--iteration", type=Path, required=True)
+    parser.add_argument("--learning", type=Path)
+    parser.add_argument("--iteration", type=Path)
     arguments = parser.parse_args()
-    learning = [json.loads(path.read_text()) for path in arguments.learning.glob("*/result.json")]
+    if arguments.learning:
+        write_learning(arguments.learning)
+    if arguments.iteration:
+        write_iteration(arguments.iteration)
+
+
+def write_learning(folder: Path) -> None:
+    """The page, the plot and the README's table."""
+    learning = [json.loads(path.read_text()) for path in folder.glob("*/result.json")]
     learning.sort(key=lambda r: (ALGORITHMS.index(r["algo"]), r["seed"]))
-    iteration = [json.loads(path.read_text()) for path in arguments.iteration.glob("*.json")]
-    iteration.sort(key=lambda r: ALGORITHMS.index(r["algo"]))
-    plot_learning(arguments.learning, RESULTS / "learning.png")
+    plot_learning(folder, RESULTS / "learning.png")
     (RESULTS / "learning.md").write_text(LEARNING.format(machine=machine(), table=learning_table(learning)))
+    fill(ROOT / "README.md", "learning", learning_summary(learning))
+
+
+def write_iteration(folder: Path) -> None:
+    """The page and the README's table."""
+    iteration = [json.loads(path.read_text()) for path in folder.glob("*.json")]
+    iteration.sort(key=lambda r: ALGORITHMS.index(r["algo"]))
     (RESULTS / "iteration.md").write_text(
         ITERATION.format(machine=machine(), summary=iteration_summary(iteration), table=iteration_table(iteration))
     )
-    fill(ROOT / "README.md", "learning", learning_summary(learning))
     fill(ROOT / "README.md", "iteration", iteration_summary(iteration))
 
 
@@ -154,7 +167,10 @@ weights. CPU-seconds are those of the whole process, evaluations included.
 
 ![Learning curves](learning.png)
 
-Machine: {machine}.
+Machine: {machine}. A seed fixes a run on one machine and one set of versions; elsewhere other roundings lead to other games. On an Intel Xeon
+the seeds 0 to 2 of all three algorithms ended between 0.977 and 0.994. A run that ends lower, such as LLMREINFORCE's seed 0 here, has settled on a
+strategy too early: its entropy falls below 0.05 nats at a win rate of 0.86, and nothing is left to compare. With
+`--entropy-coeff 0.01` the same seed ended at 0.932, and seed 1 at 0.969 instead of 0.998.
 """
 
 ITERATION = """# How fast is an iteration?
