@@ -8,7 +8,7 @@ from tensordict import TensorDict
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_llm import keys
-from torchrl_llm.modules.policy import Generation, SamplingConfig, TurnPolicy
+from torchrl_llm.modules.policy import Generation, SamplingConfig, TurnPolicy, TurnRequest
 
 
 class Counter(TurnPolicy):
@@ -137,3 +137,43 @@ class TestTurnPolicy:
     def test_a_negative_seed_is_an_error(self):
         with pytest.raises(ValueError, match="seed is -1"):
             Counter(seed=-1)
+
+
+class TestSingleTurns:
+    """``submit`` and ``poll`` answer what a call with a TensorDict answers."""
+
+    @staticmethod
+    def requests(batch):
+        lengths = batch[keys.PROMPT_LENGTH].flatten().tolist()
+        return [
+            TurnRequest(i, batch[keys.PROMPT][i, :length].numpy(), 10 + i, i, greedy=i == 1)
+            for i, length in enumerate(lengths)
+        ]
+
+    def test_the_answers_are_those_of_a_batch(self):
+        policy, batch = Counter(), make_batch([2, 6, 3])
+        policy.policy_version = 5
+        for request in self.requests(batch):
+            policy.submit(request)
+        assert policy.pending == 3
+        answers = {answer.slot: answer for answer in policy.poll()}
+        assert policy.pending == 0
+        assert not policy.poll()
+        policy(batch)
+        for slot, answer in answers.items():
+            mask = batch[keys.RESPONSE_MASK][slot]
+            assert answer.tokens.tolist() == batch[keys.RESPONSE][slot][mask].tolist()
+            assert answer.log_probs.tolist() == batch[keys.RESPONSE_LOG_PROBS][slot][mask].tolist()
+            assert answer.versions.tolist() == [5] * int(mask.sum())
+        assert [call[4] for call in policy.calls] == [False, True, False]
+        assert policy.calls[0][0].tolist() == [[0, 1, 0], [12, 13, 14]]
+
+    def test_cancelled_requests_are_not_answered(self):
+        policy, batch = Counter(), make_batch([2, 6, 3])
+        for request in self.requests(batch):
+            policy.submit(request)
+        policy.cancel([0, 2])
+        assert [answer.slot for answer in policy.poll()] == [1]
+        policy.submit(self.requests(batch)[0])
+        policy.cancel()
+        assert not policy.pending

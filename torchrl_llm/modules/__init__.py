@@ -11,7 +11,7 @@ from torchrl_llm.modules.lm import (
     check_vocabulary,
     lm_logits,
 )
-from torchrl_llm.modules.policy import Generation, SamplingConfig, TurnPolicy
+from torchrl_llm.modules.policy import Generation, SamplingConfig, TurnPolicy, TurnRequest, TurnResponse
 from torchrl_llm.modules.positions import RowError
 from torchrl_llm.modules.scorer import TokenScorer
 from torchrl_llm.modules.weights import WeightsError
@@ -27,6 +27,8 @@ __all__ = [
     "TokenScorer",
     "TurnCritic",
     "TurnPolicy",
+    "TurnRequest",
+    "TurnResponse",
     "UnsupportedHeadError",
     "VocabularyMismatchError",
     "WeightsError",

@@ -147,7 +147,7 @@ class HFPolicy(TurnPolicy):
                 "The weights have probably diverged: lower the learning rate, clip gradients, or load a checkpoint."
             )
         # Cloned, for tensors of inference mode cannot meet autograd.
-        return Generation(*(x.to(prompt.device, copy=True) for x in generation))
+        return Generation(*(x.to(prompt.device, copy=True) for x in generation[:3]))
 
 
 class _Responses:

@@ -1,16 +1,22 @@
 """What every policy has in common: :class:`SamplingConfig` and the :class:`TurnPolicy` base class.
 
-A policy maps the context of each slot to the sampled response of one turn. Engines (:mod:`torchrl_llm.modules.hf`)
-implement :meth:`TurnPolicy.generate` for the live slots only; the base class deals with idle slots, padding, turn
-ids and versions, so that they mean the same for every engine.
+A policy maps the context of each slot to the sampled response of one turn. Engines (:mod:`torchrl_llm.modules.hf`,
+:mod:`torchrl_llm.modules.vllm`) implement :meth:`TurnPolicy.generate` for the live slots only; the base class deals with
+idle slots, padding, turn ids and versions, so that they mean the same for every engine.
+
+There are two ways to ask: a call with a TensorDict answers one turn of every live slot; :meth:`TurnPolicy.submit` and
+:meth:`TurnPolicy.poll` answer single turns, in whatever order they are done.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -84,11 +90,46 @@ class Generation(NamedTuple):
         tokens: ``[n, A]`` int64, right-padded; the stop id is included.
         lengths: ``[n]`` int64, number of valid tokens of each response, >= 1.
         log_probs: ``[n, A]`` float32, under the distribution really sampled from.
+        versions: ``[n, A]`` int64, the weights that each token was sampled with; ``None``: ``policy_version`` for all.
     """
 
     tokens: Tensor
     lengths: Tensor
     log_probs: Tensor
+    versions: Tensor | None = None
+
+
+class TurnRequest(NamedTuple):
+    """One turn to be answered.
+
+    Attributes:
+        slot: names the request until it is answered, and the cache of its episode between turns; a small int.
+        prompt: ``[l]`` ids of the whole context, l >= 1.
+        episode_id, turn: the key of the sampling noise.
+        greedy: take the likeliest token instead of sampling.
+    """
+
+    slot: int
+    prompt: npt.NDArray[np.int64]
+    episode_id: int
+    turn: int
+    greedy: bool = False
+
+
+class TurnResponse(NamedTuple):
+    """The answer to a :class:`TurnRequest`.
+
+    Attributes:
+        slot: of the request.
+        tokens: ``[m]`` int64, m >= 1; the stop id is included.
+        log_probs: ``[m]`` float32, under the distribution really sampled from.
+        versions: ``[m]`` int64, the weights that each token was sampled with.
+    """
+
+    slot: int
+    tokens: npt.NDArray[np.int64]
+    log_probs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int64]
 
 
 class TurnPolicy(TensorDictModuleBase):
@@ -109,7 +150,10 @@ class TurnPolicy(TensorDictModuleBase):
 
     Attributes:
         policy_version: int, stamped on every token; :meth:`weights_changed` raises it by one.
+        concurrent: whether the policy has weights of its own, so that a thread may play while others train.
     """
+
+    concurrent = False
 
     in_keys = [keys.PROMPT, keys.PROMPT_LENGTH, keys.TURN, keys.EPISODE_ID]  # noqa: RUF012 (TorchRL's idiom)
     out_keys = [  # noqa: RUF012
@@ -127,6 +171,7 @@ class TurnPolicy(TensorDictModuleBase):
         self.sampling = sampling
         self.seed = seed
         self.policy_version = 0
+        self._queue: list[TurnRequest] = []
 
     @abstractmethod
     def generate(
@@ -158,6 +203,57 @@ class TurnPolicy(TensorDictModuleBase):
     def close(self) -> None:
         """Free the engine. The base class holds nothing."""
 
+    # ------------------------------------------------------------------ single turns
+
+    def submit(self, request: TurnRequest) -> None:
+        """Ask for one turn; :meth:`poll` answers it. No two requests may share a slot at a time."""
+        self._queue.append(request)
+
+    @property
+    def pending(self) -> int:
+        """Number of requests that are not answered yet."""
+        return len(self._queue)
+
+    def cancel(self, slots: Sequence[int] | None = None) -> None:
+        """Forget the requests of ``slots`` (default: all); they are never answered."""
+        self._queue = [] if slots is None else [request for request in self._queue if request.slot not in slots]
+
+    def poll(self) -> list[TurnResponse]:
+        """Go on with what was submitted, and return the answers that are finished, in any order.
+
+        Engines that batch continuously take one step. The base class answers everything at once, in one call of
+        :meth:`generate` for all that is sampled, and one for all that is greedy.
+        """
+        queue, self._queue = self._queue, []
+        return [
+            answer
+            for greedy in (False, True)
+            if (requests := [request for request in queue if request.greedy is greedy])
+            for answer in self._answer(requests, greedy=greedy)
+        ]
+
+    @torch.no_grad()
+    def _answer(self, requests: list[TurnRequest], *, greedy: bool) -> list[TurnResponse]:
+        lengths = torch.tensor([len(request.prompt) for request in requests])
+        prompt = np.zeros((len(requests), int(lengths.max())), np.int64)
+        for row, request in zip(prompt, requests, strict=True):
+            row[: len(request.prompt)] = request.prompt
+        slots, turn, episode_id = torch.tensor([(r.slot, r.turn, r.episode_id) for r in requests]).T
+        generation = self.generate(torch.from_numpy(prompt), lengths, turn, episode_id, slots=slots, greedy=greedy)
+        tokens, sizes, log_probs = (x.cpu().numpy() for x in generation[:3])
+        versions = self._versions(generation).cpu().numpy()
+        return [
+            TurnResponse(request.slot, tokens[i, :m], log_probs[i, :m], versions[i, :m])
+            for i, (request, m) in enumerate(zip(requests, sizes, strict=True))
+        ]
+
+    def _versions(self, generation: Generation) -> Tensor:
+        if generation.versions is not None:
+            return generation.versions
+        return torch.full_like(generation.tokens, self.policy_version)
+
+    # ------------------------------------------------------------------ whole batches
+
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write the response keys of one turn into ``tensordict`` (batch ``[N]``) and return it.
@@ -168,25 +264,26 @@ class TurnPolicy(TensorDictModuleBase):
         prompt = tensordict[keys.PROMPT]
         prompt = prompt.reshape(-1, prompt.shape[-1])
         lengths, turn, episode_id = (tensordict[key].flatten() for key in self.in_keys[1:])
-        tokens, log_probs, mask = self._respond(prompt, lengths, turn, episode_id)
+        tokens, log_probs, versions, mask = self._respond(prompt, lengths, turn, episode_id)
         written = {
             keys.RESPONSE: tokens,
             keys.RESPONSE_MASK: mask,
             keys.RESPONSE_LOG_PROBS: log_probs,
             keys.TURN_IDS: torch.where(mask, turn.unsqueeze(-1), -1),
-            keys.POLICY_VERSION: torch.where(mask, self.policy_version, -1),
+            keys.POLICY_VERSION: versions,
         }
         for key, value in written.items():
             tensordict.set(key, value.view(*tensordict.batch_size, -1))
         return tensordict
 
     def _respond(self, prompt: Tensor, lengths: Tensor, turn: Tensor, episode_id: Tensor) -> tuple[Tensor, ...]:
-        """Tokens, log-probs and mask, each ``[N, A]``, of all slots: zeros where a slot idles or a response is over."""
+        """Tokens, log-probs, versions and mask, each ``[N, A]``, of all slots: 0, 0, -1, False off the mask."""
         tokens = torch.zeros(len(lengths), self.sampling.max_output_tokens, dtype=torch.int64, device=lengths.device)
         log_probs, mask = torch.zeros_like(tokens, dtype=torch.float32), torch.zeros_like(tokens, dtype=torch.bool)
+        versions = torch.full_like(tokens, -1)
         slots = lengths.nonzero().flatten()
         if not slots.numel():
-            return tokens, log_probs, mask
+            return tokens, log_probs, versions, mask
         longest = int(lengths.max())
         if longest > prompt.shape[-1]:
             raise ValueError(
@@ -205,4 +302,5 @@ class TurnPolicy(TensorDictModuleBase):
         mask[slots] = valid
         tokens[slots] = generation.tokens.masked_fill(~valid, 0)
         log_probs[slots] = generation.log_probs.masked_fill(~valid, 0.0)
-        return tokens, log_probs, mask
+        versions[slots] = self._versions(generation).masked_fill(~valid, -1)
+        return tokens, log_probs, versions, mask
