@@ -14,14 +14,17 @@ from torchrl_llm.modules.lm import (
 from torchrl_llm.modules.policy import Generation, SamplingConfig, TurnPolicy, TurnRequest, TurnResponse
 from torchrl_llm.modules.positions import RowError
 from torchrl_llm.modules.scorer import TokenScorer
+from torchrl_llm.modules.vllm import EngineError, MissingVLLMError, VLLMPolicy, load_engine
 from torchrl_llm.modules.weights import WeightsError
 
 __all__ = [
     "ActorCritic",
     "AdapterError",
+    "EngineError",
     "Generation",
     "HFPolicy",
     "LoraTargetError",
+    "MissingVLLMError",
     "RowError",
     "SamplingConfig",
     "TokenScorer",
@@ -30,6 +33,7 @@ __all__ = [
     "TurnRequest",
     "TurnResponse",
     "UnsupportedHeadError",
+    "VLLMPolicy",
     "VocabularyMismatchError",
     "WeightsError",
     "check_head",
@@ -37,5 +41,6 @@ __all__ = [
     "enable_gradient_checkpointing",
     "lm_logits",
     "load_actor_critic",
+    "load_engine",
     "use_adapter",
 ]

@@ -19,6 +19,7 @@ from torchrl_llm.modules._kv_cache import Ints, SlotCache, common_prefix
 from torchrl_llm.modules._lora import FusedLora
 from torchrl_llm.modules.adapters import use_adapter
 from torchrl_llm.modules.lm import backbone, causal_lm, logits_function
+from torchrl_llm.modules.policy import ContextLengthError
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ATTENTION = ("sdpa", "eager")
@@ -33,10 +34,6 @@ _SAMPLE = 16  # elements of each parameter that the staleness check reads
 
 class UnsupportedModelError(ValueError):
     """The model cannot be generated from with keys and values cached by slot."""
-
-
-class ContextLengthError(ValueError):
-    """Prompt and response together are longer than the model's positions."""
 
 
 class CachedModel:

@@ -25,7 +25,7 @@ from torchrl_llm.modules._compile import compile_layers
 from torchrl_llm.modules._memory import on_host
 from torchrl_llm.modules.adapters import AdapterError, enable_gradient_checkpointing
 from torchrl_llm.modules.critic import TurnCritic
-from torchrl_llm.modules.lm import backbone, check_head, check_vocabulary, end_ids
+from torchrl_llm.modules.lm import backbone, check_head, check_vocabulary, end_ids, generation_end_ids
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.modules.scorer import TokenScorer
 from torchrl_llm.modules.weights import (
@@ -344,7 +344,7 @@ def load_actor_critic(
     check_head(base)
     sampling = sampling or SamplingConfig()
     if stop_ids is None and sampling.stop_ids is None and tokenizer is not None:
-        stop_ids = end_ids(base, tokenizer)
+        stop_ids = end_ids(generation_end_ids(base), tokenizer)
     roles = ["actor", *(["critic"] if critic is True else []), *(["reference"] if reference == "adapter" else [])]
     if lora is None:
         actor_model, adapter = base, None

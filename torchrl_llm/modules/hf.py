@@ -14,19 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm.modules._engine import CachedModel, ContextLengthError, UnsupportedModelError
+from torchrl_llm.modules._engine import CachedModel, UnsupportedModelError
 from torchrl_llm.modules._kv_cache import Ints
-from torchrl_llm.modules.lm import causal_lm, check_vocabulary, end_ids
-from torchrl_llm.modules.policy import Generation, SamplingConfig, TurnPolicy
-from torchrl_llm.modules.sampling import SamplingProcessor, draw, likeliest, turn_noise
+from torchrl_llm.modules.lm import causal_lm, check_vocabulary, generation_end_ids
+from torchrl_llm.modules.policy import (
+    ContextLengthError,
+    Generation,
+    NonFiniteLogitsError,
+    SamplingConfig,
+    TurnPolicy,
+)
+from torchrl_llm.modules.sampling import SamplingProcessor, draw, likeliest, stop_ids, turn_noise
 
 __all__ = ["ContextLengthError", "HFPolicy", "NonFiniteLogitsError", "UnsupportedModelError"]
 
 _SHRINK = 0.75  # finished rows are taken out of the batch when no more than this share is alive
-
-
-class NonFiniteLogitsError(FloatingPointError):
-    """The model's logits are NaN or infinite: there is no distribution to sample from."""
 
 
 class HFPolicy(TurnPolicy):
@@ -251,19 +253,5 @@ def _context(prompts: Ints, lengths: Ints, width: int) -> Tensor:
 
 
 def _stop_ids(sampling: SamplingConfig, model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a response, checked against the model's vocabulary."""
-    lm = causal_lm(model)
-    found = sampling.stop_ids
-    if found is None:
-        found = end_ids(model, tokenizer)
-        if not found:
-            raise ValueError(
-                "SamplingConfig.stop_ids is None, but neither the tokenizer nor model.generation_config names an end "
-                "token. Set tokenizer.eos_token, or pass stop_ids=(...); stop_ids=() lets every response run to "
-                "max_output_tokens."
-            )
-    vocabulary = lm.get_output_embeddings().weight.shape[0]
-    strange = [i for i in found if not 0 <= i < vocabulary]
-    if strange:
-        raise ValueError(f"stop_ids {strange} are no ids of the model, whose vocabulary has {vocabulary} tokens.")
-    return found
+    vocabulary = causal_lm(model).get_output_embeddings().weight.shape[0]
+    return stop_ids(sampling, generation_end_ids(model), tokenizer, vocabulary=vocabulary)

@@ -7,7 +7,7 @@ are, for a plain transformers model and for one inside a ``PeftModel``. Adapters
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -148,12 +148,15 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
         )
 
 
-def end_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a response unless told otherwise: the tokenizer's end-of-sequence id and the end tokens of the
-    model's ``generation_config``; sorted, perhaps empty."""
-    return tuple(
-        sorted({*_special_ids(causal_lm(model))["generation_config.eos_token_id"], *_ids(tokenizer.eos_token_id)})
-    )
+def end_ids(model_ids: int | Sequence[int] | None, tokenizer: Any) -> tuple[int, ...]:
+    """The ids that end a response unless told otherwise: the end tokens of the model's ``generation_config``
+    (``model_ids``) and the tokenizer's end-of-sequence id; sorted, perhaps empty."""
+    return tuple(sorted({*_ids(model_ids), *_ids(tokenizer.eos_token_id)}))
+
+
+def generation_end_ids(model: nn.Module) -> int | list[int] | None:
+    """The end tokens of the model's ``generation_config``."""
+    return getattr(getattr(causal_lm(model), "generation_config", None), "eos_token_id", None)
 
 
 def _special_ids(lm: Any) -> dict[str, list[int]]:

@@ -26,6 +26,14 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl_llm import keys
 
 
+class ContextLengthError(ValueError):
+    """Prompt and response together are longer than the model's positions."""
+
+
+class NonFiniteLogitsError(FloatingPointError):
+    """The model's logits are NaN or infinite: there is no distribution to sample from."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SamplingConfig:
     """How responses are sampled. Complete: nothing is inherited from a model's ``generation_config``.

@@ -7,6 +7,7 @@ Pure functions and one small callable, without a model; what a response is and w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from torchrl_llm.modules.lm import end_ids
 from torchrl_llm.modules.policy import SamplingConfig
 
 
@@ -146,3 +148,44 @@ def turn_noise(*, seed: int, episode_id: Sequence[int], turn: Sequence[int], wid
         for episode, t in zip(episode_id, turn, strict=True)
     ]
     return torch.from_numpy(np.stack(rows))
+
+
+def turn_seed(*, seed: int, episode_id: int, turn: int) -> int:
+    """A seed in ``[0, 2**63)`` for engines that draw their own noise, a hash of ``(seed, episode_id, turn)``.
+
+    Examples:
+        >>> turn_seed(seed=0, episode_id=7, turn=2) == turn_seed(seed=0, episode_id=7, turn=2)
+        True
+        >>> turn_seed(seed=0, episode_id=7, turn=2) == turn_seed(seed=0, episode_id=2, turn=7)
+        False
+    """
+    return int(np.random.SeedSequence((seed, episode_id, turn)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+
+
+def stop_ids(
+    sampling: SamplingConfig, model_ids: int | Sequence[int] | None, tokenizer: Any, *, vocabulary: int
+) -> tuple[int, ...]:
+    """The ids that end a response: ``sampling.stop_ids``, or those that tokenizer and model name.
+
+    Args:
+        sampling: how responses are sampled.
+        model_ids: the end tokens of the model's ``generation_config``.
+        tokenizer: the model's.
+        vocabulary: number of logits.
+
+    Raises:
+        ValueError: neither names an end token, or an id is none of the model's.
+    """
+    found = sampling.stop_ids
+    if found is None:
+        found = end_ids(model_ids, tokenizer)
+        if not found:
+            raise ValueError(
+                "SamplingConfig.stop_ids is None, but neither the tokenizer nor model.generation_config names an end "
+                "token. Set tokenizer.eos_token, or pass stop_ids=(...); stop_ids=() lets every response run to "
+                "max_output_tokens."
+            )
+    strange = [i for i in found if not 0 <= i < vocabulary]
+    if strange:
+        raise ValueError(f"stop_ids {strange} are no ids of the model, whose vocabulary has {vocabulary} tokens.")
+    return found
