@@ -107,6 +107,7 @@ ROOMS = {
     "data": (),
     "objectives": ("functional",),
     "collectors": (),
+    "weight_update": (),
     "trainers": (),
     "record": ("report",),
     "testing": ("enumerable", "environments", "policies", "tiny", "tokenizers"),

@@ -130,7 +130,7 @@ def load_engine(
         "use_tqdm_on_load": False,
     }
     if max_lora_rank:
-        args |= {"enable_lora": True, "max_lora_rank": _lora_rank(max_lora_rank), "max_loras": 2}
+        args |= {"enable_lora": True, "max_lora_rank": _lora_rank(max_lora_rank), "max_loras": 1}
     if cpu:
         config = _text_config(path, trust_remote_code)
         longest = max_model_len or config.max_position_embeddings
@@ -256,7 +256,7 @@ class VLLMPolicy(TurnPolicy):
         """Take one step of the engine, unless answers are waiting, and return the turns that are finished."""
         with self.exclusive():
             if self._running and not self._ready:
-                self._step()
+                self.step()
             ready, self._ready = self._ready, []
         return ready
 
@@ -282,7 +282,7 @@ class VLLMPolicy(TurnPolicy):
                 for row, (length, k, episode) in enumerate(rows)
             }
             while self._running.keys() & waiting.keys():
-                self._step()
+                self.step()
             answers = {-1 - answer.slot: answer for answer in self._ready if answer.slot < 0}
             self._ready = [answer for answer in self._ready if answer.slot >= 0]
         width, n = self.sampling.max_output_tokens, len(answers)
@@ -341,7 +341,17 @@ class VLLMPolicy(TurnPolicy):
             skip_clone=True,
         )
 
-    def _step(self) -> None:
+    def step(self) -> list[Any]:
+        """Take one step of the engine; finished turns wait for :meth:`poll`. For whoever asks the engine directly.
+
+        Call it in :meth:`exclusive`.
+
+        Returns:
+            vLLM's outputs of requests that are not this policy's turns.
+
+        Raises:
+            EngineError: the engine failed in this step, or holds unknown weights.
+        """
         self._check_usable()
         engine = self.llm.llm_engine
         try:
@@ -353,11 +363,13 @@ class VLLMPolicy(TurnPolicy):
         except Exception as error:
             self.invalidate(f"the engine died in a step: {type(error).__name__}: {error}")
             raise EngineError(self._broken) from error
-        self._ready += [
-            self._answer_of(self._running.pop(output.request_id), output)
-            for output in outputs
-            if output.finished and output.request_id in self._running
-        ]
+        others = []
+        for output in outputs:
+            if output.request_id not in self._running:
+                others.append(output)
+            elif output.finished:
+                self._ready.append(self._answer_of(self._running.pop(output.request_id), output))
+        return others
 
     def _kept_rng(self) -> AbstractContextManager[None]:
         # On CPUs every step draws from torch's generator, for requests without a seed. Putting its state back from a second

@@ -1,0 +1,282 @@
+"""Named tensors into a ``vllm.LLM``: functions, one for each way in.
+
+:func:`load_adapter`, :func:`load_adapter_shared`, :func:`reload`, :func:`reload_shared` and :class:`NCCLTransfer` change the
+engine's weights and nothing else; :func:`paused` is what they run in, so that no token is sampled half way and nothing
+computed with the old weights is used again. What the tensors are is known to
+:mod:`torchrl_llm.weight_update.tensors`, when to send them to :mod:`torchrl_llm.weight_update.scheme`.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig
+from safetensors.torch import save_file
+from torch import Tensor
+
+from torchrl_llm.weight_update.errors import WeightSyncError, part
+
+_ADAPTER_ID = 1
+"""One slot for all versions: turns in flight go on with the new tensors, and no old adapter is left behind."""
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+@contextmanager
+def paused(llm: Any, version: int) -> Iterator[None]:
+    """Change the weights of an engine: nothing is computed inside, and what was computed before is forgotten after.
+
+    Turns in flight keep the tokens that they have, stamped with the old version; their context is encoded anew, and later
+    tokens carry ``version``. After an error the engine stays paused, so that nothing is sampled from half-changed weights:
+    it goes on at the end of the next ``paused`` that succeeds.
+
+    Args:
+        llm: a ``vllm.LLM`` that no other thread uses meanwhile.
+        version: the ``policy_version`` of tokens sampled from here on.
+
+    Raises:
+        WeightSyncError: the engine cannot be paused or resumed, or its prefix cache was not emptied.
+    """
+    with part("pausing the engine"):
+        llm.sleep(0, mode="keep")
+    yield
+    reset_prefix_cache(llm)
+    with part("resuming the engine"):
+        llm.llm_engine.set_weight_version(str(version))
+        llm.wake_up(["scheduling"])
+
+
+def reset_prefix_cache(llm: Any) -> None:
+    """Forget all cached keys and values, those of turns in flight too.
+
+    Raises:
+        WeightSyncError: the engine says that it did not.
+    """
+    with part("emptying the prefix cache"):
+        if not llm.reset_prefix_cache(reset_running_requests=True):
+            raise WeightSyncError(
+                "The engine did not empty its prefix cache: contexts computed with the old weights would be used again."
+            )
+
+
+# One adapter.
+
+
+def load_adapter(llm: Any, tensors: Mapping[str, Tensor], config: LoraConfig, version: int) -> Any:
+    """Replace the LoRA adapter that an engine in this process serves.
+
+    The name is new with every version, because the prefix cache goes by names.
+
+    Args:
+        llm: a ``vllm.LLM`` made with ``enable_lora=True``.
+        tensors: as :func:`~torchrl_llm.weight_update.tensors.adapter_tensors` gives them; the engine keeps them, and
+            scales them in place.
+        config: the adapter's settings.
+        version: of the policy.
+
+    Returns:
+        The ``LoRARequest`` of later turns.
+
+    Raises:
+        WeightSyncError: the engine does not serve such an adapter.
+    """
+    from vllm.lora.request import LoRARequest
+
+    request = LoRARequest(f"policy-{version}", _ADAPTER_ID, "in-memory", load_inplace=True)
+    with part("loading the adapter"):
+        llm.collective_rpc(_add_adapter, args=(request, dict(tensors), config.to_dict()))
+    return LoRARequest(request.lora_name, _ADAPTER_ID, request.lora_path)
+
+
+def load_adapter_shared(llm: Any, tensors: Mapping[str, Tensor], config: LoraConfig, version: int) -> Any:
+    """:func:`load_adapter` for an engine in processes of its own, through files in shared memory."""
+    from vllm.lora.request import LoRARequest
+
+    with part("loading the adapter through shared memory"), shared_directory() as path:
+        save_file(
+            {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, path / "adapter_model.safetensors"
+        )
+        settings = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
+        (path / "adapter_config.json").write_text(json.dumps(settings))
+        name = f"policy-{version}"
+        llm.llm_engine.add_lora(LoRARequest(name, _ADAPTER_ID, str(path), load_inplace=True))
+        return LoRARequest(name, _ADAPTER_ID, str(path))
+
+
+def _add_adapter(worker: Any, request: Any, tensors: dict[str, Tensor], settings: dict[str, Any]) -> None:
+    """Runs in the worker: what vLLM does for an adapter on disk, with tensors in the place of files."""
+    from vllm.lora.lora_model import LoRAModel
+    from vllm.lora.peft_helper import PEFTHelper
+
+    manager = worker.model_runner.lora_manager
+    model = manager._adapter_manager.model
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    helper = PEFTHelper.from_dict(settings)
+    helper.validate_legal(manager.lora_config)
+    adapter = LoRAModel.from_lora_tensors(
+        request.lora_int_id,
+        tensors,
+        helper,
+        device="cpu",
+        dtype=manager.lora_config.lora_dtype,
+        model_vocab_size=manager.vocab_size,
+        weights_mapper=mapper.get_rename_mapper() if mapper is not None else None,
+        skip_prefixes=getattr(model, "lora_skip_prefixes", None),
+    )
+    _check_served(manager._adapter_manager, adapter)
+    load, manager._load_adapter = manager._load_adapter, lambda _: adapter
+    try:
+        manager.add_adapter(request)
+    finally:
+        manager._load_adapter = load
+
+
+def _check_served(manager: Any, adapter: Any) -> None:
+    packed = manager.packed_modules_mapping
+    served = {part for name in manager.supported_lora_modules for part in packed.get(name, [name])}
+    unknown = sorted(name for name in adapter.loras if name.rpartition(".")[2] not in served)
+    if unknown:
+        raise WeightSyncError(f"The engine serves no adapter on {unknown}; it does on {sorted(served)}.")
+
+
+# The whole model.
+
+
+def reload(llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Replace all weights of an engine in this process.
+
+    Args:
+        llm: a ``vllm.LLM``; adapters that it serves are dropped.
+        tensors: names and tensors in transformers' format, ``lm_head.weight`` included also where it is tied.
+
+    Raises:
+        WeightSyncError: also where ``tensors`` raises half way.
+    """
+    last = "the first tensor"
+
+    def noted() -> Iterator[tuple[str, Tensor]]:
+        nonlocal last
+        for name, tensor in tensors:
+            last = name
+            yield name, tensor
+
+    try:
+        llm.collective_rpc(_drop_half_loaded)
+        llm.collective_rpc("reload_weights", kwargs={"weights_iterator": noted()})
+    except Exception as error:
+        raise WeightSyncError(
+            f"The weight sync failed in reloading the weights, at or after {last!r}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _drop_half_loaded(worker: Any) -> None:
+    """Runs in the worker: after a reload that stopped half way, vLLM would mix its tensors with those of the next one."""
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for layer in worker.get_model().modules():
+        info = get_layerwise_info(layer)
+        if info.can_load():
+            info.loaded_weights.clear()
+            info.load_numel = 0
+
+
+def reload_shared(llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """:func:`reload` for an engine in processes of its own: through a file in shared memory, removed in any case.
+
+    The host must have room for a copy of the weights. They are all there before the engine is touched, so only weights that
+    do not fit the engine can stop it half way; it must be made anew then.
+    """
+    with part("reloading the weights through shared memory"), shared_directory() as path:
+        save_file({name: tensor.cpu().clone() for name, tensor in tensors}, path / "model.safetensors")
+        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+
+
+@contextmanager
+def shared_directory() -> Iterator[Path]:
+    """A new directory in shared memory, or where there is none in the usual place for temporary files; removed after."""
+    where = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="torchrl_llm-", dir=where) as path:
+        yield Path(path)
+
+
+# Between GPUs.
+
+
+class NCCLTransfer:
+    """All weights from this process's GPU to the engine's GPUs, by vLLM's own transfer API.
+
+    The engine must have been made with ``weight_transfer_config=WeightTransferConfig(backend="nccl")`` and run on other GPUs
+    than this process's: NCCL knows a GPU once. This process is rank 0, the engine's workers come after it.
+
+    Args:
+        llm: a ``vllm.LLM``.
+        tensors: makes the names and tensors anew at every call; they must be on the GPU.
+        address, port: where the ranks meet; a port of ``None`` is a free one.
+
+    Raises:
+        WeightSyncError: the engine has no such configuration, or the ranks do not meet.
+    """
+
+    def __init__(
+        self, llm: Any, tensors: Callable[[], Iterable[tuple[str, Tensor]]], address: str, port: int | None = None
+    ) -> None:
+        from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        from vllm.utils.network_utils import get_open_port
+
+        config = llm.llm_engine.vllm_config
+        backend = getattr(config.weight_transfer_config, "backend", None)
+        if backend != "nccl":
+            raise WeightSyncError(
+                f"The engine's weight transfer backend is {backend!r}; expected 'nccl'. Make the engine with "
+                'weight_transfer_config=WeightTransferConfig(backend="nccl").'
+            )
+        ranks = 1 + config.parallel_config.world_size * config.parallel_config.data_parallel_size
+        info = NCCLTrainerInitInfo(address, port or get_open_port(), ranks, rank=0)
+        with part("connecting to the engine's GPUs"):
+            self._engine = WeightTransferTrainerFactory.trainer_init(info, client=_Client(llm), source=_source(tensors))
+
+    def send(self) -> None:
+        """Replace all weights of the engine."""
+        with part("sending the weights to the engine's GPUs"):
+            self._engine.send_weights()
+
+    def close(self) -> None:
+        """Leave the group of ranks."""
+        self._engine.shutdown()
+
+
+class _Client:
+    """What vLLM's trainer side asks of an engine, for a ``vllm.LLM`` at hand."""
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._llm.init_weight_transfer_engine({"init_info": init_info})
+
+    def start_weight_update(self) -> None:
+        self._llm.start_weight_update()
+
+    def update_weights(self, update_info: Any) -> None:
+        self._llm.update_weights({"update_info": update_info})
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._llm.finish_weight_update(weight_version)
+
+
+def _source(tensors: Callable[[], Iterable[tuple[str, Tensor]]]) -> Any:
+    from vllm.distributed.weight_transfer import ParamMeta, WeightSource
+
+    class Source(WeightSource):
+        def metadata(self) -> list[Any]:
+            return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors()]
+
+        def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+            return iter(tensors())
+
+    return Source()
