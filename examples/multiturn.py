@@ -24,6 +24,15 @@ def main(config: RunConfig) -> dict:
     """Train as ``config`` says; returns what ``result.json`` holds."""
     started, cpu = time.perf_counter(), time.process_time()
     run = build_run(config)
+    try:
+        return train(run, started, cpu)
+    finally:
+        run.close()
+
+
+def train(run: Run, started: float, cpu: float) -> dict:
+    """Evaluate, train, evaluate, report; ``started`` and ``cpu`` are when the process began to count."""
+    config = run.config
     before = evaluate_before(run)
     print(f"before training, {before.episodes} episodes: win rate {before.success:.3f}", flush=True)
     run.trainer.train()

@@ -514,3 +514,48 @@ def hash_coin(episode, rate=0.3):
 def within_binomial_bound(count, total, rate=0.3):
     """Four standard deviations: a right collector fails once in 16,000 choices of tickets, and these are fixed."""
     return abs(count - rate * total) < 4 * (total * rate * (1 - rate)) ** 0.5
+
+
+class TestSingleSlots:
+    """Slots played one by one are the slots of a batched step."""
+
+    def test_the_same_episodes(self, make, says, tokenizer):
+        env, other = make(Dice, num_envs=2), make(Dice, num_envs=2)
+        td = says("x")(env.reset())
+        response = tokenizer.encode("x<|im_end|>")
+        for slot in (1, 0):
+            other.start(slot, slot, other.open(slot, slot))
+        for turn in range(3):
+            shown = td[keys.PROMPT_LENGTH].flatten().tolist()
+            for slot in range(2):
+                assert other.context(slot).tolist() == td[keys.PROMPT][slot, : shown[slot]].tolist()
+                assert other.slots[slot].turn == turn
+            td = env.step(td)["next"]
+            for slot in range(2):
+                reply = other.answer(slot, response)
+                assert other.slots[slot].turn == turn, "nothing changes until advance"
+                other.advance(slot, response, reply)
+            td = says("x")(td)
+        assert all(slot.finished for slot in other.slots)
+        assert (td.select(*other.observe().keys(True, True)) == other.observe()).all()
+
+    def test_draw_deals_the_next_ticket(self, make):
+        env = make(Dice, num_envs=2)
+        assert [env.draw(), env.draw()] == [0, 1]
+        assert env.reset()["episode_id"].flatten().tolist() == [2, 3]
+
+    def test_renew_leaves_the_games_behind(self, make, says):
+        made = []
+
+        def factory():
+            made.append(StopOrGo())
+            return made[-1]
+
+        env = make(factory)
+        env.reset()
+        env.renew(0)
+        assert env.busy_since(0) is None
+        assert not env.observe()[keys.PROMPT].any()
+        env.start(0, 5, env.open(0, 5))
+        assert len(made) == 2
+        assert env.slots[0].ticket.episode_id == 5

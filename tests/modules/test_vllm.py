@@ -20,6 +20,7 @@ from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer, tiny_
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 
 pytest.importorskip("vllm", reason="needs vLLM: run make test-vllm")
+pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,7 @@ from torchrl_llm.modules.vllm import EngineError, VLLMPolicy
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer, tiny_model_path
 
 pytest.importorskip("vllm", reason="needs vLLM: run make test-vllm")
+pytestmark = pytest.mark.vllm
 
 
 @pytest.fixture(scope="module")

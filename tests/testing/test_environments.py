@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
+import time
 from functools import partial
 
 import pytest
@@ -15,7 +17,7 @@ from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.data import turns_to_rows
 from torchrl_llm.envs import ChatFormatter, GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig
-from torchrl_llm.testing.environments import EarlyDecision
+from torchrl_llm.testing.environments import Dice, EarlyDecision, Slow
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import word_tokenizer
@@ -194,3 +196,33 @@ class TestRandomModel:
         assert played.turns == 5
         assert played.success < 0.05
         assert played.reward < EarlyDecision().random_return
+
+
+class TestSlow:
+    def test_times_have_the_mean_and_the_deviation(self):
+        game = Slow(Dice, mean=0.03, sigma=1.0)
+        logs = torch.tensor([game.latency(task, turn) for task in range(100) for turn in range(20)]).log()
+        assert float(logs.std()) == pytest.approx(1.0, abs=0.06)
+        assert float(logs.mean()) == pytest.approx(math.log(0.03) - 0.5, abs=0.08)
+        assert Slow(Dice, mean=0.03).latency(1, 2) == 0.03
+        assert Slow(Dice, sigma=1.0, seed=1).latency(1, 2) != game.latency(1, 2)
+
+    def test_it_sleeps_as_long_as_it_says(self):
+        game = Slow(Dice, mean=0.02, sigma=0.5)
+        start = time.monotonic()
+        game.reset(1), game.step("x"), game.step("x")
+        assert time.monotonic() - start >= sum(game.latency(1, turn) for turn in (-1, 0, 1))
+
+    def test_the_game_inside_is_isolated(self):
+        random.seed(5)
+        first = Slow(Dice, mean=0.0)
+        shown = [first.reset(1)[0], first.step("x")[0]]
+        assert random.random() == random.Random(5).random()
+        second = Slow(Dice, mean=0.0)
+        text = second.reset(1)[0]
+        random.seed(9)
+        assert [text, second.step("x")[0]] == shown
+
+    def test_wrong_times(self):
+        with pytest.raises(ValueError, match="mean"):
+            Slow(Dice, mean=-1.0)

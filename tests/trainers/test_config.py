@@ -46,6 +46,13 @@ class TestRunConfig:
             ({"checkpoint_interval": -1}, "at least 0"),
             ({"keep_checkpoints": 0}, "at least 1"),
             ({"old_log_probs": "engine"}, "'auto', 'sampler', 'scorer'"),
+            ({"policy": "sglang"}, "'hf', 'vllm'"),
+            ({"collector": "ray"}, "'turn', 'async'"),
+            ({"sleep_mode": True}, "sleep_mode without policy='vllm'"),
+            ({"max_staleness": 1}, "max_staleness without collector='async'"),
+            ({"collector": "async", "max_staleness": -1}, "at least 0"),
+            ({"collector": "async", "max_staleness": 1, "old_log_probs": "sampler"}, "may have had older weights"),
+            ({"policy": "vllm", "collector": "async", "max_staleness": 1, "sleep_mode": True}, "choose one"),
         ],
     )
     def test_wrong_settings_are_errors_that_say_what_to_do(self, settings, message):

@@ -62,6 +62,31 @@ def weights(run) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in parameters])
 
 
+class TestAsync:
+    """Runs with an AsyncTurnCollector; what it delivers is tested with the collectors."""
+
+    def test_on_policy_plays_the_games_of_a_run_with_a_barrier(self, tmp_path):
+        runs = [small_config(tmp_path, max_iterations=1, collector=kind) for kind in ("turn", "async")]
+        first, second = (build_run(config).trainer.train()[0] for config in runs)
+        for name in ("rollout/reward", "rollout/turns", "rollout/response_length", "data/tokens"):
+            assert first[name] == second[name]
+        assert first["data/staleness"] == second["data/staleness"] == 0
+
+    def test_older_weights_are_scored_anew_and_corrected_for(self, tmp_path):
+        run = build_run(small_config(tmp_path, max_iterations=4, batch_size=16, collector="async", max_staleness=1))
+        assert run.trainer.scores_old
+        assert (run.trainer.loss.sampler_correction, run.trainer.loss.sampler_bounds) == ("truncate", 2.0)
+        history = run.trainer.train()
+        assert history[0]["data/staleness"] == 0
+        assert 0 < max(row["data/staleness"] for row in history) <= 1
+        assert history[-1]["policy/log_prob_gap"] > history[0]["policy/log_prob_gap"]
+
+    def test_a_correction_that_is_asked_for_is_kept(self, tmp_path):
+        settings = {"sampler_correction": "mask", "sampler_bounds": (0.5, 2.0)}
+        config = small_config(tmp_path, collector="async", max_staleness=1, **settings)
+        assert make_objective(config, ModelStub()).sampler_correction == "mask"
+
+
 class TestLearning:
     @pytest.mark.slow
     @pytest.mark.timeout(280)

@@ -1,9 +1,10 @@
-"""Collectors that deliver whole conversations: :class:`TurnCollector`.
+"""Collectors that deliver whole conversations: :class:`TurnCollector`, and :class:`AsyncTurnCollector` without a barrier.
 
 Environments and policies come from :mod:`torchrl_llm.envs` and :mod:`torchrl_llm.modules`; rows are made in
 :mod:`torchrl_llm.data`.
 """
 
+from torchrl_llm.collectors.async_turn import AsyncTurnCollector
 from torchrl_llm.collectors.turn import TurnCollector
 
-__all__ = ["TurnCollector"]
+__all__ = ["AsyncTurnCollector", "TurnCollector"]

@@ -11,7 +11,8 @@ from torchrl_llm.envs.chat import (
     NotAppendOnlyError,
     compose_message,
 )
-from torchrl_llm.envs.gem import EnvironmentFault, GEMEnv, PromptTooLongError, TextEnv, UnknownEnvironmentError
+from torchrl_llm.envs.game import EnvironmentFault, TextEnv, UnknownEnvironmentError
+from torchrl_llm.envs.gem import GEMEnv, PromptTooLongError
 from torchrl_llm.envs.tickets import Ticket, Tickets
 
 __all__ = [

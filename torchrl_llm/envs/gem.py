@@ -1,27 +1,22 @@
 """Text environments as TorchRL environments: :class:`GEMEnv`, N of them as one ``EnvBase``.
 
-Here lives the step from text worlds to TensorDicts: who plays which ticket, random numbers that no other code sees or
-disturbs, why an episode ended, and constant-width tensors. Templates live in :mod:`~torchrl_llm.envs.chat`, tickets in
-:mod:`~torchrl_llm.envs.tickets`; policies and credit are elsewhere.
+Here lives the step from text worlds to TensorDicts: who plays which ticket, why an episode ended, and constant-width
+tensors. Games and their random numbers live in :mod:`~torchrl_llm.envs.game`, templates in
+:mod:`~torchrl_llm.envs.chat`, tickets in :mod:`~torchrl_llm.envs.tickets`; policies and credit are elsewhere.
 """
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import logging
-import math
-import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, islice
-from typing import Any, Literal, NamedTuple, Protocol, get_args, runtime_checkable
+from itertools import islice
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from numpy.random import mtrand
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import Binary, Bounded, Categorical, Composite, Unbounded
@@ -29,7 +24,8 @@ from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_llm import keys
-from torchrl_llm.envs.chat import ChatFormatter, Role, Template, compose_message
+from torchrl_llm.envs.chat import ChatFormatter, Template
+from torchrl_llm.envs.game import EnvironmentFault, Game, TextEnv, TextStep, kept_global_rng, resolve_env
 from torchrl_llm.envs.tickets import Stream, Ticket, Tickets
 from torchrl_llm.keys import StopReason
 
@@ -38,154 +34,42 @@ logger = logging.getLogger(__name__)
 OnDone = Literal["refill", "idle"]
 
 _NO_TICKET = Ticket(-1, -1, 0, 0)
-_TERMINATED = (StopReason.WON, StopReason.LOST, StopReason.TURN_LIMIT)
-
-
-@runtime_checkable
-class TextEnv(Protocol):
-    """What :class:`GEMEnv` plays: any object with these two methods (``reset`` may take no seed)."""
-
-    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Start an episode; return ``(text, info)``."""
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer a response; return ``(text, reward, terminated, truncated, info)``."""
-
-
-class UnknownEnvironmentError(ValueError):
-    """No GEM environment has this id."""
+TERMINATED = (StopReason.WON, StopReason.LOST, StopReason.TURN_LIMIT)
 
 
 class PromptTooLongError(ValueError):
     """The first context of an episode leaves no room for a response."""
 
 
-class EnvironmentFault(RuntimeError):
-    """An environment raised, or returned something that is not a step.
+class Reply(NamedTuple):
+    """What an environment's answer comes to.
 
     Attributes:
-        ticket: the :class:`~torchrl_llm.envs.tickets.Ticket` of the episode.
-        turn: 0-based turn that failed; -1 is the reset.
-        cause: the exception.
+        ids: what it adds to the context: of a start, the whole first context; of a turn, the response and the feedback.
+        reward: of the turn; 0.0 at a start.
+        stop_reason: of the episode after it.
     """
 
-    def __init__(self, name: str, ticket: Ticket, turn: int, cause: Exception) -> None:
-        where = "at its reset" if turn < 0 else f"in turn {turn}"
-        super().__init__(
-            f"The environment {name!r} failed {where} (episode {ticket.episode_id}, group {ticket.group_id}, task seed "
-            f"{ticket.seed}): {type(cause).__name__}: {cause}. To see it again, reset it with that seed and replay the turns."
-        )
-        self.name, self.ticket, self.turn, self.cause = name, ticket, turn, cause
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.name, self.ticket, self.turn, self.cause)
-
-
-class TextStep(NamedTuple):
-    """One checked answer of a text environment; ``message`` includes ``info``'s prefix and suffix."""
-
-    message: str
-    role: Role
-    reward: float
-    terminated: bool
-    truncated: bool
-
-
-def resolve_env(env: str | Callable[[], TextEnv]) -> tuple[str, Callable[[], TextEnv]]:
-    """The name and the factory of an environment given as a GEM id or as a factory.
-
-    Raises:
-        UnknownEnvironmentError: the id is not registered; close matches are named.
-    """
-    if not isinstance(env, str):
-        return getattr(env, "__name__", type(env).__name__), env
-    import gem
-    from gem.envs.registration import ENV_REGISTRY
-
-    if env not in ENV_REGISTRY:
-        close = difflib.get_close_matches(env, ENV_REGISTRY, n=5, cutoff=0.4)
-        raise UnknownEnvironmentError(
-            f"GEM has no environment {env!r}. "
-            + (f"Did you mean one of {close}? " if close else "")
-            + "gem.print_envs() lists them all; another environment can be passed as a factory."
-        )
-    return env, lambda: gem.make(env)
-
-
-@contextmanager
-def kept_global_rng() -> Iterator[None]:
-    """Leave the global generators of ``random`` and ``numpy.random`` as they were found.
-
-    Examples:
-        >>> state = random.getstate()
-        >>> with kept_global_rng():
-        ...     _ = random.random()
-        >>> random.getstate() == state
-        True
-    """
-    python, bits, numpy = random.getstate(), mtrand.get_bit_generator(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        mtrand.set_bit_generator(bits)
-        np.random.set_state(numpy)
-
-
-class Game:
-    """A text environment with generators of its own in place of the global ones. Call it inside :func:`kept_global_rng`.
-
-    Args:
-        factory: makes the environment; called at the first reset.
-    """
-
-    def __init__(self, factory: Callable[[], TextEnv]) -> None:
-        self._factory = factory
-        self._env: TextEnv | None = None
-        self._takes_seed = True
-        self._python: Any = None
-        self._numpy = np.random.MT19937(0)
-
-    def reset(self, seed: int) -> str:
-        """Start the task that ``seed`` names and return the first message."""
-        mtrand.set_bit_generator(self._numpy)
-        self._seed(seed)
-        if self._env is None:
-            self._env = self._factory()
-            self._takes_seed = "seed" in inspect.signature(self._env.reset).parameters
-            self._seed(seed)
-        result = self._env.reset(seed=seed) if self._takes_seed else self._env.reset()
-        self._python = random.getstate()
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str)):
-            raise TypeError(f"reset() returned {result!r:.200}; expected (text, info)")
-        return compose_message(*result)
-
-    def step(self, action: str) -> TextStep:
-        """Play one turn."""
-        assert self._env is not None
-        mtrand.set_bit_generator(self._numpy)
-        random.setstate(self._python)
-        result = self._env.step(action)
-        self._python = random.getstate()
-        if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[0], str)):
-            raise TypeError(f"step() returned {result!r:.200}; expected (text, reward, terminated, truncated, info)")
-        text, reward, terminated, truncated, info = result
-        if not math.isfinite(reward):
-            raise ValueError(f"step() returned the reward {reward!r}; expected a finite number")
-        role: Role = "tool" if (info or {}).get("use_tool") else "user"
-        return TextStep(compose_message(text, info), role, float(reward), bool(terminated), bool(truncated))
-
-    @staticmethod
-    def _seed(seed: int) -> None:
-        random.seed(seed)
-        np.random.seed(seed)
+    ids: Sequence[int]
+    reward: float = 0.0
+    stop_reason: StopReason = StopReason.RUNNING
 
 
 @dataclass
-class _Slot:
-    """One row of the batch. ``index`` is the place of the ticket among the tickets; ``None``: the slot idles."""
+class Slot:
+    """One row of the batch, for reading.
 
-    games: dict[int, Game]
+    Attributes:
+        games: its games, by index into the mixture.
+        index: the place of its ticket among the tickets; ``None``: the slot idles.
+        ticket: the ticket being played.
+        turn: turns played.
+        length: tokens of the context.
+        stop_reason: why the episode ended, or that it runs.
+        responses: the ids of the responses so far.
+    """
+
+    games: dict[int, Game] = field(default_factory=dict)
     index: int | None = None
     ticket: Ticket = _NO_TICKET
     turn: int = 0
@@ -214,7 +98,8 @@ class GEMEnv(EnvBase):
     Each slot plays tickets (:class:`~torchrl_llm.envs.tickets.Tickets`): the same seed gives the same games, whatever else
     draws random numbers and however many slots there are. Environments see the global generators of ``random`` and
     ``numpy.random`` seeded by their ticket, and leave them untouched for everyone else. A partial-step mask ``"_step"``
-    ``[N]`` is honoured: slots outside it keep their state.
+    ``[N]`` is honoured: slots outside it keep their state. :attr:`slots` and the methods :meth:`draw`, :meth:`open`,
+    :meth:`start`, :meth:`answer` and :meth:`advance` play single slots, for collectors without a barrier between turns.
 
     An episode ends as ``terminated`` when its environment says so (also at its own turn limit), and as ``truncated`` by
     our budgets: ``max_turns``, or when the next response would not fit into ``max_model_len``.
@@ -292,7 +177,7 @@ class GEMEnv(EnvBase):
         self.num_dealt = 0
         self.max_model_len, self.max_output_tokens, self.max_turns = max_model_len, max_output_tokens, max_turns
         self.success_reward, self.on_done = success_reward, on_done
-        self._slots = [_Slot({}) for _ in range(num_envs)]
+        self._slots = [Slot() for _ in range(num_envs)]
         self._prompt = torch.zeros(num_envs, max_model_len, dtype=torch.int64)
         self._make_specs(len(tokenizer))
 
@@ -372,10 +257,9 @@ class GEMEnv(EnvBase):
         chosen = list(range(len(self._slots))) if mask is None else mask.flatten().nonzero().flatten().tolist()
         if mask is not None and self.on_done == "idle":
             for i in chosen:
-                self._slots[i] = _Slot(self._slots[i].games)
+                self._slots[i] = Slot(self._slots[i].games)
         else:
-            self._begin({i: self.num_dealt + k for k, i in enumerate(chosen)})
-            self.num_dealt += len(chosen)
+            self._begin({i: self.draw() for i in chosen})
         never = torch.zeros(len(self._slots), 1, dtype=torch.bool)
         done = {keys.DONE: never, keys.TERMINATED: never.clone(), keys.TRUNCATED: never.clone()}
         return self._tensordict(self._observation() | done)
@@ -391,33 +275,45 @@ class GEMEnv(EnvBase):
             )
         active = [i for i, slot in enumerate(self._slots) if stepped[i] and slot.live]
         responses = self._responses(tensordict)
+        with kept_global_rng(for_games=True):
+            replies = {i: self.answer(i, responses[i]) for i in active}
         rewards = torch.zeros(len(self._slots), 1)
-        appended: dict[int, Sequence[int]] = {}
-        with kept_global_rng():
-            for i in active:
-                appended[i], rewards[i, 0] = self._play(self._slots[i], responses[i])
-        self._append(appended)
+        for i, reply in replies.items():
+            self.advance(i, responses[i], reply)
+            rewards[i, 0] = reply.reward
         return self._tensordict(self._observation() | self._done() | {keys.REWARD: rewards})
 
-    # ------------------------------------------------------------------ episodes
+    # ------------------------------------------------------------------ single slots
 
-    def _begin(self, indices: dict[int, int]) -> None:
-        """Deal the tickets ``indices`` (slot -> index of its ticket) and start their episodes."""
-        contexts = {}
-        with kept_global_rng():
-            for i, index in indices.items():
-                games, ticket = self._slots[i].games, self.tickets[index]
-                if ticket.env_id not in games:
-                    games[ticket.env_id] = Game(self._factories[ticket.env_id])
-                contexts[i] = self._first_context(games[ticket.env_id], ticket)
-                self._slots[i] = _Slot(games, index=index, ticket=ticket)
-        self._prompt[list(indices)] = 0
-        self._append(contexts)
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """What each slot plays. The methods below play slots one by one; they need no TensorDict."""
+        return self._slots
 
-    def _first_context(self, game: Game, ticket: Ticket) -> tuple[int, ...]:
+    def context(self, slot: int) -> npt.NDArray[np.int64]:
+        """The ids of a slot's context, ``[slots[slot].length]``: a view, valid until the slot is played on."""
+        return self._prompt.numpy()[slot, : self._slots[slot].length]
+
+    def draw(self) -> int:
+        """Deal the next ticket: its index among :attr:`tickets`."""
+        self.num_dealt += 1
+        return self.num_dealt - 1
+
+    def open(self, slot: int, index: int) -> Reply:
+        """Reset a slot's game for the ticket ``index``; nothing but the game changes until :meth:`start`.
+
+        Different slots may be opened and answered in different threads at once.
+
+        Raises:
+            EnvironmentFault: the environment raised or returned something malformed.
+            PromptTooLongError: the first context leaves no room for a response.
+        """
+        ticket, games = self.tickets[index], self._slots[slot].games
         name = self.names[ticket.env_id]
         try:
-            context = self.formatter.start(game.reset(ticket.seed))
+            if ticket.env_id not in games:
+                games[ticket.env_id] = Game(self._factories[ticket.env_id], name)
+            context = self.formatter.start(games[ticket.env_id].reset(ticket.seed))
         except Exception as error:
             raise EnvironmentFault(name, ticket, -1, error) from error
         if len(context) + self.max_output_tokens > self.max_model_len:
@@ -426,21 +322,60 @@ class GEMEnv(EnvBase):
                 f"max_output_tokens={self.max_output_tokens} it does not fit into max_model_len={self.max_model_len}. Raise "
                 "max_model_len, lower max_output_tokens, or shorten the system prompt."
             )
-        return context
+        return Reply(context)
 
-    def _play(self, slot: _Slot, response: list[int]) -> tuple[list[int], float]:
-        """Play one turn; return what it adds to the context, cut at ``max_model_len``, and the reward."""
-        ticket = slot.ticket
+    def start(self, slot: int, index: int, reply: Reply) -> None:
+        """Let a slot play the ticket ``index`` from what :meth:`open` returned."""
+        self._slots[slot] = Slot(self._slots[slot].games, index=index, ticket=self.tickets[index])
+        self._prompt[slot] = 0
+        self._append(slot, reply.ids)
+
+    def answer(self, slot: int, response: list[int]) -> Reply:
+        """Play a response in a slot's game; nothing but the game changes until :meth:`advance`.
+
+        Different slots may be opened and answered in different threads at once.
+
+        Raises:
+            EnvironmentFault: the environment raised or returned something malformed.
+        """
+        playing = self._slots[slot]
+        ticket = playing.ticket
         try:
-            step = slot.games[ticket.env_id].step(self.formatter.decode(response))
+            step = playing.games[ticket.env_id].step(self.formatter.decode(response))
         except Exception as error:
-            raise EnvironmentFault(self.names[ticket.env_id], ticket, slot.turn, error) from error
-        added = [*response, *self.formatter.feedback(response, step.message, role=step.role)]
-        slot.responses.append(response)
-        slot.turn += 1
-        length = slot.length + len(added)
-        slot.stop_reason = self._stop_reason(step, slot.turn, length)
-        return added[: self.max_model_len - slot.length], step.reward
+            raise EnvironmentFault(self.names[ticket.env_id], ticket, playing.turn, error) from error
+        ids = [*response, *self.formatter.feedback(response, step.message, role=step.role)]
+        return Reply(ids, step.reward, self._stop_reason(step, playing.turn + 1, playing.length + len(ids)))
+
+    def advance(self, slot: int, response: list[int], reply: Reply) -> None:
+        """Take a slot on to what :meth:`answer` returned; the context is cut at ``max_model_len``."""
+        playing = self._slots[slot]
+        playing.responses.append(response)
+        playing.turn += 1
+        playing.stop_reason = reply.stop_reason
+        self._append(slot, reply.ids[: self.max_model_len - playing.length])
+
+    def busy_since(self, slot: int) -> float | None:
+        """``time.monotonic()`` when the slot's running call reached the environment; ``None``: no call is there."""
+        times = [game.busy_since for game in list(self._slots[slot].games.values())]
+        return next((since for since in times if since is not None), None)
+
+    def renew(self, slot: int) -> None:
+        """Leave a slot's games to whoever still calls them: it idles, and plays with new ones from the next ticket on."""
+        self._slots[slot] = Slot()
+        self._prompt[slot] = 0
+
+    def _begin(self, indices: dict[int, int]) -> None:
+        """Start the tickets ``indices`` (slot -> index of its ticket)."""
+        with kept_global_rng(for_games=True):
+            replies = {i: self.open(i, index) for i, index in indices.items()}
+        for i, reply in replies.items():
+            self.start(i, indices[i], reply)
+
+    def _append(self, slot: int, ids: Sequence[int]) -> None:
+        length = self._slots[slot].length
+        self._prompt.numpy()[slot, length : length + len(ids)] = ids
+        self._slots[slot].length += len(ids)
 
     def _stop_reason(self, step: TextStep, turn: int, length: int) -> StopReason:
         if step.terminated:
@@ -463,18 +398,6 @@ class GEMEnv(EnvBase):
         flat = iter(tensordict[keys.RESPONSE][mask].tolist())
         return [list(islice(flat, length)) for length in mask.sum(-1).tolist()]
 
-    def _append(self, added: Mapping[int, Sequence[int]]) -> None:
-        """Write ids behind the context of each slot, in one indexed write."""
-        slots = [self._slots[i] for i in added]
-        sizes = [len(ids) for ids in added.values()]
-        rows = np.repeat(list(added), sizes)
-        starts = np.array([slot.length for slot in slots]) - np.cumsum([0, *sizes[:-1]])[: len(slots)]
-        columns = np.arange(sum(sizes)) + np.repeat(starts, sizes)
-        values = np.fromiter(chain.from_iterable(added.values()), np.int64, sum(sizes))
-        self._prompt.numpy()[rows.astype(np.int64), columns.astype(np.int64)] = values
-        for slot, size in zip(slots, sizes, strict=True):
-            slot.length += size
-
     def _observation(self) -> dict[Any, Tensor]:
         slots = self._slots
         columns = torch.tensor(
@@ -494,7 +417,7 @@ class GEMEnv(EnvBase):
 
     def _done(self) -> dict[Any, Tensor]:
         done = torch.tensor([slot.finished for slot in self._slots]).unsqueeze(-1)
-        terminated = torch.tensor([slot.stop_reason in _TERMINATED for slot in self._slots]).unsqueeze(-1)
+        terminated = torch.tensor([slot.stop_reason in TERMINATED for slot in self._slots]).unsqueeze(-1)
         return {keys.DONE: done, keys.TERMINATED: terminated, keys.TRUNCATED: done & ~terminated}
 
     def _tensordict(self, values: dict[Any, Tensor]) -> TensorDict:
@@ -543,14 +466,13 @@ class GEMEnv(EnvBase):
                 f"{len(self._slots)} slots. Make it with the same arguments (only the seed may differ)."
             )
         self.tickets, self.num_dealt = saved, state_dict["num_dealt"]
-        self._slots = [_Slot(slot.games) for slot in self._slots]
+        self._slots = [Slot(slot.games) for slot in self._slots]
         for slot, old in zip(self._slots, slots, strict=False):
             slot.stop_reason = StopReason(old["stop_reason"])
         self._begin({i: old["index"] for i, old in running.items()})
-        with kept_global_rng():
-            for i, old in running.items():
-                for response in old["responses"]:
-                    self._append({i: self._play(self._slots[i], list(response))[0]})
+        for i, old in running.items():
+            for response in map(list, old["responses"]):
+                self.advance(i, response, self.answer(i, response))
 
     def observe(self) -> TensorDict:
         """The current observation of all slots, as a policy reads it (batch ``[N]``)."""

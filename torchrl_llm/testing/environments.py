@@ -8,9 +8,13 @@ from __future__ import annotations
 
 import math
 import random
+import time
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
+
+from torchrl_llm.envs.game import Game, TextEnv, resolve_env
 
 Step = tuple[str, float, bool, bool, dict[str, Any]]
 Fault = Literal["raise", "nan", "malformed"]
@@ -94,6 +98,56 @@ class Dice:
     @staticmethod
     def _draw() -> str:
         return f"{random.randrange(10**6)} {np.random.randint(10**6)}"
+
+
+class Slow:
+    """Another environment, that takes its time: every call sleeps first. Calls sleep in parallel.
+
+    The game inside has the global generators to itself while it is called, as if it were played alone.
+
+    Args:
+        factory: makes the game inside; also a GEM id.
+        mean: seconds that a call takes on average; default 0.03.
+        sigma: deviation of the log of that time, which is normal; 0 (default) always takes ``mean``.
+        seed: of the times. They are the same for the same seed, task seed and turn.
+
+    Examples:
+        >>> game = Slow(StopOrGo, mean=0.001, sigma=1.0)
+        >>> game.reset(3)[0], game.step("stop")[1]
+        ('Say stop or go on.', 1.0)
+        >>> game.latency(3, 0) == Slow(Echo, mean=0.001, sigma=1.0).latency(3, 0)
+        True
+    """
+
+    thread_safe = True
+
+    def __init__(
+        self, factory: str | Callable[[], TextEnv], *, mean: float = 0.03, sigma: float = 0.0, seed: int = 0
+    ) -> None:
+        if mean < 0 or sigma < 0:
+            raise ValueError(f"mean is {mean} and sigma is {sigma}; expected both >= 0.")
+        name, make = resolve_env(factory)
+        self.mean, self.sigma, self.seed = mean, sigma, seed
+        self._game = Game(make, name)
+        self._task = self._turn = 0
+
+    def latency(self, task: int, turn: int) -> float:
+        """Seconds that a call takes: of turn ``turn`` of the game that the seed ``task`` names; -1 is the reset."""
+        normal = random.Random(f"{self.seed} {task} {turn}").gauss(0.0, 1.0)
+        return self.mean * math.exp(self.sigma * normal - self.sigma**2 / 2)
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Sleep, then start the game."""
+        self._task, self._turn = seed or 0, 0
+        time.sleep(self.latency(self._task, -1))
+        return self._game.reset(self._task), {}
+
+    def step(self, action: str) -> Step:
+        """Sleep, then play a turn."""
+        time.sleep(self.latency(self._task, self._turn))
+        self._turn += 1
+        message, role, reward, terminated, truncated = self._game.step(action)
+        return message, reward, terminated, truncated, {"use_tool": role == "tool"}
 
 
 class Faulty:

@@ -23,11 +23,11 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.record.loggers import Logger, TensorboardLogger, get_logger
 from transformers import AutoTokenizer
 
-from torchrl_llm.collectors import TurnCollector
+from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
 from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.envs.tickets import Stream
-from torchrl_llm.modules import ActorCritic, HFPolicy, load_actor_critic
+from torchrl_llm.modules import ActorCritic, HFPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
 from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss
 from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReference
@@ -35,6 +35,7 @@ from torchrl_llm.trainers.checkpoint import CheckpointStore, config_changes, env
 from torchrl_llm.trainers.config import GRPO_ONLY, HOW_TO_RUN, PPO_ONLY, REINFORCE_ONLY, ConfigError, RunConfig
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.trainer import LLMTrainer
+from torchrl_llm.weight_update import VLLMWeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +71,8 @@ class Run:
         config: the settings.
         tokenizer: the model's.
         models: actor, critic and reference.
-        policy: plays; shares the actor's weights.
+        policy: plays; shares the actor's weights, or gets them from ``weight_sync``.
+        weight_sync: brings the actor's weights to the policy's engine; ``None`` where they are shared.
         trainer: the loop.
         checkpoints: where the trainer saves.
         make_env: makes an environment for a ticket stream: ``make_env(stream="test")``.
@@ -79,7 +81,8 @@ class Run:
     config: RunConfig
     tokenizer: Any
     models: ActorCritic
-    policy: HFPolicy
+    policy: TurnPolicy
+    weight_sync: VLLMWeightSync | None
     trainer: LLMTrainer
     checkpoints: CheckpointStore
     make_env: Callable[..., GEMEnv]
@@ -140,7 +143,17 @@ class Run:
             Checkpoint(optimizer=self.trainer.optimizer).load(path)
         elif merge_lora_configs:
             self.trainer.optimizer = self.trainer.accelerator.prepare(make_optimizer(self.config, self.models))
-        self.policy.weights_changed()
+        if self.weight_sync is None:
+            self.policy.weights_changed()
+        else:
+            self.weight_sync.send()
+
+    def close(self) -> None:
+        """Shut collector, engine and loggers down; a second call does nothing."""
+        self.trainer.close()
+        if self.weight_sync is not None:
+            self.weight_sync.close()
+        self.policy.close()
 
 
 def build_run(config: RunConfig, *, env: Any = None, callbacks: Sequence[Callback] = ()) -> Run:
@@ -157,17 +170,11 @@ def build_run(config: RunConfig, *, env: Any = None, callbacks: Sequence[Callbac
     accelerator = make_accelerator(config)
     path = str(tiny_model_path()) if config.model_path == "tiny" else config.model_path
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or path, trust_remote_code=config.trust_remote_code)
-    sampling = config.sampling()
     models = load_models(config, path, tokenizer, device=accelerator.device)
-    policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed)
+    policy, weight_sync = make_policy(config, path, tokenizer, models)
     make_env = partial(_make_env, config, tokenizer, env or config.env_name)
     replay_buffer = make_replay_buffer(config)
-    collector = TurnCollector(
-        make_env(stream="train", group_size=config.group_size),
-        policy,
-        batch_size=config.batch_size,
-        replay_buffer=replay_buffer,
-    )
+    collector = make_collector(config, make_env(stream="train", group_size=config.group_size), policy, replay_buffer)
     loss = make_objective(config, models)
     checkpoints = _checkpoint_store(config, models, tokenizer)
     start = _where_to_start(config, checkpoints)
@@ -179,6 +186,7 @@ def build_run(config: RunConfig, *, env: Any = None, callbacks: Sequence[Callbac
         optimizer=make_optimizer(config, models),
         config=config,
         reference=models.reference,
+        weight_sync=weight_sync,
         evaluator=_make_evaluator(config, policy, make_env),
         checkpoints=checkpoints if config.save_checkpoints else None,
         loggers=make_loggers(config),
@@ -192,11 +200,16 @@ def build_run(config: RunConfig, *, env: Any = None, callbacks: Sequence[Callbac
             trainer.reconsider()
         for target in trainer.loggers:
             _forget_after(target, trainer.steps)
+    if weight_sync is not None:
+        # The engine has the weights of model_path so far. This is no update: the version stays.
+        policy.policy_version -= 1
+        weight_sync.send()
     return Run(
         config=config,
         tokenizer=tokenizer,
         models=models,
         policy=policy,
+        weight_sync=weight_sync,
         trainer=trainer,
         checkpoints=checkpoints,
         make_env=make_env,
@@ -312,6 +325,56 @@ def load_models(config: RunConfig, path: str, tokenizer: Any, *, device: Any) ->
     return models
 
 
+def make_policy(
+    config: RunConfig, path: str, tokenizer: Any, models: ActorCritic
+) -> tuple[TurnPolicy, VLLMWeightSync | None]:
+    """Who plays, and what brings the weights there: ``None`` where the policy samples from the actor itself."""
+    sampling = config.sampling()
+    if config.policy == "hf":
+        return HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed), None
+    names = (
+        "tensor_parallel_size", "gpu_memory_utilization", "kv_cache_memory_bytes", "enforce_eager", "prefix_caching",
+        "sleep_mode",
+    )  # fmt: skip
+    given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    # On CPUs merged weights are served faster than an adapter beside them.
+    serves_adapter = config.weight_sync == "adapter" or (config.weight_sync is None and torch.cuda.is_available())
+    policy = VLLMPolicy(
+        path,
+        tokenizer,
+        sampling,
+        seed=config.seed,
+        dtype=config.engine_dtype or config.dtype,
+        max_model_len=config.max_model_len,
+        max_num_seqs=config.num_envs,
+        max_lora_rank=config.lora_r if serves_adapter else 0,
+        multiprocess=bool(config.engine_process),
+        trust_remote_code=config.trust_remote_code,
+        **given,
+    )
+    sync = VLLMWeightSync(
+        models.model,
+        models.adapter,
+        policy=policy,
+        method=config.weight_sync or "auto",
+        sleep_level=1 if config.sleep_mode else 0,
+    )
+    return policy, sync
+
+
+def make_collector(
+    config: RunConfig, env: GEMEnv, policy: TurnPolicy, replay_buffer: ReplayBuffer
+) -> TurnCollector | AsyncTurnCollector:
+    """What fills the replay buffer with ``config.batch_size`` conversations an iteration."""
+    common: dict[str, Any] = {"batch_size": config.batch_size, "replay_buffer": replay_buffer}
+    if config.collector == "turn":
+        return TurnCollector(env, policy, **common)
+    options = {"max_staleness": "max_staleness", "num_threads": "env_threads", "step_timeout": "step_timeout"}
+    options["max_faults"] = "max_faults"
+    given = {name: getattr(config, field) for name, field in options.items() if getattr(config, field) is not None}
+    return AsyncTurnCollector(env, policy, **common, **given)
+
+
 def _reference(config: RunConfig) -> bool | Literal["adapter"]:
     """Under LoRA the base will do, unless the reference is to be something else some day."""
     if config.kl_coeff == 0:
@@ -326,6 +389,8 @@ def make_objective(config: RunConfig, models: ActorCritic) -> TurnPolicyLoss:
         return {name: getattr(config, name) for name in names if getattr(config, name) is not None}
 
     common = given(*SHARED)
+    if config.max_staleness and config.sampler_correction is None:
+        common |= {"sampler_correction": "truncate", "sampler_bounds": 2.0}
     if config.algo == "LLMREINFORCE":
         return LLMReinforceLoss(models.actor, **common, **given(*REINFORCE_ONLY))
     if config.algo == "GRPO":
@@ -400,7 +465,7 @@ def _make_env(config: RunConfig, tokenizer: Any, env: Any, *, stream: Stream, gr
     )
 
 
-def _make_evaluator(config: RunConfig, policy: HFPolicy, make_env: Callable[..., GEMEnv]) -> Callable[[], dict]:
+def _make_evaluator(config: RunConfig, policy: TurnPolicy, make_env: Callable[..., GEMEnv]) -> Callable[[], dict]:
     env = make_env(stream="eval")
 
     def evaluator() -> dict[str, float]:

@@ -32,6 +32,18 @@ HOW_TO_RUN = (
 PPO_ONLY = ("lmbda", "critic_coeff", "clip_value", "lr_critic", "granularity", "value_reduction", "whiten")
 REINFORCE_ONLY = ("normalise_over",)
 GRPO_ONLY = ("credit", "baseline", "scale")
+VLLM_ONLY = (
+    "engine_dtype",
+    "tensor_parallel_size",
+    "gpu_memory_utilization",
+    "kv_cache_memory_bytes",
+    "enforce_eager",
+    "prefix_caching",
+    "engine_process",
+    "sleep_mode",
+    "weight_sync",
+)
+ASYNC_ONLY = ("max_staleness", "env_threads", "step_timeout", "max_faults")
 
 
 class ConfigError(ValueError):
@@ -165,6 +177,24 @@ class RunConfig(TrainerConfig):
         repetition_penalty: 1 is off.
         min_output_tokens: responses cannot end earlier.
         max_output_tokens: responses are cut here.
+        policy: who plays: "hf", the model itself, or "vllm", an engine that gets the weights after every update.
+        engine_dtype: of the engine's weights; None takes dtype. This and the fields up to weight_sync are for policy="vllm";
+            None takes the default of torchrl_llm.modules.load_engine.
+        tensor_parallel_size: GPUs that share the engine's model.
+        gpu_memory_utilization: the engine's share of the GPU's memory.
+        kv_cache_memory_bytes: size of the engine's KV cache.
+        enforce_eager: no graph capture in the engine.
+        prefix_caching: the engine keeps the keys and values of earlier turns.
+        engine_process: run the engine in a process of its own.
+        sleep_mode: the engine gives its GPU memory to the trainer during updates.
+        weight_sync: how weights get into the engine: "adapter", "reload", "shared_memory" or "nccl"; None takes the fastest
+            that is correct.
+        collector: "turn" plays each batch with a turn of all slots at a time; "async" lets no episode wait for another.
+        max_staleness: updates that the weights of a token may be behind those it trains; 0 is on-policy. This and the next
+            three are for collector="async".
+        env_threads: threads that environments run in.
+        step_timeout: seconds that an environment may take for a step.
+        max_faults: episodes that may fail before the run ends.
         batch_size: conversations per iteration, all groups together.
         group_size: conversations per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for.
         gamma: discount per turn. This and all fields below, up to the learning rates: None takes the default of the
@@ -183,7 +213,8 @@ class RunConfig(TrainerConfig):
         weighting: what counts equally in the loss: "token", "turn", "sequence", or "constant".
         weight_constant: tokens per conversation of weighting="constant".
         entropy_coeff: weight of the entropy bonus.
-        sampler_correction: for samplers whose log-probs are not the trainer's: "truncate", "mask" or "reject".
+        sampler_correction: for samplers whose log-probs are not the trainer's: "truncate", "mask" or "reject". None takes
+            none, but with max_staleness "truncate", bounded by 2.
         sampler_bounds: its cap ("truncate"), or [low, high].
         sampler_level: what has one such weight: "token", "turn" or "sequence".
         sampler_reduction: a unit's weight is that of the "sum" or of the "mean" of its tokens' log-ratios.
@@ -256,6 +287,22 @@ class RunConfig(TrainerConfig):
     repetition_penalty: float = 1.0
     min_output_tokens: int = 0
     max_output_tokens: int = 64
+    # rollout
+    policy: Literal["hf", "vllm"] = "hf"
+    engine_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
+    tensor_parallel_size: int | None = None
+    gpu_memory_utilization: float | None = None
+    kv_cache_memory_bytes: int | None = None
+    enforce_eager: bool | None = None
+    prefix_caching: bool | None = None
+    engine_process: bool | None = None
+    sleep_mode: bool | None = None
+    weight_sync: Literal["adapter", "reload", "shared_memory", "nccl"] | None = None
+    collector: Literal["turn", "async"] = "turn"
+    max_staleness: int | None = None
+    env_threads: int | None = None
+    step_timeout: float | None = None
+    max_faults: int | None = None
     # algorithm
     batch_size: int = 32
     group_size: int = 1
@@ -330,6 +377,7 @@ class RunConfig(TrainerConfig):
         _require(self.lora_r >= 0, f"lora_r is {self.lora_r}; expected a rank, or 0 to train all weights.")
         self._check_groups()
         self._check_algorithm()
+        self._check_rollout()
         self._check_start()
         _require(
             self.max_output_tokens < self.max_model_len,
@@ -371,6 +419,26 @@ class RunConfig(TrainerConfig):
         _require(
             self.algo == "LLMPPO" or self.critic_warmup == 0,
             f"{self.algo} has no critic: critic_warmup={self.critic_warmup}, expected 0.",
+        )
+
+    def _check_rollout(self) -> None:
+        check_choice("policy", self.policy, Literal["hf", "vllm"])
+        check_choice("collector", self.collector, Literal["turn", "async"])
+        for choice, needed, names in (("policy", "vllm", VLLM_ONLY), ("collector", "async", ASYNC_ONLY)):
+            given = [name for name in names if getattr(self, name) is not None]
+            _require(
+                getattr(self, choice) == needed or not given,
+                f"{', '.join(given)} without {choice}={needed!r}: remove the field, or set {choice}.",
+            )
+        stale = self.max_staleness or 0
+        _require(stale >= 0, f"max_staleness is {stale}; expected at least 0.")
+        _require(
+            stale == 0 or self.old_log_probs != "sampler",
+            f'max_staleness={stale} with old_log_probs="sampler": the sampler may have had older weights. Use "auto".',
+        )
+        _require(
+            stale == 0 or not self.sleep_mode,
+            f"max_staleness={stale} plays on during updates, and sleep_mode stops the engine for them: choose one.",
         )
 
     def _check_start(self) -> None:

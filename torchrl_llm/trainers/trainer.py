@@ -38,6 +38,7 @@ from torchrl_llm.record import LOSS_METRICS, METRICS, Timer, credit_metrics, rol
 from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.config import ConfigError, TrainerConfig
+from torchrl_llm.weight_update import VLLMWeightSync
 
 logger = logging.getLogger(__name__)
 _END = object()
@@ -57,6 +58,8 @@ class LLMTrainer:
         optimizer: its first parameter group is the actor's, its second, if any, the critic's.
         config: the loop's settings.
         reference: scores the reference log-probs; None where the loss needs none.
+        weight_sync: brings the new weights to a policy that has its own, after each update; None where the policy samples
+            from the trained model itself.
         evaluator: run every ``config.evaluation_interval`` iterations.
         checkpoints: where the run is saved: every ``config.checkpoint_interval`` iterations, after an evaluation that is the
             best so far, and at the end.
@@ -81,6 +84,7 @@ class LLMTrainer:
         optimizer: torch.optim.Optimizer,
         config: TrainerConfig,
         reference: TokenScorer | None = None,
+        weight_sync: VLLMWeightSync | None = None,
         evaluator: Evaluator | None = None,
         checkpoints: CheckpointStore | None = None,
         loggers: Sequence[Logger] = (),
@@ -89,7 +93,7 @@ class LLMTrainer:
     ) -> None:
         self.collector, self.replay_buffer, self.policy = collector, replay_buffer, policy
         self.loss, self.reference, self.config = loss, reference, config
-        self.evaluator, self.checkpoints = evaluator, checkpoints
+        self.weight_sync, self.evaluator, self.checkpoints = weight_sync, evaluator, checkpoints
         self.loggers, self.callbacks = tuple(loggers), tuple(callbacks)
         self.accelerator = accelerator or Accelerator()
         self.optimizer = self.accelerator.prepare(optimizer)
@@ -128,7 +132,8 @@ class LLMTrainer:
     def scores_old(self) -> bool:
         """Whether the log-probs that ratios are taken against are scored, and not the sampler's."""
         if self.config.old_log_probs == "auto":
-            return not self.exact or getattr(self.loss.value_estimator, "corrects_sampler", False)
+            corrects = getattr(self.loss.value_estimator, "corrects_sampler", False)
+            return not self.exact or corrects or getattr(self.collector, "max_staleness", 0) > 0
         return self.config.old_log_probs == "scorer"
 
     def train(self) -> list[dict[str, float]]:
@@ -215,11 +220,17 @@ class LLMTrainer:
         self.steps += int(batch[keys.TURN_MASK].sum())
         self.episodes += batch.shape[0]
         chosen = self.choose(batch)
-        metrics = rollout_metrics(batch) | {"data/chosen_share": chosen.shape[0] / batch.shape[0]}
+        metrics = rollout_metrics(batch) | {
+            "data/chosen_share": chosen.shape[0] / batch.shape[0],
+            "data/staleness": self._staleness(batch),
+        }
+        if self.weight_sync is not None and self.weight_sync.sleep_level:
+            self.weight_sync.sleep()
         if chosen.shape[0]:
             metrics |= self.learn(chosen)
         else:
             logger.warning("iteration %d: no group's returns differ; nothing to learn from", self.iteration)
+        metrics |= self._send_weights()
         self.iteration += 1
         self._check_limits()
         interval = self.config.evaluation_interval
@@ -236,7 +247,7 @@ class LLMTrainer:
         return batch[rows[:size]]
 
     def learn(self, batch: TensorDictBase) -> dict[str, float]:
-        """Score, credit and update on rows ``[B]``; the policy is told that its weights are new."""
+        """Score, credit and update on rows ``[B]``."""
         config, limit = self.config, self.policy.sampling.max_output_tokens
         with self._timer("score"), self.accelerator.autocast():
             self.score(batch)
@@ -253,8 +264,21 @@ class LLMTrainer:
             return metrics
         with self._timer("update"):
             metrics |= self.update(batch)
-        self.policy.weights_changed()
         return metrics
+
+    def _send_weights(self) -> dict[str, float]:
+        """Let the policy know of the update, or bring it the new weights."""
+        if self.weight_sync is None:
+            self.policy.weights_changed()
+            return {}
+        with self._timer("sync"):
+            self.weight_sync.send()
+        figures = self.weight_sync.figures
+        return {} if figures is None else {"policy/canary_gap": figures.canary_difference}
+
+    def _staleness(self, batch: TensorDictBase) -> float:
+        versions = batch[keys.POLICY_VERSION]
+        return (self.policy.policy_version - versions[versions >= 0]).double().mean().item()
 
     @torch.no_grad()
     def score(self, batch: TensorDictBase) -> None:

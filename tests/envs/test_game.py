@@ -1,0 +1,141 @@
+"""Games in threads: who has the global generators."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from torchrl_llm.envs.game import Game, kept_global_rng, revoke_global_rng
+from torchrl_llm.testing.environments import Dice, Slow, StopOrGo
+
+
+class Patient(Dice):
+    """Gives other threads time between its two draws."""
+
+    def _draw(self):
+        first = random.randrange(10**6)
+        time.sleep(0.002)
+        return f"{first} {np.random.randint(10**6)} {np.random.normal()}"
+
+
+def played(make, seed):
+    game = Game(make)
+    return [game.reset(seed), *(game.step("x").message for _ in range(3))]
+
+
+class TestIsolation:
+    @pytest.mark.parametrize("make", [Patient, lambda: Slow(Patient, mean=0.002, sigma=1.0)])
+    def test_games_in_threads_are_the_games_of_one_thread(self, make):
+        alone = [played(Patient, seed) for seed in range(12)]
+        state = random.getstate(), np.random.get_state()[1].tolist()
+        with ThreadPoolExecutor(6) as pool:
+            together = list(pool.map(lambda seed: played(make, seed), range(12)))
+        assert together == alone
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == state
+
+    def test_the_same_thread_may_enter_again(self):
+        random.seed(1)
+        expected = random.Random(1).random()
+        with kept_global_rng():
+            random.seed(2)
+            with kept_global_rng():
+                random.seed(3)
+            assert random.random() == random.Random(2).random()
+            played(Dice, 0)
+        assert random.random() == expected
+
+    def test_declared_environments_run_in_parallel_and_others_do_not(self):
+        class Meeting(StopOrGo):
+            meet = threading.Barrier(2)
+
+            def step(self, action):
+                self.meet.wait(0.3)
+                return super().step(action)
+
+        class Declared(Meeting):
+            thread_safe = True
+            meet = threading.Barrier(2)
+
+        def play(make):
+            game = Game(make)
+            game.reset(0)
+            return game.step("stop").reward
+
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(play, [Declared] * 2)) == [1.0, 1.0]
+            with pytest.raises(threading.BrokenBarrierError):
+                list(pool.map(play, [Meeting] * 2))
+
+
+class TestBusy:
+    def test_waiting_for_others_is_not_being_busy(self):
+        class Waits(StopOrGo):
+            def step(self, action):
+                assert release.wait(5.0)
+                return super().step(action)
+
+        release, game, other = threading.Event(), Game(Waits), Game(StopOrGo)
+        game.reset(0), other.reset(0)
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(game.step, "x")
+            while game.busy_since is None:
+                time.sleep(0.001)
+            second = pool.submit(other.step, "x")
+            time.sleep(0.02)
+            assert other.busy_since is None
+            assert not second.done()
+            release.set()
+            first.result(5.0), second.result(5.0)
+        assert game.busy_since is None
+
+    def test_keeping_others_waiting_is_told_once(self, caplog):
+        class Long(StopOrGo):
+            def step(self, action):
+                time.sleep(0.25)
+                return super().step(action)
+
+        def play(_):
+            game = Game(Long, "long-and-undeclared")
+            game.reset(0)
+            game.step("stop")
+
+        play(0)
+        assert "thread_safe" not in caplog.text, "nobody waited"
+        with ThreadPoolExecutor(3) as pool:
+            list(pool.map(play, range(3)))
+        assert caplog.text.count("thread_safe = True") == 1
+        assert "long-and-undeclared" in caplog.text
+
+
+class TestRevoke:
+    def test_the_generators_are_put_back_and_free(self, caplog):
+        class Hangs(StopOrGo):
+            def step(self, action):
+                random.seed(1)
+                np.random.seed(1)
+                release.wait(5.0)
+                return super().step(action)
+
+        release, game = threading.Event(), Game(Hangs)
+        state = random.getstate(), np.random.get_state()[1].tolist()
+        game.reset(0)
+        thread = threading.Thread(target=game.step, args=("x",), daemon=True)
+        thread.start()
+        while game.busy_since is None:
+            time.sleep(0.001)
+        assert not revoke_global_rng(threading.get_ident())
+        assert revoke_global_rng(thread.ident)
+        assert (random.getstate(), np.random.get_state()[1].tolist()) == state
+        assert "taken from it" in caplog.text
+        expected = played(Dice, 3)
+        random.random()
+        state = random.getstate()
+        release.set()
+        thread.join(5.0)
+        assert random.getstate() == state, "its own restore does nothing"
+        assert played(Dice, 3) == expected

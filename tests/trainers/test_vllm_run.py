@@ -1,0 +1,63 @@
+"""Whole runs that play with a vLLM engine. Needs vLLM."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_trainer import small_config, weights
+
+from torchrl_llm.trainers import build_run
+from torchrl_llm.weight_update import WeightSyncError
+
+pytest.importorskip("vllm", reason="needs vLLM: run make test-vllm")
+pytestmark = pytest.mark.vllm
+
+VLLM = {"policy": "vllm", "save_checkpoints": True, "checkpoint_interval": 1}
+
+
+def play(config):
+    """A run to its end: its history and its weights."""
+    run = build_run(config)
+    try:
+        history = run.trainer.train()
+        return history, weights(run)
+    finally:
+        run.close()
+
+
+class TestRun:
+    @pytest.mark.parametrize(
+        "settings", [{}, {"lora_r": 4}, {"algo": "LLMPPO", "collector": "async"}], ids=["whole", "lora", "async"]
+    )
+    def test_each_update_reaches_the_engine(self, tmp_path, settings):
+        history, _ = play(small_config(tmp_path, max_iterations=3, lr_actor=1e-3, **VLLM | settings))
+        assert [row["policy/version"] for row in history] == [1, 2, 3]
+        for row in history:
+            assert row["policy/log_prob_gap"] <= 1e-5
+            assert row["policy/canary_gap"] <= 1e-5
+            assert row["data/staleness"] == 0
+
+    def test_a_resumed_run_ends_in_the_same_bytes(self, tmp_path):
+        settings = VLLM | {"lr_actor": 1e-3, "max_steps": 10_000}
+        _, whole = play(small_config(tmp_path / "whole", max_iterations=4, **settings))
+        play(small_config(tmp_path / "parts", max_iterations=2, **settings))
+        more = {"resume": True, "accept_changes": ["max_iterations"]}
+        _, parts = play(small_config(tmp_path / "parts", max_iterations=4, **settings | more))
+        assert torch.equal(whole, parts)
+
+    def test_playing_goes_on_during_updates(self, tmp_path):
+        settings = {"collector": "async", "max_staleness": 1, "batch_size": 32, "lr_actor": 1e-3}
+        history, _ = play(small_config(tmp_path, max_iterations=4, **VLLM | settings))
+        assert history[0]["data/staleness"] == 0
+        assert 0 < max(row["data/staleness"] for row in history) <= 1
+        assert all(row["policy/canary_gap"] <= 1e-5 for row in history)
+
+    def test_a_sync_that_does_not_take_ends_the_run(self, tmp_path):
+        run = build_run(small_config(tmp_path, max_iterations=3, lr_actor=0.1, **VLLM))
+        try:
+            run.weight_sync._send_tensors = lambda *_, **__: None  # nothing is sent
+            with pytest.raises(WeightSyncError, match="canary"):
+                run.trainer.train()
+            assert run.trainer.iteration == 0
+        finally:
+            run.close()

@@ -1,0 +1,145 @@
+"""Records of episodes, and the batch they come to: :class:`Episode`, :func:`batch_of`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from torchrl_llm import keys
+from torchrl_llm.collectors._base import MASK, PADDING
+from torchrl_llm.envs.gem import TERMINATED
+from torchrl_llm.envs.tickets import Ticket
+from torchrl_llm.keys import StopReason
+from torchrl_llm.modules.policy import TurnResponse
+
+
+@dataclass(eq=False)
+class Episode:
+    """What was played of a ticket.
+
+    Attributes:
+        index: the place of the ticket among the tickets.
+        ticket: the ticket.
+        lengths: tokens of the context before each turn, and after the last one.
+        responses: the policy's, one a turn.
+        rewards: one a turn.
+        oldest: the lowest version of the weights that sampled a token; ``None`` before the first.
+        context: the last context, ``[lengths[-1]]`` int64, once finished.
+        stop_reason: why it ended, or that it runs.
+    """
+
+    index: int
+    ticket: Ticket
+    lengths: list[int] = field(default_factory=list)
+    responses: list[TurnResponse] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    oldest: int | None = None
+    context: npt.NDArray[np.int64] | None = None
+    stop_reason: StopReason = StopReason.RUNNING
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last turn was played."""
+        return self.context is not None
+
+    def stale(self, oldest: int) -> bool:
+        """Whether a token was sampled with weights older than the version ``oldest``."""
+        return self.oldest is not None and self.oldest < oldest
+
+    def hear(self, response: TurnResponse) -> None:
+        """Record the policy's response of the next turn."""
+        self.responses.append(response)
+        oldest = int(response.versions.min())
+        self.oldest = oldest if self.oldest is None else min(self.oldest, oldest)
+
+
+def batch_of(episodes: Sequence[Episode], *, width: int, output_width: int) -> TensorDict:
+    """The turn view of finished episodes, as :class:`~torchrl_llm.collectors.TurnCollector` delivers it.
+
+    Args:
+        episodes: B finished episodes.
+        width: columns of a context.
+        output_width: columns of a response.
+
+    Returns:
+        A TensorDict ``[B, T]``, right-padded to the longest episode.
+    """
+    turns = torch.tensor([len(episode.rewards) for episode in episodes])
+    steps = torch.arange(int(turns.max()))
+    mask = steps < turns.unsqueeze(-1)
+    last = steps == turns.unsqueeze(-1) - 1
+    columns: dict[Any, Tensor] = _contexts(episodes, mask, width) | _responses(episodes, mask, output_width)
+    reasons = torch.tensor([episode.stop_reason for episode in episodes]).unsqueeze(-1)
+    terminated = torch.tensor([episode.stop_reason in TERMINATED for episode in episodes]).unsqueeze(-1)
+    ids = torch.tensor([episode.ticket[:3] for episode in episodes]).unsqueeze(1).expand(-1, len(steps), -1)
+    flat: dict[Any, Tensor] = {
+        keys.TURN: steps.expand_as(mask),
+        ("next", keys.TURN): steps.expand_as(mask) + 1,
+        ("next", keys.REWARD): _filled(mask, [reward for episode in episodes for reward in episode.rewards]),
+        keys.STOP_REASON: torch.zeros_like(mask, dtype=torch.int64),
+        ("next", keys.STOP_REASON): torch.where(last, reasons, 0),
+        ("next", keys.SUCCESS): last & (reasons == StopReason.WON),
+        ("next", keys.DONE): last,
+        ("next", keys.TERMINATED): last & terminated,
+        ("next", keys.TRUNCATED): last & ~terminated,
+    }
+    flat |= {key: torch.zeros_like(mask) for key in (keys.SUCCESS, keys.DONE, keys.TERMINATED, keys.TRUNCATED)}
+    for i, name in enumerate((keys.EPISODE_ID, keys.GROUP_ID, keys.ENV_ID)):
+        flat |= {name: ids[..., i], ("next", name): ids[..., i]}
+    for key, value in flat.items():
+        columns[key] = value.masked_fill(~mask, PADDING.get(key, 0)).unsqueeze(-1)
+    batch = TensorDict({MASK: mask}, batch_size=mask.shape)
+    for key, value in columns.items():
+        batch.set(key, value)
+    return batch
+
+
+def _filled(mask: Tensor, values: Sequence[float]) -> Tensor:
+    result = torch.zeros(mask.shape)
+    result[mask] = torch.tensor(values, dtype=torch.float32)
+    return result
+
+
+def _contexts(episodes: Sequence[Episode], mask: Tensor, width: int) -> dict[Any, Tensor]:
+    """The contexts before and after each turn: the last one, cut. Padded turns have length 0."""
+    last = np.zeros((len(episodes), width), np.int64)
+    lengths = np.zeros((len(episodes), mask.shape[1] + 1), np.int64)
+    for i, episode in enumerate(episodes):
+        assert episode.context is not None
+        last[i, : len(episode.context)] = episode.context
+        lengths[i, : len(episode.lengths)] = episode.lengths
+    ids, length = torch.from_numpy(last).unsqueeze(1), torch.from_numpy(lengths).unsqueeze(-1)
+    result: dict[Any, Tensor] = {}
+    for before, size in (((), length[:, :-1]), (("next",), length[:, 1:])):
+        size = size * mask.unsqueeze(-1)
+        result[(*before, *keys.PROMPT)] = torch.where(torch.arange(width) < size, ids, 0)
+        result[(*before, *keys.PROMPT_LENGTH)] = size
+    return result
+
+
+def _responses(episodes: Sequence[Episode], mask: Tensor, width: int) -> dict[Any, Tensor]:
+    responses = [response for episode in episodes for response in episode.responses]
+    sizes = torch.zeros(mask.shape, dtype=torch.int64)
+    sizes[mask] = torch.tensor([len(response.tokens) for response in responses])
+    valid = torch.arange(width) < sizes.unsqueeze(-1)
+
+    def column(values: Sequence[npt.NDArray[Any]], fill: float, dtype: torch.dtype) -> Tensor:
+        result = torch.full(valid.shape, fill, dtype=dtype)
+        result[valid] = torch.from_numpy(np.concatenate(values)).to(dtype)
+        return result
+
+    turn = torch.arange(mask.shape[1]).view(1, -1, 1)
+    return {
+        keys.RESPONSE: column([response.tokens for response in responses], 0, torch.int64),
+        keys.RESPONSE_MASK: valid,
+        keys.RESPONSE_LOG_PROBS: column([response.log_probs for response in responses], 0.0, torch.float32),
+        keys.TURN_IDS: torch.where(valid, turn, -1),
+        keys.POLICY_VERSION: column([response.versions for response in responses], -1, torch.int64),
+    }

@@ -1,0 +1,120 @@
+"""Daemon threads that call environments: :class:`Pool`.
+
+The standard library's executor joins its threads when the interpreter exits, so one environment that hangs would hold up
+the exit. These threads are left behind, and a call that does not come back can be given up.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any
+
+
+class Call:
+    """A call for a slot: running, or finished with a ``result`` or an ``error``."""
+
+    def __init__(self, slot: int, function: Callable[[], Any]) -> None:
+        self.slot, self._function = slot, function
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.finished = self.abandoned = False
+        self.thread = 0
+
+    def run(self) -> None:
+        """Call the function, in this thread."""
+        self.thread = threading.get_ident()
+        try:
+            self.result = self._function()
+        except BaseException as error:  # noqa: BLE001 (whoever reads the result raises it)
+            self.error = error
+
+
+class Pool:
+    """Up to ``num_threads`` daemon threads, started when they are needed. With 0, :meth:`submit` makes the call itself.
+
+    Examples:
+        >>> pool = Pool(2)
+        >>> _ = pool.submit(7, lambda: "done")
+        >>> [(call.slot, call.result) for call in pool.finished(5.0)]
+        [(7, 'done')]
+        >>> pool.close()
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._lock = threading.Lock()
+        self._queue: SimpleQueue[Call | None] = SimpleQueue()
+        self._finished: SimpleQueue[Call | None] = SimpleQueue()
+        self._threads = self._unfinished = 0
+        self._closed = False
+
+    def submit(self, slot: int, function: Callable[[], Any]) -> Call:
+        """Call ``function`` in a thread; :meth:`finished` returns the call."""
+        call = Call(slot, function)
+        if self._closed:
+            raise RuntimeError("The pool was closed.")
+        if self.num_threads == 0:
+            call.run()
+            call.finished = True
+            self._finished.put(call)
+            return call
+        with self._lock:
+            self._unfinished += 1
+            if self._threads < min(self.num_threads, self._unfinished):
+                self._threads += 1
+                threading.Thread(target=self._work, name="torchrl_llm environment", daemon=True).start()
+        self._queue.put(call)
+        return call
+
+    def finished(self, timeout: float) -> list[Call]:
+        """The calls that finished since; waits up to ``timeout`` seconds for the first one, or until :meth:`wake`."""
+        calls: list[Call] = []
+        end = time.monotonic() + timeout
+        try:
+            call = self._finished.get(timeout=timeout) if timeout > 0 else self._finished.get_nowait()
+            while True:
+                if call is not None:
+                    calls.append(call)
+                elif time.monotonic() < end:
+                    return calls
+                call = self._finished.get_nowait()
+        except Empty:
+            return calls
+
+    def wake(self) -> None:
+        """End a wait in :meth:`finished`."""
+        self._finished.put(None)
+
+    def abandon(self, call: Call) -> bool:
+        """Give up a call; its thread takes no other. Returns False if the call has finished in the meantime."""
+        with self._lock:
+            if call.finished:
+                return False
+            call.abandoned = True
+            self._threads -= 1
+            self._unfinished -= 1
+            if self._threads < min(self.num_threads, self._unfinished):
+                self._threads += 1
+                threading.Thread(target=self._work, name="torchrl_llm environment", daemon=True).start()
+            return True
+
+    def close(self) -> None:
+        """Let the threads end once their calls are over; nobody waits for them. Safe to call twice."""
+        self._closed = True
+        for _ in range(self._threads):
+            self._queue.put(None)
+
+    def _work(self) -> None:
+        while (call := self._queue.get()) is not None:
+            if self._closed:
+                continue
+            call.run()
+            with self._lock:
+                if call.abandoned:
+                    return
+                call.finished = True
+                self._unfinished -= 1
+            self._finished.put(call)

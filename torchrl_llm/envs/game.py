@@ -1,0 +1,299 @@
+"""One text environment played in isolation: :class:`Game`, and who has the global random generators.
+
+Here lives what stands between a text world and everyone else: the protocol (:class:`TextEnv`), where environments come
+from, checked answers, faults, and random numbers that no other code sees or disturbs. Slots, tickets and tokens are
+:mod:`~torchrl_llm.envs.gem`'s.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.random import mtrand
+
+from torchrl_llm.envs.chat import Role, compose_message
+from torchrl_llm.envs.tickets import Ticket
+
+logger = logging.getLogger(__name__)
+
+_PATIENCE = 60.0  # seconds between two warnings that someone keeps the global generators
+_LONG_CALL = 0.2  # seconds; an environment that keeps others waiting for longer is told of `thread_safe`
+_hinted: set[str] = set()
+
+
+@runtime_checkable
+class TextEnv(Protocol):
+    """What :class:`~torchrl_llm.envs.GEMEnv` plays: any object with these two methods (``reset`` may take no seed).
+
+    An environment may draw from the global generators of ``random`` and ``numpy.random``; they are its own during a call.
+    There is one set of them in a process, so such environments are called one at a time, also from several threads. One
+    that never touches them (it owns its generators, or asks a server) says so with the attribute ``thread_safe = True``;
+    then its calls really run in parallel, and the global generators are neither seeded nor put back for it.
+    """
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Start an episode; return ``(text, info)``."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Answer a response; return ``(text, reward, terminated, truncated, info)``."""
+
+
+class UnknownEnvironmentError(ValueError):
+    """No GEM environment has this id."""
+
+
+class EnvironmentFault(RuntimeError):
+    """An environment raised, or returned something that is not a step.
+
+    Attributes:
+        ticket: the :class:`~torchrl_llm.envs.tickets.Ticket` of the episode.
+        turn: 0-based turn that failed; -1 is the reset.
+        cause: the exception.
+    """
+
+    def __init__(self, name: str, ticket: Ticket, turn: int, cause: Exception) -> None:
+        where = "at its reset" if turn < 0 else f"in turn {turn}"
+        super().__init__(
+            f"The environment {name!r} failed {where} (episode {ticket.episode_id}, group {ticket.group_id}, task seed "
+            f"{ticket.seed}): {type(cause).__name__}: {cause}. To see it again, reset it with that seed and replay the turns."
+        )
+        self.name, self.ticket, self.turn, self.cause = name, ticket, turn, cause
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.ticket, self.turn, self.cause)
+
+
+class TextStep(NamedTuple):
+    """One checked answer of a text environment; ``message`` includes ``info``'s prefix and suffix."""
+
+    message: str
+    role: Role
+    reward: float
+    terminated: bool
+    truncated: bool
+
+
+def resolve_env(env: str | Callable[[], TextEnv]) -> tuple[str, Callable[[], TextEnv]]:
+    """The name and the factory of an environment given as a GEM id or as a factory.
+
+    Raises:
+        UnknownEnvironmentError: the id is not registered; close matches are named.
+    """
+    if not isinstance(env, str):
+        return getattr(env, "__name__", type(env).__name__), env
+    import gem
+    from gem.envs.registration import ENV_REGISTRY
+
+    if env not in ENV_REGISTRY:
+        close = difflib.get_close_matches(env, ENV_REGISTRY, n=5, cutoff=0.4)
+        raise UnknownEnvironmentError(
+            f"GEM has no environment {env!r}. "
+            + (f"Did you mean one of {close}? " if close else "")
+            + "gem.print_envs() lists them all; another environment can be passed as a factory."
+        )
+    return env, lambda: gem.make(env)
+
+
+# ---------------------------------------------------------------------- who has the global generators
+
+
+class _Loan:
+    """The global generators are with one thread, which may lend to itself again; ``state`` is what to put back."""
+
+    def __init__(self, outer: _Loan | None, *, to_games: bool) -> None:
+        self.thread = threading.get_ident()
+        self.outer, self.to_games = outer, to_games
+        self.wanted = self.revoked = False
+        self.state = random.getstate(), mtrand.get_bit_generator(), np.random.get_state()
+
+    def put_back(self) -> None:
+        python, bits, numpy = self.state
+        random.setstate(python)
+        mtrand.set_bit_generator(bits)
+        np.random.set_state(numpy)
+
+
+_lending = threading.Condition()
+_loan: _Loan | None = None
+
+
+@contextmanager
+def kept_global_rng(*, for_games: bool = False) -> Iterator[None]:
+    """Leave the global generators of ``random`` and ``numpy.random`` as they were found.
+
+    One thread of the process has them at a time; others wait here. The same thread may enter again.
+
+    Args:
+        for_games: only :class:`Game` draws inside; then nothing is put back between one game and the next. Default False.
+
+    Examples:
+        >>> state = random.getstate()
+        >>> with kept_global_rng():
+        ...     _ = random.random()
+        >>> random.getstate() == state
+        True
+    """
+    loan = _borrow(to_games=for_games)
+    try:
+        yield
+    finally:
+        _give_back(loan)
+
+
+def _borrow(*, to_games: bool) -> _Loan:
+    global _loan
+    with _lending:
+        while _loan is not None and _loan.thread != threading.get_ident():
+            _loan.wanted = True
+            if not _lending.wait(_PATIENCE):
+                logger.warning("Waiting for the global random generators: an environment has kept them for long.")
+        _loan = _Loan(_loan, to_games=to_games)
+        return _loan
+
+
+def _give_back(loan: _Loan) -> None:
+    global _loan
+    with _lending:
+        if not loan.revoked:
+            loan.put_back()
+            _loan = loan.outer
+            _lending.notify()
+
+
+def revoke_global_rng(thread: int) -> bool:
+    """Take the global generators from a thread that does not come back, and put them back as it found them.
+
+    Args:
+        thread: its ``threading.get_ident()``.
+
+    Returns:
+        Whether the thread had them.
+    """
+    global _loan
+    with _lending:
+        if _loan is None or _loan.thread != thread:
+            return False
+        while _loan is not None:
+            _loan.revoked, last, _loan = True, _loan, _loan.outer
+        last.put_back()
+        _lending.notify_all()
+    logger.warning(
+        "An environment that hangs had the global generators of random and numpy.random; they were taken from it. If it "
+        "ever goes on, it draws from everyone's, and later episodes may not be reproducible."
+    )
+    return True
+
+
+# ---------------------------------------------------------------------- one game
+
+
+class Game:
+    """A text environment with generators of its own in place of the global ones.
+
+    Games may be called from several threads, each game from one at a time. Unless its environment is ``thread_safe``
+    (:class:`TextEnv`), a call waits until no other game runs.
+
+    Args:
+        factory: makes the environment; called at the first reset.
+        name: of the environment, for messages.
+
+    Attributes:
+        busy_since: ``time.monotonic()`` when the running call reached the environment; ``None``: no call is there.
+
+    Examples:
+        >>> from torchrl_llm.testing.environments import StopOrGo
+        >>> game = Game(StopOrGo)
+        >>> game.reset(0), game.step("stop").reward
+        ('Say stop or go on.', 1.0)
+    """
+
+    def __init__(self, factory: Callable[[], TextEnv], name: str = "") -> None:
+        self.busy_since: float | None = None
+        self._factory, self._name = factory, name
+        self._env: TextEnv | None = None
+        self._takes_seed = True
+        self._python: Any = None
+        self._numpy = np.random.MT19937(0)
+
+    def reset(self, seed: int) -> str:
+        """Start the task that ``seed`` names and return the first message."""
+        if self._env is None:
+            with self._calling(seed):
+                self._env = self._factory()
+            self._takes_seed = "seed" in inspect.signature(self._env.reset).parameters
+        with self._calling(seed):
+            result = self._env.reset(seed=seed) if self._takes_seed else self._env.reset()
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str)):
+            raise TypeError(f"reset() returned {result!r:.200}; expected (text, info)")
+        return compose_message(*result)
+
+    def step(self, action: str) -> TextStep:
+        """Play one turn."""
+        assert self._env is not None
+        with self._calling():
+            result = self._env.step(action)
+        if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[0], str)):
+            raise TypeError(f"step() returned {result!r:.200}; expected (text, reward, terminated, truncated, info)")
+        text, reward, terminated, truncated, info = result
+        if not math.isfinite(reward):
+            raise ValueError(f"step() returned the reward {reward!r}; expected a finite number")
+        role: Role = "tool" if (info or {}).get("use_tool") else "user"
+        return TextStep(compose_message(text, info), role, float(reward), bool(terminated), bool(truncated))
+
+    @contextmanager
+    def _calling(self, seed: int | None = None) -> Iterator[None]:
+        """Around a call of the environment: its generators are the global ones, from ``seed`` or from where they were."""
+        isolated = not getattr(self._env, "thread_safe", False)
+        with self._generators() if isolated else nullcontext():
+            self.busy_since = time.monotonic()
+            if isolated:
+                self._swap_in(seed)
+            try:
+                yield
+            finally:
+                self.busy_since = None
+            if isolated:
+                self._python = random.getstate()
+
+    @contextmanager
+    def _generators(self) -> Iterator[None]:
+        current = _loan
+        if current is not None and current.to_games and current.thread == threading.get_ident():
+            yield
+            return
+        loan = _borrow(to_games=True)
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            _give_back(loan)
+            if loan.wanted and self._env is not None and time.monotonic() - start > _LONG_CALL:
+                self._hint()
+
+    def _swap_in(self, seed: int | None) -> None:
+        mtrand.set_bit_generator(self._numpy)
+        if seed is None:
+            random.setstate(self._python)
+        else:
+            random.seed(seed)
+            np.random.seed(seed)
+
+    def _hint(self) -> None:
+        if self._name not in _hinted:
+            _hinted.add(self._name)
+            logger.warning(
+                "A call of the environment %r took more than %s s while others waited: environments that may draw from "
+                "the global generators run one at a time. If it never does, set its attribute thread_safe = True.",
+                self._name,
+                _LONG_CALL,
+            )
