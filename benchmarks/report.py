@@ -2,9 +2,11 @@
 
     python benchmarks/report.py --learning runs/learning
     python benchmarks/report.py --iteration runs/iteration
+    python benchmarks/report.py --rollout runs/rollout
 
-Reads ``<learning>/*/result.json`` with their metrics and ``<iteration>/*.json``; writes ``docs/results/learning.md``,
-``docs/results/learning.png``, ``docs/results/iteration.md``, and the tables of ``README.md``.
+Reads ``<learning>/*/result.json`` with their metrics, ``<iteration>/*.json`` and ``<rollout>/*.json``; writes
+``docs/results/learning.md``, ``docs/results/learning.png``, ``docs/results/iteration.md``, ``docs/results/rollout.md``, and
+the tables of ``README.md``.
 """
 
 import argparse
@@ -113,6 +115,34 @@ def iteration_table(results: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def rollout_targets(result: dict) -> str:
+    """One line a target."""
+    names = {
+        "policy_over_raw": "overhead of `VLLMPolicy` over the raw engine",
+        "async_over_barrier": "`async` over `barrier`",
+        "async_of_bound": "`async`, share of the bound",
+    }
+    lines = ["| | target | measured | met |", "|---|---|---|---|"]
+    for name, verdict in result["targets"].items():
+        world, ratio = name.split("/")
+        met = "yes" if verdict["met"] else "**no**"
+        lines.append(f"| {names[ratio]}, {world} | {verdict['target']} | {verdict['value']:.2f} | {met} |")
+    return "\n".join(lines)
+
+
+def rollout_table(result: dict) -> str:
+    """One line a contender of each world."""
+    lines = ["| | wall s | CPU-s | policy s | engine s | tokens per s |", "|---|---|---|---|---|---|"]
+    for world in ("instant", "slow"):
+        for name, figures in result[world]["contenders"].items():
+            parts = " | ".join(f"{figures[part]:.2f}" if part in figures else "" for part in ("policy_s", "engine_s"))
+            lines.append(
+                f"| {world}: {name} | {figures['wall_s']:.2f} | {figures['cpu_s']:.2f} | {parts} | "
+                f"{figures['tokens_per_s']:,} |"
+            )
+    return "\n".join(lines)
+
+
 def fill(path: Path, marker: str, table: str) -> None:
     """Put ``table`` behind the comment ``<!-- marker -->``, in place of the table that stood there."""
     text = path.read_text()
@@ -127,11 +157,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--learning", type=Path)
     parser.add_argument("--iteration", type=Path)
+    parser.add_argument("--rollout", type=Path)
     arguments = parser.parse_args()
     if arguments.learning:
         write_learning(arguments.learning)
     if arguments.iteration:
         write_iteration(arguments.iteration)
+    if arguments.rollout:
+        write_rollout(arguments.rollout)
 
 
 def write_learning(folder: Path) -> None:
@@ -151,6 +184,31 @@ def write_iteration(folder: Path) -> None:
         ITERATION.format(machine=machine(), summary=iteration_summary(iteration), table=iteration_table(iteration))
     )
     fill(ROOT / "README.md", "iteration", iteration_summary(iteration))
+
+
+def write_rollout(folder: Path) -> None:
+    """The page."""
+    results = {kind: json.loads((folder / f"{kind}.json").read_text()) for kind in ("varied", "short")}
+    varied, short = results["varied"], results["short"]
+    text = ROLLOUT.format(
+        machine=varied["machine"],
+        slots=varied["slots"],
+        episodes=varied["episodes"],
+        rounds=varied["rounds"],
+        length=mean_length(varied),
+        short_length=mean_length(short),
+        targets=rollout_targets(varied),
+        table=rollout_table(varied),
+        short_targets=rollout_targets(short),
+        short_table=rollout_table(short),
+    )
+    (RESULTS / "rollout.md").write_text(text)
+
+
+def mean_length(result: dict) -> str:
+    """Tokens of a response."""
+    barrier = result["instant"]["contenders"]["barrier"]
+    return f"{barrier['tokens'] / barrier['turns']:.1f}"
 
 
 LEARNING = """# Does it learn?
@@ -197,6 +255,54 @@ as often as the algorithm trains on them (actor, and critic if there is one), LM
 and, for LLMPPO, the values.
 
 Machine: {machine}. Absolute figures depend on it and on its load; the ratios are of one run.
+"""
+
+ROLLOUT = """# How fast is a rollout with vLLM?
+
+```bash
+OMP_NUM_THREADS=1 python benchmarks/rollout.py --output runs/rollout/varied.json
+OMP_NUM_THREADS=1 python benchmarks/rollout.py --responses short --output runs/rollout/short.json
+python benchmarks/report.py --rollout runs/rollout
+```
+
+{episodes} episodes of GuessTheNumber over {slots} slots, the same tickets for everyone, in turns on one machine; prefix caches are dropped
+before each, and all vLLM contenders delivered the same ids, which the script checks. *instant* is the game itself; in *slow* each of its
+calls takes 30 ms on average, log-normal with sigma 1.
+
+| | |
+|---|---|
+| raw | the engine alone, `add_request` and `step`, with the requests of `barrier` in the same batches |
+| policy | `VLLMPolicy` with the same, asked batch by batch in turns with `raw` |
+| stock | `VLLMPolicy` in TorchRL's `Collector`: finished slots idle until the batch of {slots} is complete, environments are called one by one |
+| barrier | `TurnCollector`: slots are refilled; in *slow* environments are called in threads, and all wait for the slowest |
+| async | `AsyncTurnCollector(max_staleness=0)`; in *slow* with its default threads, in *instant* without threads |
+| hf | `barrier` with `HFPolicy`; it draws other responses from the same distribution |
+
+The bound is the larger of two times: what the engine was busy in `async`, and the longest episode played alone (its latencies, and its tokens at
+the speed of an only request). A larger engine time by smaller batches would flatter it: compare the engine's seconds in the table.
+
+## Responses of varied lengths
+
+A random Qwen2 of 0.66 M parameters; any text is a legal guess. A response ends with each token with a probability of one in twelve, after
+48 tokens at the latest: {length} tokens on average.
+
+{targets}
+
+{table}
+
+## Short responses of one length
+
+The small model of the package, which has learnt to answer in one format: {short_length} tokens on average, nearly all alike. The targets are
+listed for comparison; this is where they are hardest to meet. Nobody waits for a longer response, so with instant environments there is nothing that
+doing without the barrier could gain, and a turn's fixed costs are spread over few tokens.
+
+{short_targets}
+
+{short_table}
+
+Medians of {rounds} rounds (`stock` in *slow*: one round); ratios are medians of the rounds' ratios, seconds are seconds per round. Machine: {machine}.
+Absolute figures depend on it and on its load. On a GPU a step takes nearly as long for one response as for many, so that a batch which waits for its
+longest response wastes more than it does here.
 """
 
 if __name__ == "__main__":

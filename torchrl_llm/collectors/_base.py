@@ -18,6 +18,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_llm import keys
 
@@ -51,6 +52,7 @@ class ConversationCollector(BaseCollector):
         replay_buffer: ReplayBuffer | None = None,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
         exploration_type: ExplorationType = ExplorationType.RANDOM,
+        weight_sync_schemes: dict[str, WeightSyncScheme] | None = None,
         pre_collect_hook: Callable[[], None] | None = None,
         post_collect_hook: Callable[[TensorDictBase], None] | None = None,
     ) -> None:
@@ -72,6 +74,12 @@ class ConversationCollector(BaseCollector):
         self.closed = False
         self._frames = 0
         self._iter = -1
+        self._weight_sync_schemes = weight_sync_schemes
+        for model_id, scheme in (weight_sync_schemes or {}).items():
+            if not scheme.initialized_on_sender:
+                scheme.init_on_sender(model_id=model_id, context=self)
+            if not scheme.synchronized_on_sender:
+                scheme.connect()
 
     # ------------------------------------------------------------------ iteration
 

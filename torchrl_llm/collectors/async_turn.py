@@ -63,8 +63,8 @@ class AsyncTurnCollector(ConversationCollector):
             (``policy.concurrent``). Default: ``max_staleness > 0 and policy.concurrent``. Otherwise everything runs within
             ``next()``. What trains meanwhile must not draw from the global generators of ``random`` and ``numpy.random``
             if the environments may (PyTorch's are not concerned).
-        total_frames, total_batches, replay_buffer, postproc, exploration_type, pre_collect_hook, post_collect_hook: see
-            :class:`~torchrl_llm.collectors.TurnCollector`.
+        total_frames, total_batches, replay_buffer, postproc, exploration_type, weight_sync_schemes, pre_collect_hook,
+            post_collect_hook: see :class:`~torchrl_llm.collectors.TurnCollector`.
 
     Raises:
         TypeError: ``env`` is no GEMEnv.

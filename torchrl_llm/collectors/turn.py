@@ -41,6 +41,8 @@ class TurnCollector(ConversationCollector):
         postproc: called on every batch, before it is stored or yielded; default none.
         exploration_type: as in TorchRL; default ``ExplorationType.RANDOM``.
         policy_device: the policy reads its input on this device; default the environment's.
+        weight_sync_schemes: by model id, what ``update_policy_weights_()`` sends weights with, such as
+            ``{"policy": VLLMWeightSync(...)}``; default none: the policy shares the trained weights.
         pre_collect_hook, post_collect_hook: called before and after every batch; default none.
 
     Raises:

@@ -214,7 +214,11 @@ class TurnPolicy(TensorDictModuleBase):
     # ------------------------------------------------------------------ single turns
 
     def submit(self, request: TurnRequest) -> None:
-        """Ask for one turn; :meth:`poll` answers it. No two requests may share a slot at a time."""
+        """Ask for one turn; :meth:`poll` answers it.
+
+        No two requests may share a slot at a time; once answered or cancelled, the slot may be used again. The prompt may be
+        a view that changes after the answer.
+        """
         self._queue.append(request)
 
     @property
@@ -223,7 +227,7 @@ class TurnPolicy(TensorDictModuleBase):
         return len(self._queue)
 
     def cancel(self, slots: Sequence[int] | None = None) -> None:
-        """Forget the requests of ``slots`` (default: all); they are never answered."""
+        """Forget the requests of ``slots`` (default: all), if there are any; they are never answered."""
         self._queue = [] if slots is None else [request for request in self._queue if request.slot not in slots]
 
     def poll(self) -> list[TurnResponse]:

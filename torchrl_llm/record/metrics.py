@@ -49,6 +49,8 @@ METRICS: dict[str, str] = {
     "data/padding_share": "share of padding in the positions of the training forward passes",
     "data/chosen_share": "share of the conversations played that the update learns from (dynamic sampling)",
     "data/staleness": "updates between the weights a token was sampled with and those it trains, mean over tokens",
+    "data/dropped": "episodes dealt and not delivered so far: stale, or of a group with a failed one (async collector)",
+    "data/faults": "episodes whose environment failed so far (async collector)",
     "data/tokens": "tokens in the rows of the batch, padding excluded",
     "data/action_share": "share of action tokens in the rows",
     "time/rollout_s": "seconds of collecting the batch",

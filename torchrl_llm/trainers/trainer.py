@@ -375,11 +375,13 @@ class LLMTrainer:
         seconds = self._timer.read()
         learning = seconds.get("score", 0.0) + seconds.get("update", 0.0)
         groups = zip(("actor", "critic"), self.optimizer.param_groups, strict=False)
+        losses = {name: getattr(self.collector, name, None) for name in ("dropped", "faults")}
         return {
             "rollout/episodes": float(self.episodes),
             "rollout/steps": float(self.steps),
             "policy/version": float(self.policy.policy_version),
             **{f"optim/lr_{name}": group["lr"] for name, group in groups},
+            **{f"data/{name}": float(sum(n.values())) for name, n in losses.items() if n is not None},
             **{f"time/{phase}_s": value for phase, value in seconds.items()},
             "time/rollout_tokens_per_s": (batch[keys.TURN_IDS] >= 0).sum().item() / seconds["rollout"],
             **({"time/update_tokens_per_s": batch[keys.ATTENTION_MASK].sum().item() / learning} if learning else {}),
