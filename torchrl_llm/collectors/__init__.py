@@ -4,7 +4,8 @@ Environments and policies come from :mod:`torchrl_llm.envs` and :mod:`torchrl_ll
 :mod:`torchrl_llm.data`.
 """
 
+from torchrl_llm.collectors._base import ConversationCollector
 from torchrl_llm.collectors.async_turn import AsyncTurnCollector
 from torchrl_llm.collectors.turn import TurnCollector
 
-__all__ = ["AsyncTurnCollector", "TurnCollector"]
+__all__ = ["AsyncTurnCollector", "ConversationCollector", "TurnCollector"]

@@ -11,8 +11,8 @@ from torchrl_llm.envs.chat import (
     NotAppendOnlyError,
     compose_message,
 )
-from torchrl_llm.envs.game import EnvironmentFault, TextEnv, UnknownEnvironmentError
-from torchrl_llm.envs.gem import GEMEnv, PromptTooLongError
+from torchrl_llm.envs.game import EnvironmentFault, Game, TextEnv, TextStep, UnknownEnvironmentError
+from torchrl_llm.envs.gem import GEMEnv, PromptTooLongError, Reply, Slot
 from torchrl_llm.envs.tickets import Ticket, Tickets
 
 __all__ = [
@@ -21,10 +21,14 @@ __all__ = [
     "ChatTemplateError",
     "EnvironmentFault",
     "GEMEnv",
+    "Game",
     "MissingChatTemplateError",
     "NotAppendOnlyError",
     "PromptTooLongError",
+    "Reply",
+    "Slot",
     "TextEnv",
+    "TextStep",
     "Ticket",
     "Tickets",
     "UnknownEnvironmentError",

@@ -60,7 +60,7 @@ class Slot:
     """One row of the batch, for reading.
 
     Attributes:
-        games: its games, by index into the mixture.
+        games: its games, by index into the mixture, each with its own random state.
         index: the place of its ticket among the tickets; ``None``: the slot idles.
         ticket: the ticket being played.
         turn: turns played.

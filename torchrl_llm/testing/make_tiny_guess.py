@@ -35,7 +35,7 @@ from torch import Tensor
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from torchrl_llm.envs.chat import CHATML, ChatFormatter, compose_message
-from torchrl_llm.envs.gem import kept_global_rng
+from torchrl_llm.envs.game import kept_global_rng
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ def play(env: Any, seed: int, player: Player, rng: random.Random) -> list[str]:
 
     Args:
         env: one of GEM's GuessTheNumber environments. It seeds the global generators: call this inside
-            :func:`~torchrl_llm.envs.gem.kept_global_rng`.
+            :func:`~torchrl_llm.envs.game.kept_global_rng`.
         seed: of the game.
         player: told the lowest and the highest number that the hints allow.
         rng: the player's generator.

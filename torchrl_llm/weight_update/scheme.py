@@ -56,7 +56,7 @@ class VLLMWeightSync(WeightSyncScheme):
       weights are sent with the first sync and after one that failed, if they are not quantized.
     - ``"reload"``: all weights, LoRA merged, to an engine in this process.
     - ``"shared_memory"``: all weights, LoRA merged, to an engine in processes of its own on this host.
-    - ``"nccl"``: all weights, LoRA merged, to an engine on other GPUs; see :class:`~torchrl_llm.weight_update.engine.NCCLTransfer`.
+    - ``"nccl"``: all weights, LoRA merged, to an engine on other GPUs; see :class:`~torchrl_llm.weight_update.NCCLTransfer`.
 
     ``"auto"`` takes ``"nccl"`` where the engine has been made for it; else ``"adapter"`` where the engine can serve it,
     except on CPUs, where merged weights are served 2.6 times as fast; else one of the other two.
