@@ -9,6 +9,7 @@ from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
 from torchrl_llm.data import turns_to_rows
 from torchrl_llm.envs import GEMEnv
+from torchrl_llm.keys import StopReason
 from torchrl_llm.modules import SamplingConfig, TokenScorer, VLLMPolicy, load_actor_critic, load_engine
 from torchrl_llm.modules.vllm import EngineError
 from torchrl_llm.testing.environments import Slow
@@ -77,6 +78,33 @@ class TestBatches:
         collector.rollout()
         collector.shutdown()
         assert sum(joined) > len(joined) / 4
+
+
+@pytest.mark.parametrize("kind", [TurnCollector, AsyncTurnCollector])
+class TestFaults:
+    """Whatever ends a response or an episode, what is trained on is what was sampled."""
+
+    def play(self, kind, llm, words, *, tokens=16, context=256):
+        policy = VLLMPolicy(llm, words, SamplingConfig(max_output_tokens=tokens))
+        env = GEMEnv(GAME, tokenizer=words, num_envs=8, max_model_len=context, max_output_tokens=tokens)
+        collector = kind(env, policy, batch_size=16)
+        rows = turns_to_rows(collector.rollout())
+        collector.shutdown()
+        assert gaps(load_tiny_model(), policy, rows).max() <= 1e-5
+        return rows
+
+    def test_a_response_without_its_stop_token(self, kind, llm, words):
+        rows = self.play(kind, llm, words, tokens=3)
+        sampled = rows[keys.TOKENS][rows[keys.TURN_IDS] >= 0]
+        assert words.eos_token_id not in sampled
+        assert len(sampled) == 3 * int(rows[keys.TURN_MASK].sum())
+
+    def test_a_full_context(self, kind, llm, words):
+        rows = self.play(kind, llm, words, context=80)
+        cut = rows[keys.TURN_STOP_REASON] == StopReason.CONTEXT
+        assert cut.any()
+        assert rows[keys.TURN_TRUNCATED][cut].all()
+        assert rows[keys.TOKENS].shape[1] <= 80
 
 
 class TestWeights:
