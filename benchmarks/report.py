@@ -300,7 +300,7 @@ doing without the barrier could gain, and a turn's fixed costs are spread over f
 
 {short_table}
 
-Medians of {rounds} rounds (`stock` in *slow*: one round); ratios are medians of the rounds' ratios, seconds are seconds per round. Machine: {machine}.
+Medians of {rounds} rounds (`stock` and `hf` in *slow*: one round); ratios are medians of the rounds' ratios, seconds are seconds per round. Machine: {machine}.
 Absolute figures depend on it and on its load. On a GPU a step takes nearly as long for one response as for many, so that a batch which waits for its
 longest response wastes more than it does here.
 """

@@ -7,6 +7,7 @@ knows no environments.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -81,14 +82,16 @@ class Tickets:
     def __getitem__(self, index: int) -> Ticket:
         if index < 0:
             raise IndexError(f"Ticket {index} does not exist; tickets are counted from 0.")
-        round_, member = divmod(index, self.group_size)
-        group = self.worker + round_ * self.num_workers
-        base = get_args(Stream).index(self.stream) * STREAM_IDS
-        episode_id = base + group * self.group_size + member
-        return Ticket(episode_id, base + group, group % self.num_tasks, self._task_seed(group))
+        return _ticket(self, index)
 
-    def _task_seed(self, group: int) -> int:
-        stream = get_args(Stream).index(self.stream)
-        drawn = int(np.random.SeedSequence(self.seed, spawn_key=(stream, group)).generate_state(1)[0])
-        # The lowest bits name the stream, so no task of one stream is ever met in another.
-        return drawn & ~3 | stream
+
+@lru_cache(maxsize=4096)  # every ticket is asked for several times, and its seed is a hash
+def _ticket(tickets: Tickets, index: int) -> Ticket:
+    round_, member = divmod(index, tickets.group_size)
+    group = tickets.worker + round_ * tickets.num_workers
+    stream = get_args(Stream).index(tickets.stream)
+    base = stream * STREAM_IDS
+    drawn = int(np.random.SeedSequence(tickets.seed, spawn_key=(stream, group)).generate_state(1)[0])
+    # The lowest bits name the stream, so no task of one stream is ever met in another.
+    seed = drawn & ~3 | stream
+    return Ticket(base + group * tickets.group_size + member, base + group, group % tickets.num_tasks, seed)

@@ -7,6 +7,7 @@ Pure functions and one small callable, without a model; what a response is and w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
@@ -159,7 +160,8 @@ def turn_seed(*, seed: int, episode_id: int, turn: int) -> int:
         >>> turn_seed(seed=0, episode_id=7, turn=2) == turn_seed(seed=0, episode_id=2, turn=7)
         False
     """
-    return int(np.random.SeedSequence((seed, episode_id, turn)).generate_state(1, np.uint64)[0] >> np.uint64(1))
+    digest = blake2b(f"{seed} {episode_id} {turn}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest) >> 1
 
 
 def stop_ids(

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import copy
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -225,7 +226,8 @@ class VLLMPolicy(TurnPolicy):
         )
         self.in_process = _in_process(self.llm)
         self.lora_request: Any = None
-        self._lock, self._turnstile, self._owner = threading.Lock(), threading.Lock(), 0
+        self._lock = _FairLock()
+        self._sampled_params, self._greedy_params = (self._make_params(greedy=greedy) for greedy in (False, True))
         self._names = count()
         self._running: dict[str, TurnRequest] = {}
         self._ready: list[TurnResponse] = []
@@ -322,14 +324,19 @@ class VLLMPolicy(TurnPolicy):
             self._engine_version = self.policy_version
 
     def _params(self, request: TurnRequest) -> Any:
-        sampling, greedy = self.sampling, request.greedy
+        params = copy(self._greedy_params if request.greedy else self._sampled_params)
+        if not request.greedy:
+            params.seed = turn_seed(seed=self.seed, episode_id=request.episode_id, turn=request.turn)
+        return params
+
+    def _make_params(self, *, greedy: bool) -> Any:
+        sampling = self.sampling
         return self._vllm.SamplingParams(
             temperature=0.0 if greedy else sampling.temperature,
             top_k=0 if greedy else sampling.top_k,
             top_p=1.0 if greedy else sampling.top_p,
             min_p=0.0 if greedy else sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
-            seed=None if greedy else turn_seed(seed=self.seed, episode_id=request.episode_id, turn=request.turn),
             min_tokens=sampling.min_output_tokens,
             max_tokens=sampling.max_output_tokens,
             stop_token_ids=list(self.stop_ids),
@@ -404,25 +411,13 @@ class VLLMPolicy(TurnPolicy):
             super().weights_changed()
             self._label()
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def exclusive(self) -> AbstractContextManager[None]:
         """The engine for this thread alone; whoever asked first comes next, so that a loop of polls lets a weight update in.
 
         Raises:
             TimeoutError: another thread has held the engine for ten minutes.
         """
-        if self._owner == threading.get_ident():
-            yield
-            return
-        with self._turnstile:
-            if not self._lock.acquire(timeout=_LOCK_TIMEOUT):
-                raise TimeoutError(f"Another thread has held the vLLM engine for {_LOCK_TIMEOUT:.0f} s.")
-            self._owner = threading.get_ident()
-        try:
-            yield
-        finally:
-            self._owner = 0
-            self._lock.release()
+        return self._lock
 
     def invalidate(self, reason: str) -> None:
         """Refuse to play from here on: the engine's weights are unknown, or it is dead."""
@@ -492,6 +487,29 @@ def _await_output(core: Any) -> None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"it has said nothing for {_STEP_TIMEOUT:.0f} s")
             arrived.wait(1.0)
+
+
+class _FairLock:
+    """A reentrant lock that is handed over in the order in which it was asked for, or nearly so."""
+
+    def __init__(self) -> None:
+        self._lock, self._turnstile = threading.Lock(), threading.Lock()
+        self._owner = self._depth = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if self._owner != me:
+            with self._turnstile:
+                if not self._lock.acquire(timeout=_LOCK_TIMEOUT):
+                    raise TimeoutError(f"Another thread has held the vLLM engine for {_LOCK_TIMEOUT:.0f} s.")
+            self._owner = me
+        self._depth += 1
+
+    def __exit__(self, *_: Any) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = 0
+            self._lock.release()
 
 
 def _check_sampling(sampling: SamplingConfig) -> None:
