@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.random.mtrand import get_bit_generator
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import Compose, RewardScaling, TransformedEnv
 
@@ -583,6 +584,20 @@ class TestState:
                 break
             time.sleep(0.01)
         assert not any(thread.name == "torchrl_llm collector" for thread in threading.enumerate())
+
+    def test_after_a_shutdown_no_environment_has_the_global_generators(self, make, streams, collect):
+        class Late(Dice):
+            def reset(self):
+                time.sleep(0.2)
+                return super().reset()
+
+        before = random.getstate(), get_bit_generator(), np.random.get_state()[1].tolist()
+        collector = collect(make(Late, num_envs=2), streams(script), batch_size=2, max_staleness=1)
+        collector.rollout()
+        time.sleep(0.1)  # the next tickets are being reset
+        assert collector.in_flight
+        collector.shutdown()
+        assert (random.getstate(), get_bit_generator(), np.random.get_state()[1].tolist()) == before
 
 
 class TestTorchRL:

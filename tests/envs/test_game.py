@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -139,3 +141,42 @@ class TestRevoke:
         thread.join(5.0)
         assert random.getstate() == state, "its own restore does nothing"
         assert played(Dice, 3) == expected
+
+
+def test_threads_that_read_the_global_generators_meet_no_freed_one():
+    # numpy would crash: its global generator is exchanged around every call of a game, and games come and go.
+    code = """
+import gc, sys, threading
+import numpy as np
+from torchrl_llm.envs import Game
+from torchrl_llm.testing.environments import Dice
+
+class Late:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        sum(range(1000))  # a moment for the other thread, wherever the collection happens
+
+class Long(Dice):
+    def reset(self):
+        sum(range(1000))
+        return super().reset()
+
+def play():
+    while True:
+        Game(Long).reset(0)
+
+sys.setswitchinterval(1e-5)
+gc.set_threshold(1)
+threading.Thread(target=play, daemon=True).start()
+for _ in range(1_500):
+    late = Late()
+    del late
+    try:
+        np.random.get_state()
+    except RuntimeError:  # numpy notices that its lock is another one now: an error, but no crash
+        pass
+print("alive", flush=True)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert result.stdout.strip() == "alive", result.stderr[-2000:]

@@ -40,7 +40,8 @@ class Pool:
         >>> _ = pool.submit(7, lambda: "done")
         >>> [(call.slot, call.result) for call in pool.finished(5.0)]
         [(7, 'done')]
-        >>> pool.close()
+        >>> pool.close(5.0)
+        []
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -49,6 +50,7 @@ class Pool:
         self._queue: SimpleQueue[Call | None] = SimpleQueue()
         self._finished: SimpleQueue[Call | None] = SimpleQueue()
         self._threads = self._unfinished = 0
+        self._started: list[threading.Thread] = []
         self._closed = False
 
     def submit(self, slot: int, function: Callable[[], Any]) -> Call:
@@ -63,9 +65,7 @@ class Pool:
             return call
         with self._lock:
             self._unfinished += 1
-            if self._threads < min(self.num_threads, self._unfinished):
-                self._threads += 1
-                threading.Thread(target=self._work, name="torchrl_llm environment", daemon=True).start()
+            self._start()
         self._queue.put(call)
         return call
 
@@ -96,16 +96,33 @@ class Pool:
             call.abandoned = True
             self._threads -= 1
             self._unfinished -= 1
-            if self._threads < min(self.num_threads, self._unfinished):
-                self._threads += 1
-                threading.Thread(target=self._work, name="torchrl_llm environment", daemon=True).start()
+            self._started = [thread for thread in self._started if thread.ident != call.thread]
+            self._start()
             return True
 
-    def close(self) -> None:
-        """Let the threads end once their calls are over; nobody waits for them. Safe to call twice."""
+    def close(self, timeout: float) -> list[int]:
+        """Let the threads end with the calls that they are in; those of abandoned calls do not count. Safe to call twice.
+
+        Args:
+            timeout: seconds to wait for them.
+
+        Returns:
+            The identifiers of the threads that are left behind.
+        """
         self._closed = True
         for _ in range(self._threads):
             self._queue.put(None)
+        end = time.monotonic() + timeout
+        for thread in self._started:
+            thread.join(max(0.0, end - time.monotonic()))
+        return [thread.ident or 0 for thread in self._started if thread.is_alive()]
+
+    def _start(self) -> None:
+        if self._threads < min(self.num_threads, self._unfinished):
+            self._threads += 1
+            self._started = [thread for thread in self._started if thread.is_alive()]
+            self._started.append(threading.Thread(target=self._work, name="torchrl_llm environment", daemon=True))
+            self._started[-1].start()
 
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:

@@ -22,6 +22,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl_llm.collectors._base import ConversationCollector
 from torchrl_llm.collectors._episode import Episode, batch_of
 from torchrl_llm.collectors._scheduler import Scheduler
+from torchrl_llm.envs.game import revoke_global_rng
 from torchrl_llm.envs.gem import GEMEnv
 from torchrl_llm.modules.policy import TurnPolicy
 
@@ -235,17 +236,21 @@ class AsyncTurnCollector(ConversationCollector):
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """Stop playing, cancel what the policy was asked, let the threads end, close the environment.
 
-        A second call does nothing. Environments that hang are left behind; the policy stays open.
+        A second call does nothing. Environments that hang are left behind, without the global random generators if they
+        had them; the policy stays open.
 
         Args:
-            timeout: seconds to wait for the policy's step in the background; default 10.
+            timeout: seconds to wait for the policy's step in the background, and for calls of environments; default 10,
+                or ``step_timeout`` if that is less.
             close_env: close the environment; default True.
             raise_on_error: raise if something does not stop; otherwise it is logged. Default True.
         """
         if self.closed:
             return
-        stopped = self._driver is None or self._driver.stop(10.0 if timeout is None else timeout)
-        self._scheduler.pool.close()
+        patience = 10.0 if timeout is None else timeout
+        stopped = self._driver is None or self._driver.stop(patience)
+        for thread in self._scheduler.pool.close(min(patience, self._scheduler.step_timeout)):
+            revoke_global_rng(thread)
         if stopped:
             self._cancel()
         super().shutdown(timeout, close_env, raise_on_error)

@@ -14,6 +14,7 @@ import math
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -194,6 +195,17 @@ def revoke_global_rng(thread: int) -> bool:
     return True
 
 
+_spare: list[np.random.MT19937] = []
+"""Generators of games that are gone, for new ones. None is ever freed: numpy crashes if its global generator is exchanged,
+and the old one freed, while another thread is in the middle of reading it."""
+
+
+def _new_generator(owner: object) -> np.random.MT19937:
+    generator = _spare.pop() if _spare else np.random.MT19937(0)
+    weakref.finalize(owner, _spare.append, generator).atexit = False
+    return generator
+
+
 # ---------------------------------------------------------------------- one game
 
 
@@ -223,7 +235,7 @@ class Game:
         self._env: TextEnv | None = None
         self._takes_seed = True
         self._python: Any = None
-        self._numpy = np.random.MT19937(0)
+        self._numpy = _new_generator(self)
 
     def reset(self, seed: int) -> str:
         """Start the task that ``seed`` names and return the first message."""
