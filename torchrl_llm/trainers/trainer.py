@@ -224,13 +224,10 @@ class LLMTrainer:
             "data/chosen_share": chosen.shape[0] / batch.shape[0],
             "data/staleness": self._staleness(batch),
         }
-        if self.weight_sync is not None and self.weight_sync.sleep_level:
-            self.weight_sync.sleep()
         if chosen.shape[0]:
             metrics |= self.learn(chosen)
         else:
             logger.warning("iteration %d: no group's returns differ; nothing to learn from", self.iteration)
-        metrics |= self._send_weights()
         self.iteration += 1
         self._check_limits()
         interval = self.config.evaluation_interval
@@ -247,8 +244,11 @@ class LLMTrainer:
         return batch[rows[:size]]
 
     def learn(self, batch: TensorDictBase) -> dict[str, float]:
-        """Score, credit and update on rows ``[B]``."""
+        """Score, credit and update on rows ``[B]``; then the policy gets the new weights."""
         config, limit = self.config, self.policy.sampling.max_output_tokens
+        sleeper = self.weight_sync if self.weight_sync is not None and self.weight_sync.sleep_level else None
+        if sleeper is not None:
+            sleeper.sleep()
         with self._timer("score"), self.accelerator.autocast():
             self.score(batch)
             if config.overlong_penalty:
@@ -259,11 +259,13 @@ class LLMTrainer:
             batch = batch[~overlong(batch, limit)]
         valued = keys.TURN_VALUE in batch.keys(include_nested=True)
         metrics = credit_metrics(batch) if valued else {}
-        if not batch.shape[0]:
+        if batch.shape[0]:
+            with self._timer("update"):
+                metrics |= self.update(batch)
+        else:
             logger.warning("iteration %d: every conversation is overlong; nothing to learn from", self.iteration)
-            return metrics
-        with self._timer("update"):
-            metrics |= self.update(batch)
+        if batch.shape[0] or sleeper is not None:
+            metrics |= self._send_weights()
         return metrics
 
     def _send_weights(self) -> dict[str, float]:
