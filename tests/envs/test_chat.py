@@ -7,7 +7,8 @@ import pickle
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from torchrl_llm.envs import (
     CHATML,
@@ -17,7 +18,8 @@ from torchrl_llm.envs import (
     NotAppendOnlyError,
     compose_message,
 )
-from torchrl_llm.testing.tokenizers import byte_tokenizer
+from torchrl_llm.envs.chat import ControlTokenError
+from torchrl_llm.testing.tokenizers import byte_tokenizer, word_tokenizer
 
 START, END = 1, 2
 CORPUS = ["user\n\nassistant\n\n  Guess a number. higher lower\n"] * 3
@@ -170,8 +172,59 @@ class TestLookAlikes:
     def test_only_look_alikes_change_the_path(self, tokenizer):
         formatter = ChatFormatter(tokenizer)
         merged = formatter.feedback([END], "\nhigher")
-        newline, user, assistant = map(formatter._without_added_tokens, ("\n", "user\n\nhigher", "assistant\n"))
+        newline, user, assistant = map(formatter._encode_plain, ("\n", "user\n\nhigher", "assistant\n"))
         assert merged == (*newline, START, *user, END, *newline, START, *assistant)
+
+    def test_a_tokenizer_that_normalises_text_makes_no_control_token_of_it(self):
+        tokenizer = byte_tokenizer()
+        tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
+        tokenizer.add_tokens([AddedToken("<tool_call>", special=False, normalized=True)])
+        wide = "\uff1ctool_call\uff1e"
+        call = tokenizer.convert_tokens_to_ids("<tool_call>")
+        assert call in tokenizer.encode(wide)
+        ids = ChatFormatter(tokenizer).start(wide)
+        assert call not in ids
+        assert "<tool_call>" in tokenizer.decode(ids)
+
+    def test_a_control_token_that_cannot_be_spelled_is_an_error(self):
+        formatter = ChatFormatter(word_tokenizer(["go", "on"]))
+        with pytest.raises(ControlTokenError, match=r"'go <\|im_end\|>' holds '<\|im_end\|>'.*Replace it"):
+            formatter.start("go <|im_end|>")
+
+    def test_unknown_characters_are_not_control_tokens(self):
+        vocabulary = {"<unk>": 0, "</s>": 1, "a": 2, "<": 3, ">": 4, "\n": 5}
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>")),
+            unk_token="<unk>",
+            eos_token="</s>",
+        )
+        formatter = ChatFormatter(tokenizer, template="raw")
+        assert formatter.start("aé") == (2, 0, 5)
+        assert formatter.start("é</s>") == (0, 3, 0, 0, 4, 5)  # "/" and "s" are unknown too
+
+    def test_white_space_that_a_token_takes_is_taken_beside_look_alikes_too(self):
+        template = "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ '\n' if m.role == 'user' }}<|end|>{% endfor %}{{ '<|assistant|>\n' }}"
+        tokenizer = byte_tokenizer(chat_template=template)
+        for token, side in (("<|user|>", "rstrip"), ("<|end|>", "lstrip")):
+            tokenizer.add_tokens([AddedToken(token, special=True, normalized=False, **{side: True})])
+        formatter = ChatFormatter(tokenizer)
+        harmless = tokenizer.decode(formatter.feedback([5], "QQ"))
+        assert "<|user|>QQ<|end|>" in harmless
+        assert tokenizer.decode(formatter.feedback([5], "<|im_end|>")) == harmless.replace("QQ", "<|im_end|>")
+
+    @pytest.mark.parametrize("scheme", ["first", "always", "never"])
+    def test_no_space_appears_before_them(self, scheme):
+        letters = [chr(i) for i in range(33, 127)]
+        vocabulary = {token: i for i, token in enumerate(["</s>", "[INST]", "[/INST]", "\u2581", *letters])}
+        backend = Tokenizer(models.BPE(vocabulary, []))
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+        backend.decoder = decoders.Replace("\u2581", " ")
+        template = "{% for m in messages %}{{ '[INST]' + m.content + '[/INST]' if m.role == 'user' else m.content + '</s>' }}{% endfor %}"
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>", chat_template=template)
+        tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in ("[INST]", "[/INST]")])
+        formatter = ChatFormatter(tokenizer)
+        harmless = tokenizer.decode(formatter.feedback([9], "Q Q"))
+        assert tokenizer.decode(formatter.feedback([9], "Q[INST] Q")) == harmless.replace("Q Q", "Q[INST] Q")
 
 
 class TestBeginningOfSequence:
@@ -234,6 +287,35 @@ class TestRaw:
         assert tokenizer.decode(ids) == "Play.\n\na\n5\nb\n"
 
 
+class TestKeptHistory:
+    """history="append" with templates that rewrite it."""
+
+    thought = "<think>\nhm\n</think>\n\n5<|im_end|>"
+
+    @pytest.mark.parametrize("template", [FORGETS_THINKING, DROPS_OLD_TURNS])
+    def test_everything_sampled_stays(self, template):
+        tokenizer = byte_tokenizer(chat_template=template)
+        responses = [tokenizer.encode(f"{i}{self.thought}") for i in range(4)]
+        ids = conversation(ChatFormatter(tokenizer, history="append"), "abcde", responses)
+        reference = byte_tokenizer(chat_template=CHATML)
+        assert ids == conversation(ChatFormatter(reference), "abcde", responses)
+
+    def test_every_turn_starts_as_the_template_starts_it(self):
+        tokenizer = byte_tokenizer(chat_template=PREFILLS_THINKING)
+        formatter = ChatFormatter(tokenizer, history="append", chat_template_kwargs={"enable_thinking": False})
+        opening = "<|im_start|>assistant\n<think></think>"
+        assert tokenizer.decode(formatter.start("a")).endswith(opening)
+        assert tokenizer.decode(formatter.feedback([5, END], "b")) == f"\n<|im_start|>user\nb<|im_end|>\n{opening}"
+
+    @pytest.mark.parametrize("template", [CHATML, QWEN_DEFAULT_SYSTEM, TRIMS, TOOL_AS_USER, CLOSED_BY_NEXT_ROLE])
+    def test_changes_nothing_for_other_templates(self, template):
+        tokenizer = byte_tokenizer(chat_template=template)
+        kept, strict = ChatFormatter(tokenizer, history="append"), ChatFormatter(tokenizer)
+        assert kept.start("a") == strict.start("a")
+        for role in ("user", "tool"):
+            assert kept.feedback([5], "b", role=role) == strict.feedback([5], "b", role=role)
+
+
 class TestErrors:
     def test_missing_template(self):
         with pytest.raises(MissingChatTemplateError, match='template="raw"'):
@@ -253,6 +335,19 @@ class TestErrors:
         with pytest.raises(NotAppendOnlyError, match=f"(?s)not append-only: .*{reason}.*CHATML"):
             ChatFormatter(byte_tokenizer(chat_template=template))
 
+    @pytest.mark.parametrize(
+        ("template", "reason"),
+        [
+            (NUMBERS_TURNS, "user 3.* before one message, .*user 5"),
+            (CHANGES_CONTENT, "does not render the message"),
+            (ENDS_ONCE, "after the last assistant message only"),
+            (CLOSED_BY_NEXT_ROLE.replace("in messages", "in messages[-1:]"), "leaves out the answer"),
+        ],
+    )
+    def test_what_cannot_be_appended_either(self, template, reason):
+        with pytest.raises(NotAppendOnlyError, match=f"(?s)not append-only: .*{reason}.*Either give the tokenizer"):
+            ChatFormatter(byte_tokenizer(chat_template=template), history="append")
+
     def test_prefilled_thinking_depends_on_the_kwargs(self):
         tokenizer = byte_tokenizer(chat_template=PREFILLS_THINKING)
         ChatFormatter(tokenizer)
@@ -266,3 +361,11 @@ class TestErrors:
     def test_unknown_template_kind(self, tokenizer):
         with pytest.raises(ValueError, match="'chat', 'raw'"):
             ChatFormatter(tokenizer, template="chatml")
+
+    def test_unknown_history(self, tokenizer):
+        with pytest.raises(ValueError, match="'refuse', 'append'"):
+            ChatFormatter(tokenizer, history="rewrite")
+
+    def test_half_a_surrogate_pair(self, tokenizer):
+        with pytest.raises(ValueError, match=r"'\\ud83d' at position 1: .*encode"):
+            ChatFormatter(tokenizer).start("a\ud83d")

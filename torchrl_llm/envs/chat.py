@@ -8,16 +8,18 @@ never decoded and tokenised again.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, get_args
 
 from jinja2 import TemplateError
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerBase
 
 Role = Literal["user", "tool"]
 Template = Literal["chat", "raw"]
+History = Literal["refuse", "append"]
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -39,6 +41,10 @@ class MissingChatTemplateError(ChatTemplateError):
 
 class NotAppendOnlyError(ChatTemplateError):
     """The chat template rewrites messages that were already rendered."""
+
+
+class ControlTokenError(ValueError):
+    """A message would put a control token into the context, for the tokenizer cannot spell it as text."""
 
 
 class Frame(NamedTuple):
@@ -78,6 +84,23 @@ def _is_control(token: AddedToken) -> bool:
     return token.special or re.fullmatch(r"[<\[].*[>\]]", str(token).strip(), re.DOTALL) is not None
 
 
+def _without_added_tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], Sequence[int]]:
+    """The tokenizer's encoding as if it had no added tokens; its model is shared, not copied."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return partial(tokenizer.encode, add_special_tokens=False, split_special_tokens=True)
+    # `split_special_tokens` skips special tokens only; control tokens such as <tool_call> are merely added ones.
+    plain = Tokenizer(backend.model)
+    if backend.normalizer is not None:
+        plain.normalizer = backend.normalizer
+    split = backend.pre_tokenizer
+    if isinstance(split, Metaspace) and split.prepend_scheme == "first":  # the text stands behind a control token
+        split = Metaspace(replacement=split.replacement, prepend_scheme="never", split=split.split)
+    if split is not None:
+        plain.pre_tokenizer = split
+    return lambda text: plain.encode(text, add_special_tokens=False).ids
+
+
 class ChatFormatter:
     """Renders a conversation through the tokenizer's own chat template, append-only, to token ids.
 
@@ -86,10 +109,16 @@ class ChatFormatter:
     with the end-of-turn token, this equals the template's own rendering of the whole conversation. Look-alikes in
     messages stay text; the system prompt is the caller's own and is rendered as part of the template.
 
+    A template that rewrites history (drops earlier thinking, leaves out old turns) cannot be equalled: the policy would be
+    trained on what it did not see, or would see what it did not say. It is refused, unless ``history="append"`` asks to
+    keep everything that was sampled and seen. The consequence: contexts hold what the template would have removed. They are
+    longer, and they differ from those of a server that renders each turn anew; serve the trained model as it was trained.
+
     Args:
         tokenizer: a transformers tokenizer.
         template: ``"chat"`` (default) renders with the tokenizer's chat template; ``"raw"`` joins messages with newlines,
             for base models without a template (its context starts with the BOS token if the tokenizer adds one).
+        history: what to do with a template that rewrites history: ``"refuse"`` (default) or ``"append"``.
         system_prompt: text of the system message; ``None`` leaves it to the template.
         chat_template_kwargs: passed on to the template, such as ``{"enable_thinking": False}``.
 
@@ -98,7 +127,11 @@ class ChatFormatter:
 
     Raises:
         MissingChatTemplateError: ``template="chat"`` and the tokenizer has none.
-        NotAppendOnlyError: the template changes what it rendered before when a message is added.
+        NotAppendOnlyError: the template changes what it rendered before when a message is added, and ``history="refuse"``;
+            or the text that it puts around a message depends on the message or its place.
+        ControlTokenError: a message holds a control token that the tokenizer cannot spell as text (from :meth:`start` and
+            :meth:`feedback`).
+        ValueError: a message is no Unicode text: it holds half of a surrogate pair (likewise).
         ChatTemplateError: the template refuses the conversation, for example its system message.
 
     Examples:
@@ -119,19 +152,24 @@ class ChatFormatter:
         tokenizer: PreTrainedTokenizerBase,
         *,
         template: Template = "chat",
+        history: History = "refuse",
         system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         if template not in get_args(Template):
             raise ValueError(f"template is {template!r}; expected one of {get_args(Template)}.")
+        if history not in get_args(History):
+            raise ValueError(f"history is {history!r}; expected one of {get_args(History)}.")
         self.tokenizer = tokenizer
         self.template = template
+        self.history = history
         self.system_prompt = system_prompt
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
-        added = sorted(
-            filter(_is_control, tokenizer.added_tokens_decoder.values()), key=lambda t: len(str(t)), reverse=True
-        )
-        literals = [re.escape(str(token)) for token in added]
+        added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if _is_control(token)}
+        self._control = {str(token): token for token in added.values()}
+        # The unknown token stands for text without a token of its own; it steers nothing.
+        self._control_ids = frozenset(added) - {tokenizer.unk_token_id}
+        literals = [re.escape(token) for token in sorted(self._control, key=len, reverse=True)]
         self._added = re.compile("|".join(literals) or r"(?!)")
         self._frames, self._first, self._bos, turn_end = (
             self._raw_frames() if template == "raw" else self._chat_frames()
@@ -139,16 +177,19 @@ class ChatFormatter:
         self._turn_end: int | None = turn_end
         ends = [turn_end, tokenizer.eos_token_id]
         self.end_of_turn_ids: tuple[int, ...] = tuple(dict.fromkeys(end for end in ends if end is not None))
+        self._make_caches()
+
+    def _make_caches(self) -> None:
         self._encode_start = lru_cache(_CACHED_MESSAGES)(self._render_start)
         self._encode_feedback = lru_cache(_CACHED_MESSAGES)(self._render_feedback)
+        self._encode_plain = _without_added_tokens(self.tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if not key.startswith("_encode_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._encode_start = lru_cache(_CACHED_MESSAGES)(self._render_start)
-        self._encode_feedback = lru_cache(_CACHED_MESSAGES)(self._render_feedback)
+        self._make_caches()
 
     def start(self, message: str) -> tuple[int, ...]:
         """The ids of the first context: system message if any, ``message``, and the opening of the assistant's turn."""
@@ -185,31 +226,45 @@ class ChatFormatter:
 
     def _encode(self, frame: Frame, message: str) -> tuple[int, ...]:
         before, after, trims = frame
+        if surrogate := re.search("[\ud800-\udfff]", message):
+            raise ValueError(
+                f"The message holds {surrogate.group()!r} at position {surrogate.start()}: half of a surrogate pair, which is "
+                'no Unicode text. Let the environment return text that str.encode("utf-8") accepts.'
+            )
         message = message.strip() if trims else message
         text = before + message + after
-        own = len(self._added.findall(before)) + len(self._added.findall(after))
-        if len(self._added.findall(text)) == own:
-            return self._with_added_tokens(text)
-        # A look-alike: the stretch between the template's own tokens is encoded without any added token.
-        cut_before = max((match.end() for match in self._added.finditer(before)), default=0)
-        cut_after = next((match.start() for match in self._added.finditer(after)), len(after))
-        plain = self._without_added_tokens(before[cut_before:] + message + after[:cut_after])
-        return (*self._with_added_tokens(before[:cut_before]), *plain, *self._with_added_tokens(after[cut_after:]))
+        own = self._added.findall(before) + self._added.findall(after)
+        if len(self._added.findall(text)) == len(own):
+            ids = self._with_added_tokens(text)
+            # A tokenizer that normalises text may find control tokens that are not spelled out in it.
+            if self._controls(ids) == self.tokenizer.convert_tokens_to_ids(own):
+                return ids
+        return self._encode_around(before, message, after)
+
+    def _encode_around(self, before: str, message: str, after: str) -> tuple[int, ...]:
+        """Encode a message with a look-alike: what stands between the template's own tokens, without any added token."""
+        opening, closing = [*self._added.finditer(before)], self._added.search(after)
+        start, end = opening[-1].end() if opening else 0, closing.start() if closing else len(after)
+        text = before[start:] + message + after[:end]
+        # As everywhere, a token may take the white space beside it.
+        if opening and self._control[opening[-1].group()].rstrip:
+            text = text.lstrip()
+        if closing and self._control[closing.group()].lstrip:
+            text = text.rstrip()
+        plain = self._encode_plain(text)
+        if found := self._controls(plain):
+            raise ControlTokenError(
+                f"The message {message[:80]!r} holds {self.tokenizer.convert_ids_to_tokens(found[0])!r}, which the tokenizer "
+                f"{self.tokenizer.name_or_path!r} has no other tokens for: as part of a context it would be a control token, "
+                "not text. Replace it in the environment's text, or use a tokenizer that can spell any text."
+            )
+        return (*self._with_added_tokens(before[:start]), *plain, *self._with_added_tokens(after[end:]))
+
+    def _controls(self, ids: Sequence[int]) -> list[int]:
+        return list(filter(self._control_ids.__contains__, ids))
 
     def _with_added_tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False)) if text else ()
-
-    def _without_added_tokens(self, text: str) -> tuple[int, ...]:
-        backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            return tuple(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
-        # `split_special_tokens` skips special tokens only; control tokens such as <tool_call> are merely added ones.
-        if backend.normalizer is not None:
-            text = backend.normalizer.normalize_str(text)
-        pieces = [text]
-        if backend.pre_tokenizer is not None:
-            pieces = [piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text)]
-        return tuple(token.id for piece in pieces for token in backend.model.tokenize(piece))
 
     def _raw_frames(self) -> tuple[dict[Role, Frame], Frame, tuple[int, ...], int | None]:
         bos = self.tokenizer.bos_token_id
@@ -248,21 +303,26 @@ class ChatFormatter:
     def _probe(self, role: Role) -> tuple[Frame, Frame]:
         """The frames of the first and of later messages, checked on conversations of up to four turns."""
         roles = ["user", *[role] * (_PROBE_TURNS - 2), "user"]
-        for thinking in ("", "<think>\nhm\n</think>\n\n"):
-            # Quotes, brackets and a line break: a template that escapes or rewrites contents shows here.
-            said = [f'{{q{i}: "<&>\\\n{i}"}}' for i in range(_PROBE_TURNS)]
-            answers = [f"{thinking}a{i}\n{i}." for i in range(_PROBE_TURNS - 1)]
-            messages: list[dict[str, str]] = []
-            renderings = []
-            for i in range(_PROBE_TURNS):
-                messages.append({"role": roles[i], "content": f" \n{said[i]}\n "})
-                renderings.append(self._render(messages))
-                if i < len(answers):
-                    messages.append({"role": "assistant", "content": answers[i]})
-            first, later = self._frames_of(renderings, said, answers)
-        return first, later[0]
+        # Quotes, brackets and a line break: a template that escapes or rewrites contents shows here.
+        said = [f'{{q{i}: "<&>\\\n{i}"}}' for i in range(_PROBE_TURNS)]
+        answers = [f"a{i}\n{i}." for i in range(_PROBE_TURNS - 1)]
+        if self.history == "refuse":
+            for thinking in ("", "<think>\nhm\n</think>\n\n"):
+                thought = [thinking + answer for answer in answers]
+                self._check_append_only(self._render_turns(roles, said, thought), thought)
+        return self._frames_of(self._render_turns(roles, said, answers), said, answers)
 
-    def _frames_of(self, renderings: list[str], said: list[str], answers: list[str]) -> tuple[Frame, list[Frame]]:
+    def _render_turns(self, roles: Sequence[str], said: list[str], answers: list[str]) -> list[str]:
+        """What the model sees at each turn."""
+        messages: list[dict[str, str]] = []
+        renderings = []
+        for i, (role, content) in enumerate(zip(roles, said, strict=True)):
+            messages.append({"role": role, "content": f" \n{content}\n "})
+            renderings.append(self._render(messages))
+            messages += [{"role": "assistant", "content": answer} for answer in answers[i : i + 1]]
+        return renderings
+
+    def _check_append_only(self, renderings: list[str], answers: list[str]) -> None:
         for shorter, longer, answer in zip(renderings, renderings[1:], answers, strict=False):
             before = shorter + answer
             if not longer.startswith(before):
@@ -270,11 +330,15 @@ class ChatFormatter:
                 raise self._not_append_only(
                     f"once a message is added, it renders {longer[at : at + 50]!r} where {before[at : at + 50]!r} stood before"
                 )
-        frames, rest = [], renderings[-1]
-        for i, content in enumerate(said):
-            before, found, rest = rest.partition(content)
-            after, _, rest = rest.partition(answers[i]) if i < len(answers) else (rest, "", "")
+
+    def _frames_of(self, renderings: list[str], said: list[str], answers: list[str]) -> tuple[Frame, Frame]:
+        frames = []
+        for rendering, content, answer in zip(renderings, said, ["", *answers], strict=True):
+            before, found, after = rendering.rpartition(content)
+            _, answered, before = before.rpartition(answer) if answer else ("", "-", before)
             padded = before.endswith(" \n"), after.startswith("\n ")
+            if not answered:
+                raise self._not_append_only(f"it leaves out the answer before the message {content!r}")
             if not found or padded[0] != padded[1]:
                 raise self._not_append_only(f"it does not render the message {content!r} as it is")
             frames.append(Frame(before[:-2], after[2:]) if padded[0] else Frame(before, after, trims=True))
@@ -284,13 +348,14 @@ class ChatFormatter:
             raise self._not_append_only(
                 f"it renders {later[0].before!r} before one message, {later[-1].before!r} before another"
             )
-        return frames[0], later
+        return frames[0], later[0]
 
     def _not_append_only(self, reason: str) -> NotAppendOnlyError:
+        keep = 'keep what was sampled all the same (history="append"), ' if self.history == "refuse" else ""
         return NotAppendOnlyError(
             f"The chat template of the tokenizer {self.tokenizer.name_or_path!r} is not append-only: {reason}. Templates that "
-            "drop thinking or rewrite history cannot hold sampled ids. Give the tokenizer a template that keeps every message "
-            '(tokenizer.chat_template, for example torchrl_llm.envs.CHATML), or pass template="raw".'
+            f"drop thinking or rewrite history cannot hold sampled ids. Either {keep}give the tokenizer a template that keeps "
+            'every message (tokenizer.chat_template, for example torchrl_llm.envs.CHATML), or pass template="raw".'
         )
 
     def _find_turn_end(self, user: Frame) -> int | None:
