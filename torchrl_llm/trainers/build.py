@@ -156,23 +156,37 @@ class Run:
         self.policy.close()
 
 
-def build_run(config: RunConfig, *, env: Any = None, callbacks: Sequence[Callback] = ()) -> Run:
+def build_run(
+    config: RunConfig,
+    *,
+    env: Any = None,
+    make_env: Callable[..., GEMEnv] | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Run:
     """Build model, environment, policy, collector, buffer, loss, optimizer, loggers and the trainer.
 
     Args:
         config: the settings.
         env: what :class:`~torchrl_llm.envs.GEMEnv` plays instead of ``config.env_name``: a factory of text environments.
+        make_env: makes the environments of all streams from the keyword arguments of ``GEMEnv``, such as
+            ``partial(PromptDatasetEnv, splits, reward_fn)``; default ``GEMEnv`` itself. Excludes ``env``.
         callbacks: added to the progress bar.
 
     Returns:
         A :class:`Run`.
+
+    Raises:
+        ConfigError: settings that contradict each other or an earlier run; both ``env`` and ``make_env``.
     """
+    if env is not None and make_env is not None:
+        raise ConfigError("build_run got env and make_env: the second decides what is played, so leave env out.")
     accelerator = make_accelerator(config)
     path = str(tiny_model_path()) if config.model_path == "tiny" else config.model_path
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or path, trust_remote_code=config.trust_remote_code)
     models = load_models(config, path, tokenizer, device=accelerator.device)
     policy, weight_sync = make_policy(config, path, tokenizer, models)
-    make_env = partial(_make_env, config, tokenizer, env or config.env_name)
+    make_env = make_env or partial(GEMEnv, env or config.env_name, weights=config.env_weights)
+    make_env = partial(_make_env, config, tokenizer, make_env)
     replay_buffer = make_replay_buffer(config)
     collector = make_collector(config, make_env(stream="train", group_size=config.group_size), policy, replay_buffer)
     loss = make_objective(config, models)
@@ -367,10 +381,11 @@ def make_collector(
 ) -> TurnCollector | AsyncTurnCollector:
     """What fills the replay buffer with ``config.batch_size`` conversations an iteration."""
     common: dict[str, Any] = {"batch_size": config.batch_size, "replay_buffer": replay_buffer}
+    if config.max_faults is not None:
+        common["max_faults"] = config.max_faults
     if config.collector == "turn":
         return TurnCollector(env, policy, **common)
     options = {"max_staleness": "max_staleness", "num_threads": "env_threads", "step_timeout": "step_timeout"}
-    options["max_faults"] = "max_faults"
     given = {name: getattr(config, field) for name, field in options.items() if getattr(config, field) is not None}
     return AsyncTurnCollector(env, policy, **common, **given)
 
@@ -448,9 +463,10 @@ def _wandb_id(where: Path) -> str:
     return path.read_text()
 
 
-def _make_env(config: RunConfig, tokenizer: Any, env: Any, *, stream: Stream, group_size: int = 1) -> GEMEnv:
-    return GEMEnv(
-        env,
+def _make_env(
+    config: RunConfig, tokenizer: Any, make: Callable[..., GEMEnv], *, stream: Stream, group_size: int = 1
+) -> GEMEnv:
+    return make(
         tokenizer=tokenizer,
         num_envs=config.num_envs,
         max_turns=config.max_turns,
@@ -459,6 +475,7 @@ def _make_env(config: RunConfig, tokenizer: Any, env: Any, *, stream: Stream, gr
         group_size=group_size,
         system_prompt=config.system_prompt,
         template=config.template,
+        history=config.history,
         chat_template_kwargs=config.chat_template_kwargs,
         seed=config.seed,
         stream=stream,

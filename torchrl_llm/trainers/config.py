@@ -43,7 +43,7 @@ VLLM_ONLY = (
     "sleep_mode",
     "weight_sync",
 )
-ASYNC_ONLY = ("max_staleness", "env_threads", "step_timeout", "max_faults")
+ASYNC_ONLY = ("max_staleness", "env_threads", "step_timeout")
 
 
 class ConfigError(ValueError):
@@ -163,12 +163,15 @@ class RunConfig(TrainerConfig):
         init_critic: with init_from, the critic starts as the checkpoint's actor, with a fresh head.
         merge_lora_configs: with init_from, accept a checkpoint of other LoRA settings, by merging them.
         refresh_reference: make the reference what the actor is, every so many iterations; 0 never does.
-        env_name: id of a GEM environment, or a list of ids (a mixture).
+        env_name: id of a GEM environment, or a list of ids (a mixture); a label where build_run is told what to play.
+        env_weights: how often each environment of a mixture is dealt, relative to each other; None deals them in turn.
         num_envs: environment slots played side by side.
         max_turns: our own cap on turns (truncation); None leaves it to the environment.
         max_model_len: longest conversation in tokens, the last response included.
         system_prompt: put before the first message; None adds none.
         template: "chat" for the tokenizer's chat template, "raw" for plain concatenation (base models).
+        history: what to do with a template that renders earlier turns anew: "refuse" it, or "append", which keeps what was
+            sampled and seen.
         chat_template_kwargs: passed to the chat template, such as enable_thinking.
         temperature: sampling temperature in training.
         top_k: keep the likeliest tokens; 0 keeps all.
@@ -191,10 +194,10 @@ class RunConfig(TrainerConfig):
             that is correct.
         collector: "turn" plays each batch with a turn of all slots at a time; "async" lets no episode wait for another.
         max_staleness: updates that the weights of a token may be behind those it trains; 0 is on-policy. This and the next
-            three are for collector="async".
+            two are for collector="async".
         env_threads: threads that environments run in.
         step_timeout: seconds that an environment may take for a step.
-        max_faults: episodes that may fail before the run ends.
+        max_faults: episodes whose environment may fail in one batch; their groups are dropped and others played.
         batch_size: conversations per iteration, all groups together.
         group_size: conversations per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for.
         gamma: discount per turn. This and all fields below, up to the learning rates: None takes the default of the
@@ -273,11 +276,13 @@ class RunConfig(TrainerConfig):
     refresh_reference: int = 0
     # environment
     env_name: str | list[str] = "game:GuessTheNumber-v0-easy"
+    env_weights: list[float] | None = None
     num_envs: int = 16
     max_turns: int | None = None
     max_model_len: int = 1024
     system_prompt: str | None = None
     template: Literal["chat", "raw"] = "chat"
+    history: Literal["refuse", "append"] = "refuse"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     # sampling
     temperature: float = 1.0

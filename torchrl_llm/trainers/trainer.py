@@ -34,7 +34,7 @@ from torchrl_llm.data import (
 from torchrl_llm.modules import TokenScorer
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.objectives import TurnPolicyLoss, merge, total, write_loss_weights
-from torchrl_llm.record import LOSS_METRICS, METRICS, Timer, credit_metrics, rollout_metrics
+from torchrl_llm.record import LOSS_METRICS, Timer, credit_metrics, named, rollout_metrics
 from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.config import ConfigError, TrainerConfig
@@ -220,7 +220,7 @@ class LLMTrainer:
         self.steps += int(batch[keys.TURN_MASK].sum())
         self.episodes += batch.shape[0]
         chosen = self.choose(batch)
-        metrics = rollout_metrics(batch) | {
+        metrics = rollout_metrics(batch, getattr(getattr(self.collector, "env", None), "names", ())) | {
             "data/chosen_share": chosen.shape[0] / batch.shape[0],
             "data/staleness": self._staleness(batch),
         }
@@ -390,7 +390,7 @@ class LLMTrainer:
         }
 
     def _log(self, metrics: dict[str, float]) -> None:
-        unknown = sorted(set(metrics) - set(METRICS))
+        unknown = sorted(name for name in metrics if not named(name))
         if unknown:
             raise KeyError(f"metrics {unknown} are not named in torchrl_llm.record.METRICS: add them there.")
         self.history.append(metrics)

@@ -1,0 +1,522 @@
+"""Questions of a dataset as one-turn episodes: :class:`PromptDatasetEnv`.
+
+Here lives what a :class:`~torchrl_llm.envs.GEMEnv` needs to play rows instead of games: where rows come from, which
+ticket plays which row, how a question becomes a prompt, and how a reward function is called. Everything else about
+episodes, groups, tokens and resuming is :mod:`~torchrl_llm.envs.gem`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+import numbers
+import threading
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from tensordict import TensorDictBase
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_llm.envs.chat import ChatFormatter
+from torchrl_llm.envs.game import kept_global_rng
+from torchrl_llm.envs.gem import GEMEnv
+from torchrl_llm.envs.tickets import STREAM_IDS, Stream, Ticket, Tickets
+
+SPLITS: dict[Stream, tuple[str, ...]] = {"train": ("train",), "eval": ("validation", "test"), "test": ("test",)}
+"""The splits that a stream may read; it reads the first one there is."""
+
+PLACEHOLDER = "{question}"
+QUESTION_ONLY = ({"role": "user", "content": PLACEHOLDER},)
+
+_GRACE = 5.0  # seconds beyond `reward_timeout` after which an event loop counts as blocked
+
+
+class RewardError(RuntimeError):
+    """A reward function raised, or returned something that is not a finite number."""
+
+
+class RewardTimeoutError(RewardError, TimeoutError):
+    """A reward function took longer than ``reward_timeout``."""
+
+
+class Row(NamedTuple):
+    """A question, and the answer that the reward function gets."""
+
+    question: str
+    answer: Any
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def read_rows(dataset: Any, *, question: str = "question", answer: str = "answer") -> tuple[Row, ...]:
+    """The rows of a dataset: a list of dicts, a Hugging Face ``Dataset``, or the path of a JSONL file.
+
+    Args:
+        dataset: anything with a length that yields mappings, or the path of a file with one JSON object to a line.
+        question, answer: the columns.
+
+    Raises:
+        ValueError: the dataset is empty or has no length, or a row lacks a column or has a question that is no text.
+
+    Examples:
+        >>> read_rows([{"question": "1 + 1?", "answer": "2", "level": 1}])
+        (Row(question='1 + 1?', answer='2'),)
+    """
+    records: Any = _read_jsonl(Path(dataset)) if isinstance(dataset, str | Path) else dataset
+    if isinstance(records, Mapping) or not hasattr(records, "__len__"):
+        raise ValueError(
+            f"The dataset is a {type(dataset).__name__}; expected a list of dicts, a datasets.Dataset or the path of a JSONL "
+            "file, one for each split. Load a streaming dataset into a list first."
+        )
+    rows = tuple(_read_row(i, record, question, answer) for i, record in enumerate(records))
+    if not rows:
+        raise ValueError("The dataset has no rows; expected at least one.")
+    return rows
+
+
+def _read_row(index: int, record: Any, question: str, answer: str) -> Row:
+    if not isinstance(record, Mapping):
+        raise ValueError(f"Row {index} is {record!r:.80}; expected a mapping from column names to values.")
+    missing = [name for name in (question, answer) if name not in record]
+    if missing:
+        raise ValueError(
+            f"Row {index} has no column {missing}; its columns are {list(record)}. Name the right ones with question= and "
+            "answer=."
+        )
+    if not isinstance(record[question], str):
+        raise ValueError(f"Row {index} has the question {record[question]!r:.80}; expected text.")
+    return Row(record[question], record[answer])
+
+
+def _read_jsonl(path: Path) -> list[Any]:
+    if not path.is_file():
+        raise ValueError(f"There is no file {str(path)!r}; expected the path of a JSONL file. Load hub datasets first.")
+    records = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.strip():
+            try:
+                records.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number}: {error}; expected one JSON object to a line.") from error
+    return records
+
+
+def train_test_split(dataset: Any, *, test_size: float, seed: int = 0) -> dict[str, list[Any]]:
+    """Divide a dataset into ``{"train": [...], "test": [...]}`` at random.
+
+    Args:
+        dataset: a list of dicts, a Hugging Face ``Dataset``, or the path of a JSONL file.
+        test_size: share of the rows that are held out, in (0, 1); at least one row goes to either side.
+        seed: of the division.
+
+    Examples:
+        >>> splits = train_test_split([{"question": str(i), "answer": i} for i in range(10)], test_size=0.2)
+        >>> len(splits["train"]), len(splits["test"])
+        (8, 2)
+    """
+    records = list(_read_jsonl(Path(dataset)) if isinstance(dataset, str | Path) else dataset)
+    held_out = round(test_size * len(records))
+    if not (0 < test_size < 1 and 0 < held_out < len(records)):
+        raise ValueError(
+            f"test_size is {test_size!r} of {len(records)} rows; expected a share in (0, 1) that leaves rows on both sides."
+        )
+    order = np.random.default_rng(seed).permutation(len(records))
+    return {
+        "train": [records[i] for i in sorted(order[held_out:])],
+        "test": [records[i] for i in sorted(order[:held_out])],
+    }
+
+
+def _rows_of(dataset: Any, stream: Stream, columns: dict[str, str]) -> tuple[Row, ...]:
+    """The rows that ``stream`` plays; those of other splits are read to be compared, and dropped."""
+    splits = dataset if isinstance(dataset, Mapping) else {"train": dataset}
+    name = next((name for name in SPLITS[stream] if name in splits), None)
+    if name is None:
+        raise ValueError(
+            f"The stream {stream!r} reads the split {' or '.join(map(repr, SPLITS[stream]))}; the dataset has "
+            f"{list(splits)}. Pass a mapping such as {{'train': ..., 'test': ...}}; train_test_split makes one."
+        )
+    rows = read_rows(splits[name], **columns)
+    if stream == "train":
+        trained = {row.question for row in rows}
+        for other in (other for other in SPLITS["eval"] if other in splits):
+            shared = [row.question for row in read_rows(splits[other], **columns) if row.question in trained]
+            if shared:
+                raise ValueError(
+                    f"{len(shared)} questions of the split {other!r} are in 'train' too, such as {shared[0]!r:.80}: training "
+                    "would see their answers. Remove them from one of the two."
+                )
+    return rows
+
+
+# ---------------------------------------------------------------------- tickets
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowTickets(Tickets):
+    """Tickets whose task seed is the row of a dataset: each epoch plays each row in one group.
+
+    The order is a function of (seed, epoch) and of nothing else. Evaluation streams keep the order of the dataset, so
+    that n episodes are its first n rows.
+
+    Args:
+        num_rows: rows of the dataset.
+        shuffle: permute the rows in every epoch of the stream ``"train"``; default True.
+
+    Examples:
+        >>> tickets = RowTickets(num_rows=3, group_size=2, seed=1)
+        >>> [tickets[i].seed for i in range(12)]
+        [0, 0, 1, 1, 2, 2, 2, 2, 0, 0, 1, 1]
+    """
+
+    num_rows: int
+    shuffle: bool = True
+
+    def __getitem__(self, index: int) -> Ticket:
+        ticket = super().__getitem__(index)
+        epoch, row = divmod(ticket.group_id % STREAM_IDS, self.num_rows)
+        if self.shuffle and self.stream == "train":
+            row = int(_permutation(self.seed, epoch, self.num_rows)[row])
+        return ticket._replace(seed=row)
+
+
+@lru_cache(maxsize=4)
+def _permutation(seed: int, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
+
+
+# ---------------------------------------------------------------------- prompts
+
+
+class PromptFormatter(ChatFormatter):
+    """Renders a question through a conversation template, and that through the tokenizer's chat template.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        conversation_template: messages ``{"role": ..., "content": ...}``: a system message or none, then user and assistant
+            in turn (worked examples), with ``{question}`` in a user message. A last message of the assistant is the beginning
+            of the response; it is part of the prompt, and the reward function does not get it.
+        system_prompt: the system message, if the conversation template has none.
+        kwargs: see :class:`~torchrl_llm.envs.chat.ChatFormatter`.
+
+    Raises:
+        ValueError: the roles are in another order, or no user message holds ``{question}``.
+
+    Examples:
+        >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
+        >>> tokenizer = byte_tokenizer()
+        >>> template = [{"role": "user", "content": "{question} = ?"}, {"role": "assistant", "content": "It is"}]
+        >>> formatter = PromptFormatter(tokenizer, conversation_template=template)
+        >>> tokenizer.decode(formatter.start("1 + 1"))
+        '<|im_start|>user\\n1 + 1 = ?<|im_end|>\\n<|im_start|>assistant\\nIt is'
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        conversation_template: Sequence[Mapping[str, str]] = QUESTION_ONLY,
+        system_prompt: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        messages = [(message["role"], message["content"]) for message in conversation_template]
+        if messages and messages[0][0] == "system":
+            if system_prompt is not None:
+                raise ValueError("conversation_template has a system message, and system_prompt is another: give one.")
+            system_prompt = messages.pop(0)[1]
+        self._check(messages)
+        contents = [content for _, content in messages]
+        self._prefill = contents.pop() if len(contents) % 2 == 0 else ""
+        self._message, self._examples = contents[0], list(zip(contents[1::2], contents[2::2], strict=True))
+        super().__init__(tokenizer, system_prompt=system_prompt, **kwargs)
+
+    @staticmethod
+    def _check(messages: list[tuple[str, str]]) -> None:
+        roles = [role for role, _ in messages]
+        if not roles or roles != (["user", "assistant"] * len(roles))[: len(roles)]:
+            raise ValueError(
+                f"conversation_template has the roles {roles} (after the system message, if any); expected user and "
+                "assistant in turn, the user first."
+            )
+        if not any(PLACEHOLDER in content for role, content in messages if role == "user"):
+            raise ValueError(f"conversation_template has no user message with {PLACEHOLDER!r}: add it.")
+
+    def start(self, message: str) -> tuple[int, ...]:
+        """The ids of the prompt that asks the question ``message``."""
+        ids = super().start(self._message.replace(PLACEHOLDER, message))
+        for answer, question in self._examples:
+            said = self._said(answer)
+            ids = (*ids, *said, *self.feedback(said, question.replace(PLACEHOLDER, message)))
+        return (*ids, *self._said(self._prefill))
+
+    def _said(self, text: str) -> tuple[int, ...]:
+        return tuple(self.tokenizer.encode(text, add_special_tokens=False)) if text else ()
+
+
+# ---------------------------------------------------------------------- rewards
+
+RewardFn = Callable[[Any, Any, Any], Any]
+
+
+class _EventLoop:
+    """An event loop in a thread of its own, made when it is first needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], timeout: float) -> Any:
+        """The result of ``coroutine``, which may be waited for from several threads at once."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._loop.run_forever, name="reward_fn", daemon=True)
+                self._thread.start()
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout)
+        finally:
+            future.cancel()
+
+    def close(self) -> None:
+        """Stop the loop; a loop that is blocked is left to end with the process."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None and self._thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            self._thread.join(_GRACE)
+            if not self._thread.is_alive():
+                loop.close()
+
+
+class _Grader:
+    """Calls the reward function and checks what it returns.
+
+    Args:
+        reward_fn, batched, timeout: see :class:`PromptDatasetEnv`.
+        rows: the dataset.
+    """
+
+    def __init__(self, reward_fn: RewardFn, rows: Sequence[Row], *, batched: bool, timeout: float) -> None:
+        if timeout <= 0:
+            raise ValueError(f"reward_timeout is {timeout!r}; expected seconds > 0.")
+        self.reward_fn, self.rows, self.batched, self.timeout = reward_fn, rows, batched, timeout
+        self.is_async = inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(
+            getattr(reward_fn, "__call__", None)  # noqa: B004
+        )
+        self.thread_safe = self.is_async or getattr(reward_fn, "thread_safe", False)
+        self.loop = _EventLoop()
+        self._ahead: dict[tuple[int, str], list[float | RewardError]] = {}
+
+    def __call__(self, row: int, completion: str) -> float:
+        """The reward of a response to the question in ``row``."""
+        ahead = self._ahead.get((row, completion))
+        reward = ahead.pop(0) if ahead else self._grade([(row, completion)])[0]
+        if isinstance(reward, RewardError):
+            raise reward
+        return reward
+
+    @contextmanager
+    def ahead(self, said: list[tuple[int, str]]) -> Iterator[None]:
+        """Grade ``said``, pairs of row and completion, all together; inside, single calls return these rewards."""
+        with nullcontext() if self.thread_safe else kept_global_rng():
+            rewards = self._grade(said) if said else []
+        self._ahead = defaultdict(list)
+        for pair, reward in zip(said, rewards, strict=True):
+            self._ahead[pair].append(reward)
+        try:
+            yield
+        finally:
+            self._ahead = {}
+
+    def _grade(self, said: list[tuple[int, str]]) -> list[float | RewardError]:
+        try:
+            results = self._call(said)
+        except Exception as error:  # noqa: BLE001 - becomes the fault of every row of the call
+            results = [error] * len(said)
+        return [self._checked(row, result) for (row, _), result in zip(said, results, strict=True)]
+
+    def _call(self, said: list[tuple[int, str]]) -> list[Any]:
+        arguments = [(completion, self.rows[row].answer, self.rows[row].question) for row, completion in said]
+        calls = [tuple(map(list, zip(*arguments, strict=True)))] if self.batched else arguments
+        if self.is_async:
+            results = self.loop.run(self._gather(calls), self.timeout + _GRACE)
+        else:
+            results = [self.reward_fn(*call) for call in calls]
+        if not self.batched:
+            return results
+        if isinstance(results[0], BaseException):
+            return results * len(said)
+        rewards = _plain(results[0])
+        if not isinstance(rewards, Sequence) or len(rewards) != len(said):
+            raise TypeError(f"it returned {rewards!r:.80} for {len(said)} completions; expected as many numbers")
+        return list(rewards)
+
+    async def _gather(self, calls: list[tuple[Any, ...]]) -> list[Any]:
+        waits: list[Awaitable[Any]] = [asyncio.wait_for(self.reward_fn(*call), self.timeout) for call in calls]
+        return await asyncio.gather(*waits, return_exceptions=True)
+
+    def _checked(self, row: int, result: Any) -> float | RewardError:
+        reward = _plain(result)
+        if isinstance(reward, numbers.Real) and math.isfinite(reward):
+            return float(reward)
+        if isinstance(result, TimeoutError):
+            what = f"took too long (reward_timeout={self.timeout} s): {result}"
+        elif isinstance(result, BaseException):
+            what = f"failed with {type(result).__name__}: {result}"
+        else:
+            what = f"returned {reward!r:.80}; expected a finite number"
+        kind = RewardTimeoutError if isinstance(result, TimeoutError) else RewardError
+        error = kind(f"The reward function {what} (row {row}, question {self.rows[row].question!r:.80}).")
+        error.__cause__ = result if isinstance(result, BaseException) else None
+        return error
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and tensors as Python numbers and lists."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+class _Question:
+    """A row as a text environment of one turn; its task seed is the row."""
+
+    def __init__(self, grader: _Grader) -> None:
+        self._grader, self._row = grader, 0
+        self.thread_safe = grader.thread_safe
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        assert seed is not None
+        self._row = seed
+        return self._grader.rows[self._row].question, {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", self._grader(self._row, action), True, False, {}
+
+
+# ---------------------------------------------------------------------- the environment
+
+
+class PromptDatasetEnv(GEMEnv):
+    """N questions of a dataset as one TorchRL environment: a :class:`~torchrl_llm.envs.GEMEnv` of one-turn episodes.
+
+    A ticket is a row: a group of G episodes is one row G times, the rows of an epoch are dealt in an order drawn from
+    (seed, epoch), and the counter of tickets, which ``state_dict`` has, is the place in the epoch. An episode terminates
+    after its response, and is a success if its reward is at least ``success_reward``.
+
+    The stream ``"train"`` reads the split ``"train"``, ``"test"`` reads ``"test"``, and ``"eval"`` reads ``"validation"``,
+    or ``"test"`` if there is none. An environment keeps the answers of its own split only.
+
+    Args:
+        dataset: a mapping from split to rows (such as a ``datasets.DatasetDict``), or rows alone: the split ``"train"``. Rows
+            are a list of dicts, a Hugging Face ``Dataset``, or the path of a JSONL file.
+        reward_fn: ``reward_fn(completion, answer, question) -> float``. ``completion`` is the response without its
+            end-of-turn token, ``answer`` what the dataset has. If it is an ``async def``, the calls of a step run concurrently
+            in one event loop, which lives as long as the environment. A plain function sees the global generators seeded by
+            the row, and is called from one thread at a time unless it has the attribute ``thread_safe = True``; one that is
+            batched or async must not draw from them.
+        tokenizer: the tokenizer of the policy's model.
+        question, answer: the columns; default ``"question"`` and ``"answer"``.
+        conversation_template: see :class:`PromptFormatter`; default one user message, the question.
+        batched: ``reward_fn`` takes lists and returns as many rewards (a list, array or tensor): those of a step in one
+            call. A collector that plays slots one by one calls it with one at a time. Default False.
+        reward_timeout: seconds that a call of an ``async def`` may take; default 60.
+        shuffle: a new order in every epoch of training; default True. Evaluation keeps the order of the dataset.
+        num_envs: slots N; default 1. A multiple of ``group_size``.
+        stream: ``"train"`` (default), ``"eval"`` or ``"test"``.
+        system_prompt, template, chat_template_kwargs: see :class:`~torchrl_llm.envs.chat.ChatFormatter`.
+        options: see :class:`~torchrl_llm.envs.GEMEnv`.
+
+    Raises:
+        ValueError: the dataset lacks the split or a column, or a question of an evaluation split is in ``"train"`` too.
+        EnvironmentFault: the reward function raised, took too long or returned no finite number, in more than
+            ``max_faults`` episodes in a row; the cause is a :class:`RewardError` that names the row. Until then such an
+            episode is cut (:class:`~torchrl_llm.envs.GEMEnv`).
+
+    Examples:
+        >>> from torchrl_llm.testing.policies import ScriptedPolicy
+        >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
+        >>> tokenizer = byte_tokenizer()
+        >>> rows = [{"question": "1 + 1?", "answer": "2"}, {"question": "1 + 2?", "answer": "3"}]
+        >>> env = PromptDatasetEnv(
+        ...     rows, lambda completion, answer, question: completion == answer, tokenizer=tokenizer, num_envs=2
+        ... )
+        >>> policy = ScriptedPolicy(lambda episode, turn, context: "2", tokenizer=tokenizer, max_output_tokens=64)
+        >>> env.rollout(1, policy)["next", "reward"].flatten().sum()
+        tensor(1.)
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        reward_fn: RewardFn,
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        question: str = "question",
+        answer: str = "answer",
+        conversation_template: Sequence[Mapping[str, str]] = QUESTION_ONLY,
+        batched: bool = False,
+        reward_timeout: float = 60.0,
+        shuffle: bool = True,
+        num_envs: int = 1,
+        stream: Stream = "train",
+        **options: Any,
+    ) -> None:
+        names = ("system_prompt", "template", "chat_template_kwargs")
+        rendering = {name: options.pop(name) for name in names if name in options}
+        formatter = PromptFormatter(tokenizer, conversation_template=conversation_template, **rendering)
+        rows = _rows_of(dataset, stream, {"question": question, "answer": answer})
+        grader = _Grader(reward_fn, rows, batched=batched, timeout=reward_timeout)
+        super().__init__(
+            partial(_Question, grader), tokenizer=tokenizer, num_envs=num_envs, stream=stream, **rendering, **options
+        )
+        self.names = (type(self).__name__,)
+        self.formatter = formatter
+        self.tickets = RowTickets(**asdict(self.tickets), num_rows=len(rows), shuffle=shuffle)
+        self._grader = grader
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """The rows that are played."""
+        return self._grader.rows
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the dataset that are dealt out; of the passes of all workers together, if there are several."""
+        groups = self.num_dealt // self.group_size * self.tickets.num_workers
+        return groups // len(self.rows)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if not (self._grader.batched or self._grader.is_async):
+            return super()._step(tensordict)
+        with self._grader.ahead(self._said(tensordict)):
+            return super()._step(tensordict)
+
+    def _said(self, tensordict: TensorDictBase) -> list[tuple[int, str]]:
+        """Row and completion of the slots that are stepped."""
+        chosen = tensordict.get("_step", None)
+        stepped = [True] * len(self.slots) if chosen is None else chosen.flatten().tolist()
+        responses = self._responses(tensordict)
+        return [
+            (slot.ticket.seed, self.formatter.decode(response))
+            for slot, response, step in zip(self.slots, responses, stepped, strict=True)
+            if step and slot.live
+        ]
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Stop the event loop of an ``async def`` reward function, and close as any environment."""
+        self._grader.loop.close()
+        super().close(raise_if_closed=raise_if_closed)
