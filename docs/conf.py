@@ -110,7 +110,7 @@ ROOMS = {
     "weight_update": (),
     "trainers": (),
     "record": ("report",),
-    "testing": ("enumerable", "environments", "policies", "tiny", "tokenizers"),
+    "testing": ("arithmetic", "enumerable", "environments", "policies", "tiny", "tokenizers"),
 }
 """Each package of the library, and its modules that are documented by themselves."""
 

@@ -498,7 +498,7 @@ class TestFaults:
         assert collector.faults == {"error": 1}
         assert collector.dropped == {"error": 2}
 
-    def test_too_many_faults_raise_the_last(self, make, says, collect):
+    def test_too_many_faults_raise_the_first(self, make, says, collect):
         collector = collect(make(partial(Faulty, "nan", 1), num_envs=2), says(script), batch_size=4, max_faults=3)
         with pytest.raises(EnvironmentFault, match="turn 1") as caught:
             list(collector)

@@ -16,7 +16,7 @@ from torchrl.objectives import LossModule
 from torchrl.trainers import Trainer
 
 from torchrl_llm import keys
-from torchrl_llm.collectors import TurnCollector
+from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
 from torchrl_llm.envs import EnvironmentFault, GEMEnv
 from torchrl_llm.testing.environments import Dice, Faulty, StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
@@ -291,7 +291,60 @@ class TestErrors:
             TurnCollector(env, says(one_or_five), batch_size=4).rollout()
 
     def test_a_fault_ends_iteration_and_closes(self, make, says):
-        collector = TurnCollector(make(partial(Faulty, "raise", 1)), says(one_or_five), batch_size=1)
+        collector = TurnCollector(make(partial(Faulty, "raise", 1), max_faults=0), says(one_or_five), batch_size=1)
         with pytest.raises(EnvironmentFault, match="turn 1"):
             list(collector)
         assert collector.closed
+
+
+class TestFaults:
+    """Groups of failed episodes are dropped, as the collector without a barrier does."""
+
+    class Sometimes(Faulty):
+        def __init__(self, turn, bad):
+            super().__init__("raise", 99)
+            self._turn, self._bad = turn, bad
+
+        def reset(self, seed=None):
+            self.at = self._turn if seed in self._bad else 99
+            return super().reset(seed)
+
+    @pytest.mark.parametrize("turn", [-1, 0, 2])
+    @pytest.mark.parametrize("group", [1, 2])
+    def test_both_collectors_deliver_the_same(self, make, says, turn, group):
+        tickets = make(num_envs=4, group_size=group).tickets
+        bad = {tickets[i].seed for i in (2, 9)}
+        delivered = []
+        for kind, options in ((TurnCollector, {}), (AsyncTurnCollector, {"num_threads": 0})):
+            env = make(partial(self.Sometimes, turn, bad), num_envs=4, group_size=group, max_turns=4)
+            collector = kind(env, says(lambda *_: "x"), batch_size=8, total_batches=2, **options)
+            delivered.append([episodes(batch) for batch in collector])
+            dropped = collector.dropped
+            assert dropped == {"error": 2 * group}
+            assert collector.faults["error"] >= 2
+            collector.shutdown()
+        assert delivered[0] == delivered[1]
+        gone = {2, 9} if group == 1 else {2, 3, 8, 9}
+        assert [e for batch in delivered[0] for e in batch] == [e for e in range(16 + len(gone)) if e not in gone]
+
+    def test_too_many_for_a_batch_raise(self, make, says):
+        env = make(partial(Faulty, "raise", 1), num_envs=2)
+        collector = TurnCollector(env, says(one_or_five), batch_size=8, max_faults=1)
+        with pytest.raises(EnvironmentFault, match="turn 1") as caught:
+            collector.rollout()
+        assert any("max_faults=1" in note for note in caught.value.__notes__)
+
+    def test_a_group_that_lacks_a_member_is_dropped(self, make, says):
+        class Once(StopOrGo):
+            failed = False
+
+            def reset(self, seed=None):
+                if seed == bad and not Once.failed:
+                    Once.failed = True
+                    raise RuntimeError("once")
+                return super().reset(seed)
+
+        bad = make(num_envs=2, group_size=2).tickets[2].seed
+        collector = TurnCollector(make(Once, num_envs=2, group_size=2), says(lambda *_: "stop"), batch_size=6)
+        assert episodes(collector.rollout()) == [0, 1, 4, 5, 6, 7]
+        assert collector.dropped == {"error": 2}

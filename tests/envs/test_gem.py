@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import time
@@ -10,6 +11,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from tensordict import TensorDict
 from torchrl.collectors import Collector
 from torchrl.collectors.llm import LLMCollector
 from torchrl.envs import SerialEnv, check_env_specs
@@ -17,6 +19,8 @@ from torchrl.envs import SerialEnv, check_env_specs
 from torchrl_llm import keys
 from torchrl_llm.envs import EnvironmentFault, GEMEnv, PromptTooLongError, UnknownEnvironmentError
 from torchrl_llm.keys import StopReason
+from torchrl_llm.record import rollout_metrics
+from torchrl_llm.record.metrics import named
 from torchrl_llm.testing.environments import Dice, Echo, Faulty, StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 
@@ -366,7 +370,7 @@ class TestErrors:
     def test_faults_carry_ticket_turn_and_cause(self, make, says, fault, turn):
         state = random.getstate()
         with pytest.raises(EnvironmentFault) as caught:
-            play(make(partial(Faulty, fault, turn), seed=4), says("x"), 4)
+            play(make(partial(Faulty, fault, turn), seed=4, max_faults=0), says("x"), 4)
         error = caught.value
         assert error.turn == turn
         assert error.ticket.episode_id == 0
@@ -559,3 +563,133 @@ class TestSingleSlots:
         env.start(0, 5, env.open(0, 5))
         assert len(made) == 2
         assert env.slots[0].ticket.episode_id == 5
+
+
+class Sometimes(Faulty):
+    """Fails in the episodes of the task seeds ``bad``."""
+
+    def __init__(self, fault, turn, bad):
+        super().__init__(fault, 99)
+        self._turn, self._bad = turn, bad
+
+    def reset(self, seed=None):
+        self.at = self._turn if seed in self._bad else 99
+        return super().reset(seed)
+
+
+class Quits(StopOrGo):
+    def step(self, action):
+        raise SystemExit(3)
+
+
+class TooLate(StopOrGo):
+    def step(self, action):
+        raise TimeoutError("no server")
+
+
+class Vague(StopOrGo):
+    def step(self, action):
+        return "Hm.", 0.0, "no", False, {}
+
+
+class TestContainment:
+    """A failed episode ends; the others go on."""
+
+    @pytest.mark.parametrize("fault", ["raise", "nan", "malformed"])
+    def test_one_episode_ends_as_truncated_and_the_rest_go_on(self, make, says, fault, caplog):
+        bad = make(num_envs=2).tickets[1].seed
+        env = make(partial(Sometimes, fault, 1, [bad]), num_envs=2, max_turns=3)
+        steps = env.rollout(3, says("x"), break_when_any_done=False)
+        last = steps["next", "stop_reason"][..., 0]
+        assert last.tolist() == [[0, 0, StopReason.MAX_TURNS], [0, StopReason.ERROR, 0]]
+        assert steps["next", "truncated"][1, 1]
+        assert not steps["next", "terminated"].any()
+        assert steps["next", "reward"].sum() == 0
+        assert env.faults == {"error": 1}
+        assert "episode 1" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("kind", "reason"), [(Quits, StopReason.ERROR), (TooLate, StopReason.TIMEOUT), (Vague, StopReason.ERROR)]
+    )
+    def test_kinds_of_faults(self, make, says, kind, reason):
+        env = make(kind)
+        assert env.rollout(1, says("x"))["next", "stop_reason"].item() == reason
+        assert env.faults == {reason.name.lower(): 1}
+
+    def test_a_reset_that_fails_deals_the_next_ticket(self, make):
+        seeds = [make().tickets[i].seed for i in (1, 2)]
+        env = make(partial(Sometimes, "raise", -1, seeds), num_envs=3)
+        assert env.reset()["episode_id"].flatten().tolist() == [0, 3, 4]
+        assert env.faults == {"error": 2}
+
+    def test_too_many_in_a_row_raise_the_first(self, make, says):
+        env = make(partial(Faulty, "raise", 0), max_faults=2)
+        with pytest.raises(EnvironmentFault, match="episode 0") as caught:
+            env.rollout(5, says("x"), break_when_any_done=False)
+        assert any("first of 3" in note for note in caught.value.__notes__)
+        assert env.faults == {"error": 3}
+
+    def test_an_episode_that_ends_well_begins_a_new_row(self, make, says):
+        seeds = [make().tickets[i].seed for i in (0, 1, 3, 4)]
+        env = make(partial(Sometimes, "raise", 0, seeds), max_faults=2, max_turns=1)
+        env.rollout(6, says("x"), break_when_any_done=False)
+        assert env.faults == {"error": 4}
+
+    def test_a_failed_environment_is_replaced(self, make, says):
+        made = []
+
+        def factory():
+            made.append(Faulty("raise", 0))
+            return made[-1]
+
+        make(factory).rollout(3, says("x"), break_when_any_done=False)
+        assert len(made) == 3
+
+    def test_a_forked_child_that_comes_back_ends(self, make, says, tmp_path):
+        class Forks(StopOrGo):
+            def step(self, action):
+                child = os.fork()
+                if child:
+                    ends.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+                return super().step(action)
+
+        ends = []
+        env = make(Forks)
+        env.rollout(1, says("stop"))
+        (tmp_path / str(os.getpid())).touch()  # a child that played on would leave a file of its own
+        assert ends == [1]
+        assert len(list(tmp_path.iterdir())) == 1
+
+
+class TestMixtures:
+    def test_weights_decide_how_often_each_is_dealt(self, make):
+        env = make([StopOrGo, Echo], weights=[9, 1], num_envs=100)
+        share = env.reset()["env_id"].float().mean().item()
+        assert 0.03 < share < 0.2
+
+    def test_weights_of_another_mixture_are_refused(self, make):
+        with pytest.raises(ValueError, match="weights"):
+            make([StopOrGo, Echo], weights=[1.0])
+
+    def test_each_environment_is_reported_by_its_name(self):
+        rows = TensorDict(
+            {
+                "turn_ids": torch.tensor([[-1, 0, 0, -1]] * 3),
+                "attention_mask": torch.ones(3, 4, dtype=torch.bool),
+                "env_id": torch.tensor([0, 2, 2]),
+                "turn": {
+                    "mask": torch.ones(3, 1, dtype=torch.bool),
+                    "reward": torch.tensor([[1.0], [0.0], [0.5]]),
+                    "success": torch.tensor([[True], [False], [False]]),
+                    "truncated": torch.zeros(3, 1, dtype=torch.bool),
+                    "terminated": torch.ones(3, 1, dtype=torch.bool),
+                },
+            },
+            [3],
+        )
+        figures = rollout_metrics(rows, ["a", "b", "c"])
+        assert figures["rollout/reward/a"] == figures["rollout/success/a"] == 1.0
+        assert figures["rollout/reward/c"] == 0.25
+        assert not any(name.endswith("/b") for name in figures)
+        assert all(named(name) for name in figures)
+        assert rollout_metrics(rows, ["a"]) == rollout_metrics(rows)

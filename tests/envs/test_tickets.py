@@ -54,3 +54,26 @@ class TestTickets:
     def test_negative_index(self):
         with pytest.raises(IndexError, match="counted from 0"):
             Tickets()[-1]
+
+
+class TestWeights:
+    def test_shares_follow_the_weights(self):
+        tickets = Tickets(seed=5, num_tasks=3, weights=(1, 2, 5))
+        dealt = [tickets[i].env_id for i in range(4000)]
+        for env_id, share in enumerate((1 / 8, 2 / 8, 5 / 8)):
+            assert abs(dealt.count(env_id) / 4000 - share) < 0.03
+
+    def test_a_group_plays_one_environment_whoever_deals_it(self):
+        whole = Tickets(num_tasks=2, weights=(1, 1), group_size=3)
+        workers = [Tickets(num_tasks=2, weights=(1, 1), group_size=3, worker=w, num_workers=2) for w in range(2)]
+        assert [whole[i] for i in range(12)] == [workers[i // 3 % 2][i // 6 * 3 + i % 3] for i in range(12)]
+        assert len({whole[i].env_id for i in range(3)}) == 1
+
+    def test_weights_change_no_seed(self):
+        plain, weighted = Tickets(num_tasks=2), Tickets(num_tasks=2, weights=(1, 3))
+        assert [plain[i].seed for i in range(20)] == [weighted[i].seed for i in range(20)]
+
+    @pytest.mark.parametrize("weights", [(1,), (1, 0), (1, -1), (1, float("nan")), (1, float("inf"))])
+    def test_weights_that_make_no_sense_are_refused(self, weights):
+        with pytest.raises(ValueError, match="weights"):
+            Tickets(num_tasks=2, weights=weights)

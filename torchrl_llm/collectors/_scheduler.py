@@ -66,7 +66,8 @@ class Scheduler:
         self._calls: dict[int, Call] = {}
         self._said: dict[int, list[int]] = {}
         self._torn: tuple[int, Reason] | None = None  # a group dropped before all its members were dealt
-        self._faults_since = self._fresh = 0
+        self._faults_since: list[EnvironmentFault] = []
+        self._fresh = 0
         self._linger = self._next_look = 0.0
         self._version = policy.policy_version
 
@@ -107,7 +108,7 @@ class Scheduler:
                 break
         for episode in batch:
             del self.episodes[episode.index]
-        self._faults_since = 0
+        self._faults_since = []
         return batch
 
     def next_index(self) -> int:
@@ -274,12 +275,13 @@ class Scheduler:
         self.env.renew(slot)
         self._leave(slot)
         self.faults[reason] += 1
-        self._faults_since += 1
+        self._faults_since.append(fault)
         logger.warning("%s Its group is dropped; other tickets fill the batch.", fault)
         self._drop(episode.ticket.group_id, reason)
-        if self._faults_since > self.max_faults:
-            fault.add_note(f"{self._faults_since} episodes of one batch failed; max_faults={self.max_faults}.")
-            raise fault
+        if (count := len(self._faults_since)) > self.max_faults:
+            first = self._faults_since[0]
+            first.add_note(f"It was the first of {count} failed episodes of a batch; max_faults={self.max_faults}.")
+            raise first
 
     def _drop_stale(self, episodes: list[Episode], oldest: int) -> bool:
         groups = {episode.ticket.group_id for episode in episodes if episode.stale(oldest)}

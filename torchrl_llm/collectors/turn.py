@@ -6,7 +6,7 @@ Here lives how B tickets are played over N slots and put in order. The environme
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +17,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 
 from torchrl_llm import keys
 from torchrl_llm.collectors._base import MASK, PADDING, ConversationCollector
+from torchrl_llm.envs.gem import FAILED
 
 
 class TurnCollector(ConversationCollector):
@@ -26,6 +27,9 @@ class TurnCollector(ConversationCollector):
     when the last episode is. Short and long episodes are therefore met as often as the policy plays them, one policy
     version plays the whole batch, groups are whole, and nothing is in flight between batches. ``B`` may be any multiple
     of the group size; ``B = 4 N`` keeps slots about 80 % busy, ``B = 8 N`` about 90 %.
+
+    An episode whose environment failed has no true reward: its group is dropped and further tickets fill the batch, as
+    :class:`~torchrl_llm.collectors.AsyncTurnCollector` does.
 
     Batches are ``[B, T]``, right-padded to the longest episode; ``("collector", "mask")`` ``[B, T]`` marks the steps that
     were played. Frames are turns. With a ``replay_buffer`` each batch extends it, and iteration yields ``None``.
@@ -40,6 +44,8 @@ class TurnCollector(ConversationCollector):
         replay_buffer: extended by every batch; default none.
         postproc: called on every batch, before it is stored or yielded; default none.
         exploration_type: as in TorchRL; default ``ExplorationType.RANDOM``.
+        max_faults: failed episodes tolerated for one batch; one more raises an ``EnvironmentFault``. Default 16. The
+            environment's own ``max_faults``, in a row, holds too.
         policy_device: the policy reads its input on this device; default the environment's.
         weight_sync_schemes: by model id, what ``update_policy_weights_()`` sends weights with, such as
             ``{"policy": VLLMWeightSync(...)}``; default none: the policy shares the trained weights.
@@ -48,6 +54,7 @@ class TurnCollector(ConversationCollector):
     Raises:
         ValueError: ``batch_size`` is not a multiple of the environment's group size, or the environment has not exactly
             one batch dimension.
+        EnvironmentFault: more than ``max_faults`` episodes of a batch failed.
         RuntimeError: the environment leaves slots empty at a partial reset, or deals tickets other than B whole groups.
 
     Examples:
@@ -70,23 +77,65 @@ class TurnCollector(ConversationCollector):
         policy: Callable[[TensorDictBase], TensorDictBase],
         *,
         batch_size: int,
+        max_faults: int = 16,
         policy_device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(env, policy, batch_size=batch_size, **kwargs)
         self.policy_device = None if policy_device is None else torch.device(policy_device)
+        if max_faults < 0:
+            raise ValueError(f"TurnCollector: max_faults is {max_faults!r}; expected >= 0.")
+        self.max_faults = max_faults
         self._carrier: TensorDictBase | None = None
+        self._dropped: Counter[str] = Counter()
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Episodes dealt and not delivered: of a group with a failed one ("error")."""
+        return Counter(self._dropped)
+
+    @property
+    def faults(self) -> Counter[str]:
+        """Episodes whose environment failed, by "error" and "timeout"."""
+        return Counter(getattr(self.env, "faults", {}))
 
     # ------------------------------------------------------------------ playing
 
     def _collect(self) -> TensorDictBase:
-        return self._in_order(self._play())
+        faults, dealt = self.faults.total(), getattr(self.env, "num_dealt", 0)
+        steps = self._play(self.batch_size)
+        while new := self.faults.total() - faults:
+            if new > self.max_faults:
+                fault: BaseException = self.env.last_fault
+                fault.add_note(f"{new} episodes of one batch failed; max_faults={self.max_faults}.")
+                raise fault
+            steps, missing = self._whole(steps)
+            if not missing:
+                self._dropped["error"] += self.env.num_dealt - dealt - self.batch_size
+                break
+            steps += self._play(missing)
+        return self._in_order(steps)
 
-    def _play(self) -> list[TensorDictBase]:
-        """Play B tickets; return the steps that were played, a TensorDict ``[number of active slots]`` for each turn."""
-        fresh = torch.arange(self.env.batch_size[0]) < self.batch_size
+    def _whole(self, steps: list[TensorDictBase]) -> tuple[list[TensorDictBase], int]:
+        """Leave out groups with a failed episode, and how many more have to be played.
+
+        A member that failed at its reset was never seen: a group that lacks one is left out once a later group was dealt.
+        """
+        group = torch.cat([step[keys.GROUP_ID].flatten() for step in steps])
+        first = torch.cat([step[keys.TURN].flatten() for step in steps]) == 0
+        reason = torch.cat([step["next", keys.STOP_REASON].flatten() for step in steps])
+        groups, members = group[first].unique(return_counts=True)
+        torn = groups[(members < self.group_size) & (groups < groups.max())] if len(groups) else groups
+        keep = ~torch.isin(group, torch.cat([torn, group[torch.isin(reason, torch.tensor(FAILED).to(reason))]]))
+        parts = keep.split([len(step) for step in steps])
+        kept = [step[part] for step, part in zip(steps, parts, strict=True) if part.any()]
+        return kept, self.batch_size - int((keep & first).sum())
+
+    def _play(self, count: int) -> list[TensorDictBase]:
+        """Play tickets; return the steps that were played, a TensorDict ``[number of active slots]`` for each turn."""
+        fresh = torch.arange(self.env.batch_size[0]) < count
         current = self._deal(self._carrier if self._carrier is not None else TensorDict({}, self.env.batch_size), fresh)
-        active, left = fresh, self.batch_size - int(fresh.sum())
+        active, left = fresh, count - int(fresh.sum())
         steps = []
         while active.any():
             current = self._speak(current, active)

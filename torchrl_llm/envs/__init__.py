@@ -7,25 +7,53 @@ from torchrl_llm.envs.chat import (
     CHATML,
     ChatFormatter,
     ChatTemplateError,
+    ControlTokenError,
     MissingChatTemplateError,
     NotAppendOnlyError,
     compose_message,
 )
-from torchrl_llm.envs.game import EnvironmentFault, Game, TextEnv, TextStep, UnknownEnvironmentError
+from torchrl_llm.envs.dataset import (
+    PromptDatasetEnv,
+    PromptFormatter,
+    RewardError,
+    RewardTimeoutError,
+    Row,
+    RowTickets,
+    read_rows,
+    train_test_split,
+)
+from torchrl_llm.envs.game import (
+    PAYS_PROGRESS,
+    EnvironmentFault,
+    EnvironmentUnavailableError,
+    Game,
+    TextEnv,
+    TextStep,
+    UnknownEnvironmentError,
+)
 from torchrl_llm.envs.gem import GEMEnv, PromptTooLongError, Reply, Slot
 from torchrl_llm.envs.tickets import Ticket, Tickets
 
 __all__ = [
     "CHATML",
+    "PAYS_PROGRESS",
     "ChatFormatter",
     "ChatTemplateError",
+    "ControlTokenError",
     "EnvironmentFault",
+    "EnvironmentUnavailableError",
     "GEMEnv",
     "Game",
     "MissingChatTemplateError",
     "NotAppendOnlyError",
+    "PromptDatasetEnv",
+    "PromptFormatter",
     "PromptTooLongError",
     "Reply",
+    "RewardError",
+    "RewardTimeoutError",
+    "Row",
+    "RowTickets",
     "Slot",
     "TextEnv",
     "TextStep",
@@ -33,4 +61,6 @@ __all__ = [
     "Tickets",
     "UnknownEnvironmentError",
     "compose_message",
+    "read_rows",
+    "train_test_split",
 ]

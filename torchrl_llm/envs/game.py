@@ -11,13 +11,15 @@ import difflib
 import inspect
 import logging
 import math
+import os
 import random
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
 from numpy.random import mtrand
@@ -53,6 +55,23 @@ class UnknownEnvironmentError(ValueError):
     """No GEM environment has this id."""
 
 
+class EnvironmentUnavailableError(RuntimeError):
+    """A GEM environment cannot be made: a package or data is missing, or it needs arguments.
+
+    Attributes:
+        env_id: its id.
+        cause: the exception.
+    """
+
+    def __init__(self, env_id: str, needs: str, cause: BaseException) -> None:
+        said = " ".join(str(cause).split())
+        super().__init__(f"The environment {env_id!r} cannot be made. {needs} ({type(cause).__name__}: {said:.200})")
+        self.env_id, self.needs, self.cause = env_id, needs, cause
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.env_id, self.needs, self.cause)
+
+
 class EnvironmentFault(RuntimeError):
     """An environment raised, or returned something that is not a step.
 
@@ -62,7 +81,7 @@ class EnvironmentFault(RuntimeError):
         cause: the exception.
     """
 
-    def __init__(self, name: str, ticket: Ticket, turn: int, cause: Exception) -> None:
+    def __init__(self, name: str, ticket: Ticket, turn: int, cause: BaseException) -> None:
         where = "at its reset" if turn < 0 else f"in turn {turn}"
         super().__init__(
             f"The environment {name!r} failed {where} (episode {ticket.episode_id}, group {ticket.group_id}, task seed "
@@ -84,6 +103,15 @@ class TextStep(NamedTuple):
     truncated: bool
 
 
+PAYS_PROGRESS = ("Crosswords", "Game2048", "Hangman", "Mastermind", "Minesweeper", "Sudoku", "WordSearch", "Wordle")
+"""GEM's games that pay each step towards the goal with its share of 1: who wins has a return of 1, and no reward of 1."""
+
+
+def pays_progress(env: str | Callable[[], TextEnv]) -> bool:
+    """Whether an environment is a GEM id of :data:`PAYS_PROGRESS`."""
+    return isinstance(env, str) and env.startswith("game:") and env[5:].partition("-")[0] in PAYS_PROGRESS
+
+
 def resolve_env(env: str | Callable[[], TextEnv]) -> tuple[str, Callable[[], TextEnv]]:
     """The name and the factory of an environment given as a GEM id or as a factory.
 
@@ -92,7 +120,6 @@ def resolve_env(env: str | Callable[[], TextEnv]) -> tuple[str, Callable[[], Tex
     """
     if not isinstance(env, str):
         return getattr(env, "__name__", type(env).__name__), env
-    import gem
     from gem.envs.registration import ENV_REGISTRY
 
     if env not in ENV_REGISTRY:
@@ -102,7 +129,49 @@ def resolve_env(env: str | Callable[[], TextEnv]) -> tuple[str, Callable[[], Tex
             + (f"Did you mean one of {close}? " if close else "")
             + "gem.print_envs() lists them all; another environment can be passed as a factory."
         )
-    return env, lambda: gem.make(env)
+    return env, partial(_make, env)
+
+
+def _make(env_id: str) -> TextEnv:
+    """Make a GEM environment.
+
+    Raises:
+        EnvironmentUnavailableError: it cannot be made; the message says what it lacks.
+    """
+    import gem
+
+    try:
+        made = gem.make(env_id)
+    except Exception as error:
+        raise EnvironmentUnavailableError(env_id, _needs(env_id, error), error) from error
+    if env_id.startswith("rg:"):
+        # GEM deals new questions after `size` resets of an instance; episodes would depend on what their slot played.
+        made.size = math.inf
+    return cast(TextEnv, made)
+
+
+def _needs(env_id: str, error: Exception) -> str:
+    """What is to be done about an error of ``gem.make``."""
+    from gem.envs.registration import ENV_REGISTRY
+
+    given = ENV_REGISTRY[env_id].kwargs
+    local = f"or pass local data with a factory: lambda: gem.make({env_id!r}, dataset=...), a datasets.Dataset"
+    if isinstance(error, LookupError) and "NLTK" in str(error):
+        return (
+            'It reads NLTK\'s word list: nltk.download("words") fetches it once; without a network put it below a folder '
+            "of NLTK_DATA as corpora/words/en, one word a line."
+        )
+    if isinstance(error, ImportError):
+        package = getattr(error.__context__, "name", None) or error.name or "the package named below"
+        data = (
+            f" Its data is {given['dataset_name']!r} of the Hugging Face hub, {local}."
+            if "dataset_name" in given
+            else ""
+        )
+        return f"It needs a package: pip install {package}.{data}"
+    if "dataset_name" in given:
+        return f"It loads {given['dataset_name']!r} from the Hugging Face hub: connect to it, {local}."
+    return "It fails with its registered arguments; give others with a factory: lambda: gem.make(id, ...)."
 
 
 # ---------------------------------------------------------------------- who has the global generators
@@ -259,6 +328,8 @@ class Game:
         text, reward, terminated, truncated, info = result
         if not math.isfinite(reward):
             raise ValueError(f"step() returned the reward {reward!r}; expected a finite number")
+        if terminated not in (True, False) or truncated not in (True, False):
+            raise TypeError(f"step() returned {terminated=!r:.50}, {truncated=!r:.50}; expected booleans")
         role: Role = "tool" if (info or {}).get("use_tool") else "user"
         return TextStep(compose_message(text, info), role, float(reward), bool(terminated), bool(truncated))
 
@@ -266,6 +337,7 @@ class Game:
     def _calling(self, seed: int | None = None) -> Iterator[None]:
         """Around a call of the environment: its generators are the global ones, from ``seed`` or from where they were."""
         isolated = not getattr(self._env, "thread_safe", False)
+        process = os.getpid()
         with self._generators() if isolated else nullcontext():
             self.busy_since = time.monotonic()
             if isolated:
@@ -273,6 +345,8 @@ class Game:
             try:
                 yield
             finally:
+                if os.getpid() != process:
+                    os._exit(1)  # a child that the environment forked; it must not play on as a second run
                 self.busy_since = None
             if isolated:
                 self._python = random.getstate()

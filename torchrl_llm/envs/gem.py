@@ -8,8 +8,8 @@ tensors. Games and their random numbers live in :mod:`~torchrl_llm.envs.game`, t
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any, Literal, NamedTuple, get_args
@@ -24,17 +24,28 @@ from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_llm import keys
-from torchrl_llm.envs.chat import ChatFormatter, Template
-from torchrl_llm.envs.game import EnvironmentFault, Game, TextEnv, TextStep, kept_global_rng, resolve_env
+from torchrl_llm.envs.chat import ChatFormatter, History, Template
+from torchrl_llm.envs.game import (
+    EnvironmentFault,
+    EnvironmentUnavailableError,
+    Game,
+    TextEnv,
+    TextStep,
+    kept_global_rng,
+    pays_progress,
+    resolve_env,
+)
 from torchrl_llm.envs.tickets import Stream, Ticket, Tickets
 from torchrl_llm.keys import StopReason
 
 logger = logging.getLogger(__name__)
 
 OnDone = Literal["refill", "idle"]
+SuccessBy = Literal["last", "return"]
 
 _NO_TICKET = Ticket(-1, -1, 0, 0)
 TERMINATED = (StopReason.WON, StopReason.LOST, StopReason.TURN_LIMIT)
+FAILED = (StopReason.ERROR, StopReason.TIMEOUT)
 
 
 class PromptTooLongError(ValueError):
@@ -64,6 +75,7 @@ class Slot:
         index: the place of its ticket among the tickets; ``None``: the slot idles.
         ticket: the ticket being played.
         turn: turns played.
+        total: sum of the rewards.
         length: tokens of the context.
         stop_reason: why the episode ended, or that it runs.
         responses: the ids of the responses so far.
@@ -73,6 +85,7 @@ class Slot:
     index: int | None = None
     ticket: Ticket = _NO_TICKET
     turn: int = 0
+    total: float = 0.0
     length: int = 0
     stop_reason: StopReason = StopReason.RUNNING
     responses: list[list[int]] = field(default_factory=list)
@@ -104,17 +117,31 @@ class GEMEnv(EnvBase):
     An episode ends as ``terminated`` when its environment says so (also at its own turn limit), and as ``truncated`` by
     our budgets: ``max_turns``, or when the next response would not fit into ``max_model_len``.
 
+    An environment that raises (also ``SystemExit``) or returns something malformed ends its own episode: truncated, reward
+    0, no feedback, ``StopReason.ERROR`` (``TIMEOUT`` if it raised ``TimeoutError``). It is logged, counted in
+    :attr:`faults`, and replaced by a new one. One that fails at its reset has no episode: its slot gets the next ticket.
+    A child process that an environment forks ends when it comes back out of the call. An environment that hangs holds up
+    the others; only :class:`~torchrl_llm.collectors.AsyncTurnCollector` can leave it behind.
+
     Args:
         env: a GEM id, a factory of any object with ``reset`` and ``step`` (:class:`TextEnv`), or a list of these: a mixture,
-            dealt in turn.
+            dealt in turn, or by ``weights``.
         tokenizer: the tokenizer of the policy's model.
         num_envs: slots N; default 1. A multiple of ``group_size``.
         max_model_len: width of the context in tokens; default 1024.
         max_output_tokens: width of a response in tokens; default 64.
         max_turns: our turn budget; default none.
         group_size: episodes that share a task; default 1.
-        system_prompt, template, chat_template_kwargs: see :class:`~torchrl_llm.envs.chat.ChatFormatter`.
-        success_reward: an episode is a success if it terminates with a last reward of at least this; default 1.0.
+        weights: how often each environment of a mixture is dealt, see :class:`~torchrl_llm.envs.tickets.Tickets`; default
+            none, in turn.
+        max_faults: failed episodes tolerated in a row, with none between them that ended well; one more raises the first
+            of them. Default 16, so that one bad task does not end a long run, and a broken environment does. 0 raises at
+            once.
+        system_prompt, template, history, chat_template_kwargs: see :class:`~torchrl_llm.envs.chat.ChatFormatter`.
+        success_reward: an episode is a success if it terminates with at least this; default 1.0.
+        success_by: whether that is the ``"last"`` reward, or the ``"return"``, the sum of the rewards (up to 1e-6). Default:
+            ``"return"`` for the GEM ids that pay progress turn by turn (:data:`~torchrl_llm.envs.PAYS_PROGRESS`),
+            ``"last"`` for everything else.
         on_done: what a partial reset does to a finished slot: ``"refill"`` (default) deals the next ticket; ``"idle"``
             leaves it empty (``prompt_length`` 0, reward 0, no environment call) until a reset of the whole environment.
         stream, seed, worker, num_workers: see :class:`~torchrl_llm.envs.tickets.Tickets`.
@@ -123,7 +150,12 @@ class GEMEnv(EnvBase):
     Raises:
         UnknownEnvironmentError: no GEM environment has this id.
         PromptTooLongError: at a reset, the first context leaves no room for a response.
-        EnvironmentFault: an environment raised or returned something malformed, such as a NaN reward.
+        EnvironmentFault: more than ``max_faults`` episodes in a row failed.
+        EnvironmentUnavailableError: at a reset, a GEM environment lacks a package or data; the message says which.
+
+    Attributes:
+        faults: failed episodes, by "error" and "timeout".
+        last_fault: the last of them; ``None``: none failed.
 
     Examples:
         >>> from torchrl_llm.testing.policies import ScriptedPolicy
@@ -148,10 +180,14 @@ class GEMEnv(EnvBase):
         max_output_tokens: int = 64,
         max_turns: int | None = None,
         group_size: int = 1,
+        weights: Sequence[float] | None = None,
+        max_faults: int = 16,
         system_prompt: str | None = None,
         template: Template = "chat",
+        history: History = "refuse",
         chat_template_kwargs: dict[str, Any] | None = None,
         success_reward: float = 1.0,
+        success_by: SuccessBy | None = None,
         on_done: OnDone = "refill",
         stream: Stream = "train",
         seed: int = 0,
@@ -162,9 +198,17 @@ class GEMEnv(EnvBase):
         super().__init__(device=device or "cpu", batch_size=(num_envs,))
         envs = [env] if isinstance(env, str) or callable(env) else list(env)
         self._check_sizes(envs, num_envs, group_size, max_model_len, max_output_tokens, max_turns, on_done)
+        if max_faults < 0:
+            raise ValueError(f"GEMEnv: max_faults is {max_faults!r}; expected >= 0.")
+        if success_by not in (None, *get_args(SuccessBy)):
+            raise ValueError(f"GEMEnv: success_by is {success_by!r}; expected None or one of {get_args(SuccessBy)}.")
         self.names, self._factories = zip(*map(resolve_env, envs), strict=True)
         self.formatter = ChatFormatter(
-            tokenizer, template=template, system_prompt=system_prompt, chat_template_kwargs=chat_template_kwargs
+            tokenizer,
+            template=template,
+            history=history,
+            system_prompt=system_prompt,
+            chat_template_kwargs=chat_template_kwargs,
         )
         self.tickets = Tickets(
             seed=seed,
@@ -173,10 +217,16 @@ class GEMEnv(EnvBase):
             num_tasks=len(envs),
             worker=worker,
             num_workers=num_workers,
+            weights=None if weights is None else tuple(weights),
         )
         self.num_dealt = 0
+        self.max_faults = max_faults
+        self.faults: Counter[str] = Counter()
+        self.last_fault: EnvironmentFault | None = None
+        self._faults_in_a_row: list[EnvironmentFault] = []
         self.max_model_len, self.max_output_tokens, self.max_turns = max_model_len, max_output_tokens, max_turns
         self.success_reward, self.on_done = success_reward, on_done
+        self._sums = [pays_progress(env) if success_by is None else success_by == "return" for env in envs]
         self._slots = [Slot() for _ in range(num_envs)]
         self._prompt = torch.zeros(num_envs, max_model_len, dtype=torch.int64)
         self._make_specs(len(tokenizer))
@@ -259,7 +309,7 @@ class GEMEnv(EnvBase):
             for i in chosen:
                 self._slots[i] = Slot(self._slots[i].games)
         else:
-            self._begin({i: self.draw() for i in chosen})
+            self._begin(dict.fromkeys(chosen))
         never = torch.zeros(len(self._slots), 1, dtype=torch.bool)
         done = {keys.DONE: never, keys.TERMINATED: never.clone(), keys.TRUNCATED: never.clone()}
         return self._tensordict(self._observation() | done)
@@ -276,7 +326,7 @@ class GEMEnv(EnvBase):
         active = [i for i, slot in enumerate(self._slots) if stepped[i] and slot.live]
         responses = self._responses(tensordict)
         with kept_global_rng(for_games=True):
-            replies = {i: self.answer(i, responses[i]) for i in active}
+            replies = {i: self._try_answer(i, responses[i]) for i in active}
         rewards = torch.zeros(len(self._slots), 1)
         for i, reply in replies.items():
             self.advance(i, responses[i], reply)
@@ -306,6 +356,7 @@ class GEMEnv(EnvBase):
 
         Raises:
             EnvironmentFault: the environment raised or returned something malformed.
+            EnvironmentUnavailableError: it is of GEM and cannot be made.
             PromptTooLongError: the first context leaves no room for a response.
         """
         ticket, games = self.tickets[index], self._slots[slot].games
@@ -314,7 +365,9 @@ class GEMEnv(EnvBase):
             if ticket.env_id not in games:
                 games[ticket.env_id] = Game(self._factories[ticket.env_id], name)
             context = self.formatter.start(games[ticket.env_id].reset(ticket.seed))
-        except Exception as error:
+        except EnvironmentUnavailableError:
+            raise
+        except (Exception, SystemExit) as error:
             raise EnvironmentFault(name, ticket, -1, error) from error
         if len(context) + self.max_output_tokens > self.max_model_len:
             raise PromptTooLongError(
@@ -342,16 +395,17 @@ class GEMEnv(EnvBase):
         ticket = playing.ticket
         try:
             step = playing.games[ticket.env_id].step(self.formatter.decode(response))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise EnvironmentFault(self.names[ticket.env_id], ticket, playing.turn, error) from error
         ids = [*response, *self.formatter.feedback(response, step.message, role=step.role)]
-        return Reply(ids, step.reward, self._stop_reason(step, playing.turn + 1, playing.length + len(ids)))
+        return Reply(ids, step.reward, self._stop_reason(playing, step, playing.length + len(ids)))
 
     def advance(self, slot: int, response: list[int], reply: Reply) -> None:
         """Take a slot on to what :meth:`answer` returned; the context is cut at ``max_model_len``."""
         playing = self._slots[slot]
         playing.responses.append(response)
         playing.turn += 1
+        playing.total += reply.reward
         playing.stop_reason = reply.stop_reason
         self._append(slot, reply.ids[: self.max_model_len - playing.length])
 
@@ -365,27 +419,62 @@ class GEMEnv(EnvBase):
         self._slots[slot] = Slot()
         self._prompt[slot] = 0
 
-    def _begin(self, indices: dict[int, int]) -> None:
-        """Start the tickets ``indices`` (slot -> index of its ticket)."""
+    def _begin(self, indices: Mapping[int, int | None]) -> None:
+        """Start the tickets ``indices`` (slot -> index of its ticket; ``None``: the next one that can be started)."""
         with kept_global_rng(for_games=True):
-            replies = {i: self.open(i, index) for i, index in indices.items()}
-        for i, reply in replies.items():
-            self.start(i, indices[i], reply)
+            opened = {
+                i: self._open_next(i) if index is None else (index, self.open(i, index)) for i, index in indices.items()
+            }
+        for i, (index, reply) in opened.items():
+            self.start(i, index, reply)
+
+    def _open_next(self, slot: int) -> tuple[int, Reply]:
+        while True:
+            index = self.draw()
+            try:
+                return index, self.open(slot, index)
+            except EnvironmentFault as fault:
+                self._contain(slot, fault)
+
+    def _try_answer(self, slot: int, response: list[int]) -> Reply:
+        try:
+            reply = self.answer(slot, response)
+        except EnvironmentFault as fault:
+            return Reply(response, stop_reason=self._contain(slot, fault))
+        if reply.stop_reason != StopReason.RUNNING:
+            self._faults_in_a_row.clear()
+        return reply
+
+    def _contain(self, slot: int, fault: EnvironmentFault) -> StopReason:
+        """Count a failed episode and give its environment away; raise the first if there were too many in a row."""
+        reason = StopReason.TIMEOUT if isinstance(fault.cause, TimeoutError) else StopReason.ERROR
+        self.faults[reason.name.lower()] += 1
+        self.last_fault = fault
+        self._faults_in_a_row.append(fault)
+        self._slots[slot].games.pop(fault.ticket.env_id, None)
+        if len(self._faults_in_a_row) > self.max_faults:
+            first, count = self._faults_in_a_row[0], len(self._faults_in_a_row)
+            self._faults_in_a_row = []
+            first.add_note(f"It was the first of {count} failed episodes in a row; max_faults={self.max_faults}.")
+            raise first
+        logger.warning("%s Its episode ends here.", fault, exc_info=fault.cause)
+        return reason
 
     def _append(self, slot: int, ids: Sequence[int]) -> None:
         length = self._slots[slot].length
         self._prompt.numpy()[slot, length : length + len(ids)] = ids
         self._slots[slot].length += len(ids)
 
-    def _stop_reason(self, step: TextStep, turn: int, length: int) -> StopReason:
+    def _stop_reason(self, playing: Slot, step: TextStep, length: int) -> StopReason:
         if step.terminated:
-            if step.reward >= self.success_reward:
+            earned = playing.total + step.reward + 1e-6 if self._sums[playing.ticket.env_id] else step.reward
+            if earned >= self.success_reward:
                 return StopReason.WON
             # GEM's own turn limit sets both flags. The limit stands in the prompt: it is part of the task.
             return StopReason.TURN_LIMIT if step.truncated else StopReason.LOST
         if step.truncated:
             return StopReason.ENV_TRUNCATED
-        if turn == self.max_turns:
+        if playing.turn + 1 == self.max_turns:
             return StopReason.MAX_TURNS
         if length + self.max_output_tokens > self.max_model_len:
             return StopReason.CONTEXT
@@ -454,7 +543,7 @@ class GEMEnv(EnvBase):
                 "GEMEnv got an empty state and deals on from ticket %d; save env.state_dict().", self.num_dealt
             )
             return
-        saved, slots = Tickets(**state_dict["tickets"]), state_dict["slots"]
+        saved, slots = type(self.tickets)(**state_dict["tickets"]), state_dict["slots"]
         running = {
             i: slot
             for i, slot in enumerate(slots)

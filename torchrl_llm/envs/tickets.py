@@ -38,7 +38,8 @@ class Ticket(NamedTuple):
 class Tickets:
     """An endless sequence of tickets; ``tickets[i]`` is the i-th.
 
-    Groups are dealt one after the other, and the environments of a mixture in turn, a group each. Seeds are a hash of
+    Groups are dealt one after the other, and the environments of a mixture in turn, a group each, or drawn with
+    ``weights``: which one a group plays depends on (seed, stream, group) alone. Seeds are a hash of
     (seed, stream, group); the streams share no seed, so evaluation never meets a task of training. Several workers
     share one stream without overlap: worker ``w`` of ``W`` deals the groups ``w, w + W, w + 2W, ...``.
 
@@ -47,6 +48,7 @@ class Tickets:
         stream: ``"train"`` (default), ``"eval"`` (during a run) or ``"test"`` (before and after it).
         group_size: episodes that share a task; default 1.
         num_tasks: number of environments in the mixture; default 1.
+        weights: how often each environment of the mixture is dealt, relative to each other; all > 0. Default none: in turn.
         worker: index of this worker; default 0.
         num_workers: number of workers that share the stream; default 1.
 
@@ -58,6 +60,9 @@ class Tickets:
         True
         >>> Tickets(group_size=2, worker=1, num_workers=3)[2].group_id
         4
+        >>> mixed = Tickets(num_tasks=2, weights=(3, 1))
+        >>> sum(mixed[i].env_id for i in range(1000))
+        214
     """
 
     seed: int = 0
@@ -66,13 +71,18 @@ class Tickets:
     num_tasks: int = 1
     worker: int = 0
     num_workers: int = 1
+    weights: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
+        weights = None if self.weights is None else tuple(map(float, self.weights))
+        object.__setattr__(self, "weights", weights)
+        proper = weights is None or (len(weights) == self.num_tasks and all(0 < w < float("inf") for w in weights))
         checks = {
             "seed": (self.seed >= 0, "an integer >= 0"),
             "stream": (self.stream in get_args(Stream), f"one of {get_args(Stream)}"),
             "group_size": (self.group_size >= 1, ">= 1"),
             "num_tasks": (self.num_tasks >= 1, ">= 1"),
+            "weights": (proper, f"None or {self.num_tasks} finite numbers > 0, one an environment"),
             "worker": (0 <= self.worker < self.num_workers, f"in [0, num_workers={self.num_workers})"),
         }
         for name, (holds, expected) in checks.items():
@@ -91,7 +101,14 @@ def _ticket(tickets: Tickets, index: int) -> Ticket:
     group = tickets.worker + round_ * tickets.num_workers
     stream = get_args(Stream).index(tickets.stream)
     base = stream * STREAM_IDS
-    drawn = int(np.random.SeedSequence(tickets.seed, spawn_key=(stream, group)).generate_state(1)[0])
+    drawn, chosen = map(int, np.random.SeedSequence(tickets.seed, spawn_key=(stream, group)).generate_state(2))
     # The lowest bits name the stream, so no task of one stream is ever met in another.
     seed = drawn & ~3 | stream
-    return Ticket(base + group * tickets.group_size + member, base + group, group % tickets.num_tasks, seed)
+    env_id = group % tickets.num_tasks if tickets.weights is None else _pick(tickets.weights, chosen / 2**32)
+    return Ticket(base + group * tickets.group_size + member, base + group, env_id, seed)
+
+
+def _pick(weights: tuple[float, ...], share: float) -> int:
+    """The index at which the running sum of the weights passes the share in ``[0, 1)`` of their sum."""
+    sums = np.cumsum(weights)
+    return int(np.searchsorted(sums, share * sums[-1], side="right"))

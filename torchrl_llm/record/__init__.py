@@ -1,5 +1,13 @@
 """Metrics, their names, and the report of a run."""
 
-from torchrl_llm.record.metrics import LOSS_METRICS, METRICS, Timer, credit_metrics, rollout_metrics, wilson_interval
+from torchrl_llm.record.metrics import (
+    LOSS_METRICS,
+    METRICS,
+    Timer,
+    credit_metrics,
+    named,
+    rollout_metrics,
+    wilson_interval,
+)
 
-__all__ = ["LOSS_METRICS", "METRICS", "Timer", "credit_metrics", "rollout_metrics", "wilson_interval"]
+__all__ = ["LOSS_METRICS", "METRICS", "Timer", "credit_metrics", "named", "rollout_metrics", "wilson_interval"]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -49,8 +49,8 @@ METRICS: dict[str, str] = {
     "data/padding_share": "share of padding in the positions of the training forward passes",
     "data/chosen_share": "share of the conversations played that the update learns from (dynamic sampling)",
     "data/staleness": "updates between the weights a token was sampled with and those it trains, mean over tokens",
-    "data/dropped": "episodes dealt and not delivered so far: stale, or of a group with a failed one (async collector)",
-    "data/faults": "episodes whose environment failed so far (async collector)",
+    "data/dropped": "episodes dealt and not delivered so far: stale (async collector), or of a group with a failed one",
+    "data/faults": "episodes whose environment failed so far",
     "data/tokens": "tokens in the rows of the batch, padding excluded",
     "data/action_share": "share of action tokens in the rows",
     "time/rollout_s": "seconds of collecting the batch",
@@ -72,6 +72,10 @@ METRICS: dict[str, str] = {
     "evaluation_greedy/turns": "turns per episode on the held-out tasks, greedy decoding",
 }
 """Name -> meaning of every metric that the trainer logs. A metric that is not listed here is an error."""
+
+
+PER_ENVIRONMENT = ("rollout/reward", "rollout/success", "rollout/turns")
+"""Metrics that are also reported for each environment of a mixture, as ``<metric>/<name>``."""
 
 
 LOSS_METRICS: dict[str, str] = {
@@ -117,8 +121,36 @@ def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[f
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def rollout_metrics(rows: TensorDictBase) -> dict[str, float]:
-    """What was played: return, success, turns, lengths, from rows ``[B]``."""
+def named(metric: str) -> bool:
+    """Whether a metric is in :data:`METRICS`, or is one of them for one environment of a mixture.
+
+    Examples:
+        >>> named("rollout/success/game:Wordle-v0-easy"), named("rollout/luck")
+        (True, False)
+    """
+    return metric in METRICS or any(metric.startswith(f"{name}/") for name in PER_ENVIRONMENT)
+
+
+def rollout_metrics(rows: TensorDictBase, env_names: Sequence[str] = ()) -> dict[str, float]:
+    """What was played: return, success, turns, lengths, from rows ``[B]``.
+
+    Args:
+        rows: conversations.
+        env_names: of the environments of a mixture, such as ``GEMEnv.names``. If there are several, :data:`PER_ENVIRONMENT`
+            is also reported as ``<metric>/<name>`` for each that was played; environments of the same name count together.
+    """
+    result = _rollout_metrics(rows)
+    if len(env_names) > 1:
+        for name in dict.fromkeys(env_names):
+            ids = torch.tensor([i for i, other in enumerate(env_names) if other == name], device=rows.device)
+            played = torch.isin(rows[keys.ENV_ID], ids)
+            if played.any():
+                own = _rollout_metrics(rows[played])
+                result |= {f"{metric}/{name}": own[metric] for metric in PER_ENVIRONMENT}
+    return result
+
+
+def _rollout_metrics(rows: TensorDictBase) -> dict[str, float]:
     mask = rows[keys.TURN_MASK]
     actions = rows[keys.TURN_IDS] >= 0
     turns, valid = mask.sum(), rows[keys.ATTENTION_MASK].sum()
