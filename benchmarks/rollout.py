@@ -46,7 +46,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
 from torchrl_llm.envs import GEMEnv
-from torchrl_llm.envs.gem import Reply
 from torchrl_llm.modules import HFPolicy, SamplingConfig, VLLMPolicy
 from torchrl_llm.modules.policy import TurnRequest
 from torchrl_llm.testing.environments import Slow
@@ -140,43 +138,6 @@ def responses_of(batches: Iterable[TensorDictBase]) -> Responses:
 
 
 # ---------------------------------------------------------------------- who plays
-
-
-class ThreadedEnv(GEMEnv):
-    """A GEMEnv that calls its games in threads; a reset or step ends with the slowest."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._pool = ThreadPoolExecutor(self.batch_size[0])
-        self._replies: dict[int, Reply] = {}
-
-    def _begin(self, indices: dict[int, int]) -> None:
-        self._replies = dict(
-            zip(indices, self._pool.map(super().open, *zip(*indices.items(), strict=True)), strict=True)
-        )
-        super()._begin(indices)
-
-    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        chosen = tensordict.get("_step", None)
-        stepped = [True] * len(self.slots) if chosen is None else chosen.flatten().tolist()
-        active = [i for i, slot in enumerate(self.slots) if stepped[i] and slot.live]
-        responses = self._responses(tensordict)
-        answers = self._pool.map(super().answer, active, [responses[i] for i in active])
-        self._replies = dict(zip(active, answers, strict=True))
-        return super()._step(tensordict)
-
-    def open(self, slot: int, index: int) -> Reply:
-        """What the thread of the slot brought."""
-        return self._replies.pop(slot)
-
-    def answer(self, slot: int, response: list[int]) -> Reply:
-        """What the thread of the slot brought."""
-        return self._replies.pop(slot)
-
-    def close(self, *, raise_if_closed: bool = True) -> None:
-        """Let the threads end."""
-        super().close(raise_if_closed=raise_if_closed)
-        self._pool.shutdown()
 
 
 class Stock:
@@ -288,9 +249,9 @@ class Work:
     sampling: SamplingConfig
     max_model_len: int
 
-    def make_env(self, factory: Any, env_class: type[GEMEnv], *, slots: int, **kwargs: Any) -> GEMEnv:
+    def make_env(self, factory: Any, *, slots: int, **kwargs: Any) -> GEMEnv:
         """The environment that all contenders play."""
-        return env_class(
+        return GEMEnv(
             factory,
             tokenizer=AutoTokenizer.from_pretrained(self.path),
             num_envs=slots,
@@ -353,13 +314,13 @@ def make_world(
     slow, (policy, hf) = name == "slow", policies
     factory = functools.partial(Slow, work.game, **LATENCY) if slow else work.game
     make_env = functools.partial(work.make_env, factory, slots=slots)
-    threaded = ThreadedEnv if slow else GEMEnv
+    threads = slots if slow else 0
     size = {"batch_size": episodes}
     collectors = {
-        "stock": Stock(make_env(GEMEnv, on_done="idle"), policy, **size),
-        "barrier": TurnCollector(make_env(threaded), policy, **size),
-        "async": AsyncTurnCollector(make_env(GEMEnv), policy, num_threads=None if slow else 0, **size),
-        "hf": TurnCollector(make_env(threaded), hf, **size),
+        "stock": Stock(make_env(on_done="idle"), policy, **size),
+        "barrier": TurnCollector(make_env(num_threads=threads), policy, **size),
+        "async": AsyncTurnCollector(make_env(), policy, num_threads=None if slow else 0, **size),
+        "hf": TurnCollector(make_env(num_threads=threads), hf, **size),
     }
     clock.time(collectors["async"]._scheduler.pool, "finished", "waits")
     tickets = collectors["async"].env.tickets

@@ -11,6 +11,7 @@ constant                     shape, dtype       meaning                         
 :data:`PROMPT`               ``[N, L]`` int64   the whole context so far, right-padded                  env
 :data:`PROMPT_LENGTH`        ``[N, 1]`` int64   valid tokens of the prompt; 0 = the slot idles          env
 :data:`TURN`                 ``[N, 1]`` int64   0-based turn of the episode                             env
+:data:`SEGMENT`              ``[N, 1]`` int64   how often the context was made anew; only if it can be  env
 :data:`EPISODE_ID`           ``[N, 1]`` int64   unique over the run                                     env
 :data:`GROUP_ID`             ``[N, 1]`` int64   unique over the run; same group = same task             env
 :data:`ENV_ID`               ``[N, 1]`` int64   index into the mixture of environments                  env
@@ -31,7 +32,7 @@ constant                     shape, dtype       meaning                         
 constant                     shape, dtype       meaning                                                 writer
 ===========================  =================  ======================================================  =========
 :data:`TOKENS`               ``[B, L]`` int64   the conversation, right-padded                          sequence
-:data:`ATTENTION_MASK`       ``[B, L]`` bool    True on the conversation                                sequence
+:data:`ATTENTION_MASK`       ``[B, L]`` bool    True on the conversation; a gap starts a new segment    sequence
 :data:`TURN_IDS`             ``[B, L]`` int64   -1 = not an action; the action mask is turn_ids >= 0    sequence
 :data:`POLICY_VERSION`       ``[B, L]`` int64   -1 = not an action                                      sequence
 :data:`SAMPLE_LOG_PROB`      ``[B, L]`` float   index i: log p(token i given the tokens before i)       sequence
@@ -77,6 +78,7 @@ REWARD = "reward"
 DONE = "done"
 TERMINATED = "terminated"
 TRUNCATED = "truncated"
+SEGMENT = "segment"
 SUCCESS = "success"
 STOP_REASON = "stop_reason"
 

@@ -348,3 +348,35 @@ class TestFaults:
         collector = TurnCollector(make(Once, num_envs=2, group_size=2), says(lambda *_: "stop"), batch_size=6)
         assert episodes(collector.rollout()) == [0, 1, 4, 5, 6, 7]
         assert collector.dropped == {"error": 2}
+
+
+class TestCounts:
+    def test_what_failed_and_was_dropped_is_counted_on_after_a_resume(self, make, says):
+        def collect():
+            class Sometimes(Faulty):
+                def reset(self, seed=None):
+                    self.at = 0 if seed == bad else 99
+                    return super().reset(seed)
+
+            bad = make(num_envs=2, group_size=2).tickets[2].seed
+            env = make(partial(Sometimes, "raise"), num_envs=4, group_size=2, max_turns=2)
+            return TurnCollector(env, says(one_or_five), batch_size=4)
+
+        one, other = collect(), collect()
+        one.rollout()
+        other.load_state_dict(one.state_dict())
+        assert one.faults == other.faults == {"error": 2}
+        assert one.dropped == other.dropped == {"error": 2}
+
+
+class TestTurnEnd:
+    @pytest.mark.parametrize(("stop_ids", "said"), [((0,), True), ((0, 2), False), ((), False), (None, False)])
+    def test_a_policy_that_does_not_stop_at_the_templates_end_of_turn_is_named(
+        self, make, says, stop_ids, said, caplog
+    ):
+        policy = says(one_or_five)
+        if stop_ids is not None:
+            policy.stop_ids = stop_ids
+        TurnCollector(make(), policy, batch_size=1)
+        assert ("ends a turn with '<|im_end|>' (id 2)" in caplog.text) == said
+        assert ("Pass SamplingConfig(stop_ids=(0, 2))" in caplog.text) == said

@@ -364,6 +364,18 @@ class TestErrors:
         with pytest.raises(PromptTooLongError, match=f"has {fits - 32} tokens"):
             make(max_model_len=fits - 1).reset()
 
+    def test_a_single_long_prompt_is_left_out(self, make, says):
+        class Verbose(Echo):
+            def reset(self, seed=None):
+                return ("Speak. " * (100 if seed // 4 % 2 else 1)), super().reset(seed)[1]
+
+        env = make(Verbose, num_envs=2, max_model_len=300)
+        batch = play(env, says("x"), 6)
+        seeds = {env.tickets[i].seed // 4 % 2 for i in batch[keys.EPISODE_ID].unique().tolist()}
+        assert seeds == {0}
+        assert env.faults["context"] > 0
+        assert env.last_fault.stop_reason == StopReason.CONTEXT
+
     @pytest.mark.parametrize(
         ("fault", "turn"), [("raise", -1), ("raise", 2), ("nan", 0), ("nan", 2), ("malformed", -1), ("malformed", 0)]
     )

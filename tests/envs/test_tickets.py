@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_llm.envs import Tickets
-from torchrl_llm.envs.tickets import STREAM_IDS, Stream
+from torchrl_llm.envs.tickets import FLOOR, MEMORY, STREAM_IDS, Stream
 
 
 class TestTickets:
@@ -77,3 +77,61 @@ class TestWeights:
     def test_weights_that_make_no_sense_are_refused(self, weights):
         with pytest.raises(ValueError, match="weights"):
             Tickets(num_tasks=2, weights=weights)
+
+
+class TestSuccess:
+    def dealt(self, tickets, groups):
+        return [tickets[i * tickets.group_size].env_id for i in range(groups)]
+
+    @given(st.lists(st.floats(0, 1), min_size=2, max_size=4), st.booleans())
+    def test_shares_are_the_learnability_and_a_floor_times_the_weights(self, success, weighted):
+        weights = tuple(range(1, len(success) + 1)) if weighted else None
+        tickets = Tickets(num_tasks=len(success), success=tuple(success), weights=weights)
+        for share, rate, weight in zip(tickets.shares, success, weights or [1] * len(success), strict=True):
+            assert share == pytest.approx(weight * (rate * (1 - rate) + FLOOR))
+
+    def test_tickets_follow_the_shares(self):
+        tickets = Tickets(num_tasks=3, success=(0.0, 0.5, 1.0))
+        dealt = self.dealt(tickets, 4000)
+        for env_id, share in enumerate((1 / 8, 6 / 8, 1 / 8)):
+            assert abs(dealt.count(env_id) / 4000 - share) < 0.03
+
+    def test_before_anything_is_learnt_nothing_changes(self):
+        plain, fresh = (
+            Tickets(num_tasks=3, weights=(1, 2, 3)),
+            Tickets(num_tasks=3, weights=(1, 2, 3), success=(0.5,) * 3),
+        )
+        assert self.dealt(plain, 200) == self.dealt(fresh, 200)
+
+    def test_rates_decide_who_plays_and_nothing_else(self):
+        before = Tickets(num_tasks=3, group_size=4)
+        after = before.learn([0, 1, 1, 2], [True, False, True, False])
+        assert [before[i]._replace(env_id=0) for i in range(80)] == [after[i]._replace(env_id=0) for i in range(80)]
+        assert self.dealt(before, 20) != self.dealt(after, 20)
+        for group in range(20):
+            assert len({after[4 * group + i][1:] for i in range(4)}) == 1
+
+    def test_a_rate_is_the_average_of_recent_episodes(self):
+        rate = Tickets(num_tasks=2).learn([1], [True]).success[1]
+        assert rate == pytest.approx(0.5 + 0.5 / MEMORY)
+        assert Tickets(num_tasks=2).learn([0] * 999, [False] * 999).success == pytest.approx((0, 0.5))
+        parts = Tickets(num_tasks=2).learn([0] * 5, [True] * 5).learn([0] * 3, [True] * 3)
+        assert parts.success == pytest.approx(Tickets(num_tasks=2).learn([0] * 8, [True] * 8).success)
+
+    def test_the_order_within_a_batch_does_not_count(self):
+        tickets = Tickets(num_tasks=2)
+        one, other = [True, False, True, True], [True, True, True, False]
+        assert tickets.learn([0, 0, 0, 1], one).success == tickets.learn([1, 0, 0, 0], other).success
+
+    def test_rates_are_progress_and_no_setting(self):
+        assert Tickets(num_tasks=2) == Tickets(num_tasks=2).learn([0], [True])
+
+    @pytest.mark.parametrize("success", [(0.5,), (0.5, 1.1), (0.5, float("nan"))])
+    def test_rates_that_make_no_sense_are_refused(self, success):
+        with pytest.raises(ValueError, match=r"Tickets\.success"):
+            Tickets(num_tasks=2, success=success)
+
+    @pytest.mark.parametrize("stream", ["eval", "test"])
+    def test_evaluation_does_not_adapt(self, stream):
+        with pytest.raises(ValueError, match="for the stream 'train'"):
+            Tickets(num_tasks=2, stream=stream).learn([0], [True])

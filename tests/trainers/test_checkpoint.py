@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from safetensors.torch import load_file
 from test_trainer import small_config
 from torchrl.checkpoint import Checkpoint, CheckpointError
 
+from torchrl_llm.envs import Tickets
+from torchrl_llm.testing.environments import Faulty
 from torchrl_llm.trainers import Callback, ConfigError, build_run, verify
 from torchrl_llm.trainers.checkpoint import config_changes, rewind_csv
 
@@ -36,6 +39,7 @@ CASES = [
     ("LLMPPO", {"lora_r": 4}),
     ("LLMREINFORCE", {"top_p": 0.9}),
     ("GRPO", {"dynamic_sampling": 2}),
+    ("GRPO", {"env_name": [f"game:GuessTheNumber-v0-{level}" for level in ("easy", "hard")], "adaptive_tasks": True}),
 ]
 
 
@@ -90,6 +94,19 @@ class TestResume:
         assert str(timeless) == str(
             [{k: v for k, v in m.items() if not k.startswith("time/")} for m in whole.trainer.history]
         )
+
+    def test_what_failed_and_was_dropped_is_counted_on(self, tmp_path):
+        class Sometimes(Faulty):
+            def reset(self, seed=None):
+                self.at = 0 if seed in bad else 99
+                return super().reset(seed)
+
+        bad = {Tickets()[i].seed for i in (1, 9)}
+        settings = RUN | {"max_turns": 2, "evaluation_interval": 0, "max_iterations": 1}
+        build_run(small_config(tmp_path, **settings), env=partial(Sometimes, "raise")).trainer.train()
+        longer = settings | {"max_iterations": 2, "resume": True, "accept_changes": ["max_iterations"]}
+        history = build_run(small_config(tmp_path, **longer), env=partial(Sometimes, "raise")).trainer.train()
+        assert [(row["data/faults"], row["data/dropped"]) for row in history] == [(1, 1), (2, 2)]
 
     def test_a_finished_run_is_finished(self, tmp_path):
         settings = RUN | {"max_iterations": 2}

@@ -51,8 +51,13 @@ class TestRunConfig:
             ({"sleep_mode": True}, "sleep_mode without policy='vllm'"),
             ({"max_staleness": 1}, "max_staleness without collector='async'"),
             ({"collector": "async", "max_staleness": -1}, "at least 0"),
+            ({"step_timeout": 1.0, "env_threads": 0}, "cannot be left"),
             ({"collector": "async", "max_staleness": 1, "old_log_probs": "sampler"}, "may have had older weights"),
             ({"policy": "vllm", "collector": "async", "max_staleness": 1, "sleep_mode": True}, "choose one"),
+            (
+                {"collector": "async", "max_staleness": 1, "adaptive_tasks": True},
+                "leaves none between them: choose one",
+            ),
         ],
     )
     def test_wrong_settings_are_errors_that_say_what_to_do(self, settings, message):

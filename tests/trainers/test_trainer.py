@@ -1,6 +1,7 @@
 """The training loop: it learns, it stops where it is told to, its settings have effect, its gradient is the batch's."""
 
 import math
+import threading
 from argparse import Namespace
 from dataclasses import fields
 
@@ -11,6 +12,7 @@ from tensordict.nn import TensorDictModule
 
 from torchrl_llm import keys
 from torchrl_llm.data import informative, overlong, penalise_overlong
+from torchrl_llm.envs import Tickets
 from torchrl_llm.modules import use_adapter
 from torchrl_llm.objectives import TurnVTrace
 from torchrl_llm.record import METRICS
@@ -85,6 +87,103 @@ class TestAsync:
         settings = {"sampler_correction": "mask", "sampler_bounds": (0.5, 2.0)}
         config = small_config(tmp_path, collector="async", max_staleness=1, **settings)
         assert make_objective(config, ModelStub()).sampler_correction == "mask"
+
+
+class Won:
+    """Over after a turn, and won by whoever speaks."""
+
+    won = 1.0
+
+    def reset(self, seed=None):
+        self.seed = seed
+        return "Speak.", {}
+
+    def step(self, action):
+        return "Over.", self.won, True, False, {}
+
+
+class Lost(Won):
+    won = 0.0
+
+
+class Coin(Won):
+    """Won in one task of two."""
+
+    @property
+    def won(self):
+        return float(self.seed // 4 % 2)
+
+
+class TestAdaptiveTasks:
+    def test_what_can_be_learnt_is_dealt_most(self, tmp_path):
+        config = small_config(
+            tmp_path, "GRPO", adaptive_tasks=True, max_iterations=12, batch_size=64, group_size=2, lr_actor=0.0
+        )
+        run = build_run(config, env=[Won, Coin, Lost])
+        played = []
+        iterate = run.trainer.iterate
+        run.trainer.iterate = lambda batch: (played.append(batch[keys.ENV_ID].clone()), iterate(batch))[1]
+        history = run.trainer.train()
+        first, last = played[0].bincount(minlength=3), torch.cat(played[-4:]).bincount(minlength=3)
+        assert first.max() - first.min() <= 2
+        # Once all rates are known the shares are 1/8, 6/8, 1/8.
+        assert last[1] > 0.6 * last.sum()
+        assert (last[[0, 2]] > 0).all()
+        assert (history[-1]["rollout/success/Won"], history[-1]["rollout/success/Lost"]) == (1, 0)
+
+    def test_evaluation_keeps_its_tickets(self, tmp_path):
+        config = small_config(
+            tmp_path, adaptive_tasks=True, max_iterations=3, evaluation_interval=1, evaluation_episodes=9
+        )
+        run = build_run(config, env=[Won, Coin, Lost])
+        before = run.final_evaluation()
+        history = run.trainer.train()
+        assert run.trainer.collector.env.tickets.success is not None
+        rates = [[row[f"evaluation/success/{name}"] for name in ("Won", "Coin", "Lost")] for row in history]
+        assert (rates[0][0], rates[0][2]) == (1, 0)
+        assert rates[0] == rates[1] == rates[2], "who wins does not depend on the policy, so the tasks were the same"
+        assert sum(rates[0]) / 3 == pytest.approx(history[0]["evaluation/success"])
+        after = run.final_evaluation()
+        assert torch.equal(before.rows[keys.ENV_ID], after.rows[keys.ENV_ID])
+
+    def test_one_environment_is_an_error(self, tmp_path):
+        with pytest.raises(ConfigError, match="the only one"):
+            build_run(small_config(tmp_path, adaptive_tasks=True))
+
+
+class TestStepTimeout:
+    """An environment that hangs costs its episode, in training and in evaluation, whatever the collector."""
+
+    @pytest.mark.parametrize("collector", ["turn", "async"])
+    def test_the_run_goes_on(self, tmp_path, collector):
+        release = threading.Event()
+
+        class Hangs(Won):
+            thread_safe = True
+
+            def step(self, action):
+                if self.seed in bad:
+                    release.wait(30.0)
+                return super().step(action)
+
+        bad = {Tickets(seed=3, stream=stream)[2].seed for stream in ("train", "eval")}
+        config = small_config(
+            tmp_path, collector=collector, step_timeout=0.3, seed=3, max_iterations=2, evaluation_interval=1
+        )
+        run = build_run(config, env=Hangs)
+        history = run.trainer.train()
+        assert [row["data/faults"] for row in history] == [1, 1]
+        assert [row["rollout/episodes"] for row in history] == [8, 16]
+        assert run.evaluation_env.faults == {"timeout": 2}
+        assert run.evaluation_env.num_threads == 8
+        run.close()
+        assert run.evaluation_env.is_closed
+        release.set()
+
+    def test_threads_without_a_limit(self, tmp_path):
+        run = build_run(small_config(tmp_path, env_threads=2))
+        assert (run.trainer.collector.env.num_threads, run.evaluation_env.num_threads) == (2, 2)
+        run.close()
 
 
 class TestLearning:

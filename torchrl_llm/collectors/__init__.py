@@ -5,7 +5,8 @@ Environments and policies come from :mod:`torchrl_llm.envs` and :mod:`torchrl_ll
 """
 
 from torchrl_llm.collectors._base import ConversationCollector
+from torchrl_llm.collectors.adaptive import adapt_tasks
 from torchrl_llm.collectors.async_turn import AsyncTurnCollector
 from torchrl_llm.collectors.turn import TurnCollector
 
-__all__ = ["AsyncTurnCollector", "ConversationCollector", "TurnCollector"]
+__all__ = ["AsyncTurnCollector", "ConversationCollector", "TurnCollector", "adapt_tasks"]

@@ -6,6 +6,7 @@ subclasses' business.
 
 from __future__ import annotations
 
+import logging
 from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_llm import keys
 
+logger = logging.getLogger(__name__)
+
 MASK = ("collector", "mask")
 
 PADDING: dict[Any, int] = {
@@ -30,6 +33,19 @@ PADDING: dict[Any, int] = {
     for key in (name, ("next", name))
 }
 """What the steps after an episode's end hold, where it is not 0."""
+
+
+def _check_turn_end(env: EnvBase, policy: Any) -> None:
+    """Say so if the policy stops at some ids, but not at the one that the environment's chat template ends a turn with."""
+    formatter, stops = getattr(env, "formatter", None), getattr(policy, "stop_ids", None)
+    if formatter is None or not stops or not formatter.end_of_turn_ids or formatter.end_of_turn_ids[0] in stops:
+        return
+    end, names = formatter.end_of_turn_ids[0], formatter.tokenizer.convert_ids_to_tokens
+    logger.warning(
+        "The chat template ends a turn with %r (id %d), where the policy does not stop: its stop ids are %s. Responses will "
+        "run on to max_output_tokens. Pass SamplingConfig(stop_ids=%s).",
+        names(end), end, dict(zip(stops, names(list(stops)), strict=True)), tuple(sorted({end, *stops})),
+    )  # fmt: skip
 
 
 class ConversationCollector(BaseCollector):
@@ -64,6 +80,7 @@ class ConversationCollector(BaseCollector):
         if batch_size < 1 or batch_size % self.group_size:
             raise ValueError(f"batch_size is {batch_size}; expected a multiple of the group size {self.group_size}.")
         self.policy = policy
+        _check_turn_end(self.env, policy)
         self.batch_size = batch_size
         self.total_frames = total_frames
         self.total_batches = total_batches

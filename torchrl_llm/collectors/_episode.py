@@ -28,26 +28,28 @@ class Episode:
         index: the place of the ticket among the tickets.
         ticket: the ticket.
         lengths: tokens of the context before each turn, and after the last one.
+        segments: for each of these, how often the context was made anew before.
         responses: the policy's, one a turn.
         rewards: one a turn.
         oldest: the lowest version of the weights that sampled a token; ``None`` before the first.
-        context: the last context, ``[lengths[-1]]`` int64, once finished.
+        contexts: the longest context of each segment that is over, int64; all of them once finished.
         stop_reason: why it ended, or that it runs.
     """
 
     index: int
     ticket: Ticket
     lengths: list[int] = field(default_factory=list)
+    segments: list[int] = field(default_factory=list)
     responses: list[TurnResponse] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     oldest: int | None = None
-    context: npt.NDArray[np.int64] | None = None
+    contexts: list[npt.NDArray[np.int64]] = field(default_factory=list)
     stop_reason: StopReason = StopReason.RUNNING
 
     @property
     def finished(self) -> bool:
         """Whether the last turn was played."""
-        return self.context is not None
+        return self.stop_reason != StopReason.RUNNING
 
     def stale(self, oldest: int) -> bool:
         """Whether a token was sampled with weights older than the version ``oldest``."""
@@ -60,13 +62,14 @@ class Episode:
         self.oldest = oldest if self.oldest is None else min(self.oldest, oldest)
 
 
-def batch_of(episodes: Sequence[Episode], *, width: int, output_width: int) -> TensorDict:
+def batch_of(episodes: Sequence[Episode], *, width: int, output_width: int, slides: bool = False) -> TensorDict:
     """The turn view of finished episodes, as :class:`~torchrl_llm.collectors.TurnCollector` delivers it.
 
     Args:
         episodes: B finished episodes.
         width: columns of a context.
         output_width: columns of a response.
+        slides: whether contexts may be made anew, and ``"segment"`` says how often they were.
 
     Returns:
         A TensorDict ``[B, T]``, right-padded to the longest episode.
@@ -90,6 +93,9 @@ def batch_of(episodes: Sequence[Episode], *, width: int, output_width: int) -> T
         ("next", keys.TERMINATED): last & terminated,
         ("next", keys.TRUNCATED): last & ~terminated,
     }
+    if slides:
+        segment = _padded([episode.segments for episode in episodes], mask.shape[1] + 1)
+        flat |= {keys.SEGMENT: segment[:, :-1], ("next", keys.SEGMENT): segment[:, 1:]}
     flat |= {key: torch.zeros_like(mask) for key in (keys.SUCCESS, keys.DONE, keys.TERMINATED, keys.TRUNCATED)}
     for i, name in enumerate((keys.EPISODE_ID, keys.GROUP_ID, keys.ENV_ID)):
         flat |= {name: ids[..., i], ("next", name): ids[..., i]}
@@ -107,19 +113,23 @@ def _filled(mask: Tensor, values: Sequence[float]) -> Tensor:
     return result
 
 
+def _padded(values: Sequence[Sequence[int] | npt.NDArray[np.int64]], width: int) -> Tensor:
+    result = np.zeros((len(values), width), np.int64)
+    for row, value in zip(result, values, strict=True):
+        row[: len(value)] = value
+    return torch.from_numpy(result)
+
+
 def _contexts(episodes: Sequence[Episode], mask: Tensor, width: int) -> dict[Any, Tensor]:
-    """The contexts before and after each turn: the last one, cut. Padded turns have length 0."""
-    last = np.zeros((len(episodes), width), np.int64)
-    lengths = np.zeros((len(episodes), mask.shape[1] + 1), np.int64)
-    for i, episode in enumerate(episodes):
-        assert episode.context is not None
-        last[i, : len(episode.context)] = episode.context
-        lengths[i, : len(episode.lengths)] = episode.lengths
-    ids, length = torch.from_numpy(last).unsqueeze(1), torch.from_numpy(lengths).unsqueeze(-1)
+    """The contexts before and after each turn: the longest of their segment, cut. Padded turns have length 0."""
+    longest = _padded([context for episode in episodes for context in episode.contexts], width)
+    first = torch.tensor([0, *(len(episode.contexts) for episode in episodes[:-1])]).cumsum(0)
+    place = first.unsqueeze(-1) + _padded([episode.segments for episode in episodes], mask.shape[1] + 1)
+    length = _padded([episode.lengths for episode in episodes], mask.shape[1] + 1).unsqueeze(-1)
     result: dict[Any, Tensor] = {}
-    for before, size in (((), length[:, :-1]), (("next",), length[:, 1:])):
-        size = size * mask.unsqueeze(-1)
-        result[(*before, *keys.PROMPT)] = torch.where(torch.arange(width) < size, ids, 0)
+    for before, turns in (((), slice(None, -1)), (("next",), slice(1, None))):
+        size = length[:, turns] * mask.unsqueeze(-1)
+        result[(*before, *keys.PROMPT)] = torch.where(torch.arange(width) < size, longest[place[:, turns]], 0)
         result[(*before, *keys.PROMPT_LENGTH)] = size
     return result
 

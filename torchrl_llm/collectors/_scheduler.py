@@ -1,7 +1,7 @@
 """Continuous batching over turns: :class:`Scheduler`.
 
 Here lives which ticket a free slot gets, who is asked next, and what is dropped. Threads that call environments are in
-:mod:`~torchrl_llm.collectors._pool`; when batches are wanted is the collector's business.
+:mod:`~torchrl_llm.envs._pool`; when batches are wanted is the collector's business.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
-from typing import Literal
+from typing import Literal, cast
 
 from torchrl_llm.collectors._episode import Episode
-from torchrl_llm.collectors._pool import Call, Pool
-from torchrl_llm.envs.game import EnvironmentFault, kept_global_rng, revoke_global_rng
+from torchrl_llm.envs._pool import LOOK, Call, Pool
+from torchrl_llm.envs.game import EnvironmentFault, kept_global_rng
 from torchrl_llm.envs.gem import GEMEnv, Reply
 from torchrl_llm.modules.policy import TurnPolicy, TurnRequest, TurnResponse
 
 logger = logging.getLogger(__name__)
 
-Reason = Literal["error", "timeout", "stale"]
-
-_LOOK = 0.5  # seconds between two looks at calls that may hang, at most
+Reason = Literal["error", "timeout", "context", "stale"]
 
 
 class Scheduler:
@@ -41,8 +39,8 @@ class Scheduler:
 
     Attributes:
         episodes: dealt and neither taken nor dropped, in the order dealt.
-        dropped: dropped episodes, by reason: "error" and "timeout" (of a member of the group), "stale".
-        faults: failed episodes, by "error" and "timeout".
+        dropped: dropped episodes, by reason: "error", "timeout" and "context" (of a member of the group), "stale".
+        faults: failed episodes, by "error", "timeout" and "context" (the first prompt leaves no room for a response).
     """
 
     def __init__(
@@ -131,7 +129,7 @@ class Scheduler:
 
     @property
     def _patience(self) -> float:
-        return min(_LOOK, self.step_timeout / 4)
+        return min(LOOK, self.step_timeout / 4)
 
     def _deal(self, room: int) -> None:
         if not self.episodes and self._torn is None and self._free and self.env.num_dealt % self.env.group_size:
@@ -173,7 +171,7 @@ class Scheduler:
             if episode is None:  # dropped while its call ran
                 self._free.append(slot)
             elif isinstance(call.error, EnvironmentFault):
-                self._fault(slot, call.error, "error")
+                self._fault(slot, call.error)
             elif call.error is not None:
                 raise call.error
             else:
@@ -189,12 +187,16 @@ class Scheduler:
                 f"{episode.index} there. Give each user of the environment an environment of its own."
             )
         else:
+            if reply.dropped:
+                episode.contexts.append(self.env.context(slot).copy())
             self.env.advance(slot, self._said.pop(slot), reply)
             episode.rewards.append(reply.reward)
         playing, context = self.env.slots[slot], self.env.context(slot)
         episode.lengths.append(playing.length)
+        episode.segments.append(playing.segment)
         if playing.finished:
-            episode.context, episode.stop_reason = context.copy(), playing.stop_reason
+            episode.contexts.append(context.copy())
+            episode.stop_reason = playing.stop_reason
             self._leave(slot)
         else:
             self.policy.submit(TurnRequest(slot, context, episode.ticket.episode_id, playing.turn, self.greedy))
@@ -206,11 +208,9 @@ class Scheduler:
         if now < self._next_look:
             return
         self._next_look = now + self._patience
-        for slot, call in list(self._calls.items()):
-            since = self.env.busy_since(slot)
-            if since is None or now - since <= self.step_timeout or not self.pool.abandon(call):
-                continue
-            revoke_global_rng(call.thread)
+        for call in self.pool.give_up(self._calls, self.env.busy_since, self.step_timeout):
+            slot, cause = call.slot, call.error
+            assert cause is not None
             del self._calls[slot]
             episode, turn = self._seats[slot], self.env.slots[slot].turn
             self.env.renew(slot)
@@ -218,10 +218,9 @@ class Scheduler:
                 self.faults["timeout"] += 1
                 self._free.append(slot)
                 continue
-            cause = TimeoutError(f"no answer within step_timeout={self.step_timeout} s")
             name = self.env.names[episode.ticket.env_id]
             turn = turn if episode.lengths else -1
-            self._fault(slot, EnvironmentFault(name, episode.ticket, turn, cause), "timeout")
+            self._fault(slot, EnvironmentFault(name, episode.ticket, turn, cause))
 
     # ------------------------------------------------------------------ the policy
 
@@ -269,8 +268,8 @@ class Scheduler:
             self.policy.cancel([slot])
             self._leave(slot)
 
-    def _fault(self, slot: int, fault: EnvironmentFault, reason: Reason) -> None:
-        episode = self._seats[slot]
+    def _fault(self, slot: int, fault: EnvironmentFault) -> None:
+        episode, reason = self._seats[slot], cast(Reason, fault.stop_reason.name.lower())
         assert episode is not None
         self.env.renew(slot)
         self._leave(slot)

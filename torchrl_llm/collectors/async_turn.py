@@ -170,7 +170,12 @@ class AsyncTurnCollector(ConversationCollector):
         except Exception:
             self.shutdown(raise_on_error=False)
             raise
-        batch = batch_of(episodes, width=self.env.max_model_len, output_width=self.policy.sampling.max_output_tokens)
+        batch = batch_of(
+            episodes,
+            width=self.env.max_model_len,
+            output_width=self.policy.sampling.max_output_tokens,
+            slides=self.env.overflow == "slide",
+        )
         return batch.to(self.env.device)
 
     def _fetch(self) -> list[Episode]:

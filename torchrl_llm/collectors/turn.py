@@ -196,12 +196,14 @@ class TurnCollector(ConversationCollector):
 
     def state_dict(self) -> OrderedDict:
         """The counters and the environment's state. Nothing is in flight between batches."""
-        return OrderedDict(env_state_dict=_env_state(self.env), frames=self._frames, iter=self._iter)
+        env = _env_state(self.env)
+        return OrderedDict(env_state_dict=env, frames=self._frames, iter=self._iter, dropped=dict(self._dropped))
 
     def load_state_dict(self, state_dict: OrderedDict, **kwargs: Any) -> None:
         """Go on with the ticket that comes next in ``state_dict``."""
         _load_env_state(self.env, state_dict["env_state_dict"])
         self._frames, self._iter = state_dict["frames"], state_dict["iter"]
+        self._dropped = Counter(state_dict["dropped"])
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """Close the environment (unless ``close_env=False``); a second call does nothing. The policy stays open."""

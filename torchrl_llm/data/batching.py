@@ -45,7 +45,7 @@ def micro_batches(batch: TensorDictBase, max_tokens: int) -> list[TensorDictBase
     ``max_tokens`` tokens gets a micro-batch of its own.
 
     Args:
-        batch: rows of batch size ``[B]`` with ``"attention_mask"`` ``[B, L]``, right-padded.
+        batch: rows of batch size ``[B]`` with ``"attention_mask"`` ``[B, L]``, right-padded; a row's gaps (:mod:`torchrl_llm.segments`) stay.
         max_tokens: bound on rows times longest row, >= 1.
 
     Returns:
@@ -152,7 +152,8 @@ def _packed(batch: TensorDictBase, max_tokens: int) -> Iterator[tuple[Tensor, Te
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}; expected at least 1.")
     mask = batch[keys.ATTENTION_MASK]
-    lengths, order = mask.sum(-1).sort(descending=True, stable=True)
+    ends = torch.where(mask.bool(), torch.arange(1, mask.shape[1] + 1, device=mask.device), 0).amax(-1)
+    lengths, order = ends.sort(descending=True, stable=True)
     sizes, width = lengths.tolist(), mask.shape[1]
     start = 0
     while start < len(sizes):

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchrl.envs.transforms import Transform
 
 from torchrl_llm import keys
+from torchrl_llm.segments import Segments
 
 _MASK = ("collector", "mask")
 _TURN_KEYS = {
@@ -24,6 +25,7 @@ _TURN_KEYS = {
     keys.TURN_STOP_REASON: keys.STOP_REASON,
 }
 _ID_KEYS = (keys.EPISODE_ID, keys.GROUP_ID, keys.ENV_ID)
+_FILL: dict[keys.NestedKey, int] = {keys.TURN_IDS: -1, keys.POLICY_VERSION: -1}
 
 
 class TurnViewError(ValueError):
@@ -66,13 +68,14 @@ class TurnsToSequence(Transform):
 
 
 class _Turns(NamedTuple):
-    """The numbers of turns ``[B, T]`` that place them in their rows ``[B, L]``."""
+    """The numbers of turns ``[S, T]`` that place them in their segments ``[S, L]``; mostly a segment is a whole row."""
 
-    played: Tensor  # [B, T] bool
-    start: Tensor  # [B, T] context length = place of the response's first token
-    size: Tensor  # [B, T] tokens of the response
-    last: Tensor  # [B] index of the last turn
-    length: Tensor  # [B] tokens of the row
+    played: Tensor  # [S, T] bool
+    start: Tensor  # [S, T] context length = place of the response's first token
+    size: Tensor  # [S, T] tokens of the response
+    last: Tensor  # [S] index of the last turn
+    final: Tensor  # [S] bool, whether the episode ends with it
+    length: Tensor  # [S] tokens of the segment
 
 
 def turns_to_rows(
@@ -84,6 +87,10 @@ def turns_to_rows(
     without any are dropped, hence ``B' <= B``. A row is the last context, the last response and the feedback to it as
     far as it fits, that is ``("next", "tokens", "prompt")`` of the last turn; off-action entries of ``turn_ids`` and
     ``policy_version`` are -1, of ``sample_log_prob`` 0.
+
+    Where ``"segment"`` says that the context was made anew (``GEMEnv(overflow="slide")``), a row holds the segments one
+    after the other, each up to its last response, with one column of padding between them: a gap in ``attention_mask``.
+    So nothing is trained on with a context that the policy did not see; see :mod:`torchrl_llm.segments`.
 
     Args:
         turns: the turn view of :mod:`torchrl_llm.keys`, one whole episode a row, its turns first.
@@ -118,60 +125,81 @@ def turns_to_rows(
     kept = played.any(-1)
     if not bool(kept.all()):
         turns, played = turns[kept], played[kept]
-    places = _place(turns, played)
-    _check_episodes(turns, places)
-    longest, most = torch.stack([places.length.max(), places.last.max() + 1]).tolist() if len(played) else (0, 0)
-    width, num_turns = max_model_len or longest, max_turns or played.shape[1]
-    if longest > width or most > num_turns:
+    _check_episodes(turns, played)
+    row, parts, places = _segments(turns, played)
+    tokens = _final_context(parts, places)
+    _check_history(parts, places, tokens)
+    segments = Segments.place(row, places.length, len(turns))
+    most = int(played.sum(-1).max()) if len(played) else 0
+    width, num_turns = max_model_len or segments.shape[1], max_turns or played.shape[1]
+    if segments.shape[1] > width or most > num_turns:
         raise TurnViewError(
-            f"An episode of {most} turns and one of {longest} tokens do not fit into max_turns={num_turns} and "
+            f"An episode of {most} turns and one of {segments.shape[1]} tokens do not fit into max_turns={num_turns} and "
             f"max_model_len={width}. Give TurnsToSequence the limits of the environment."
         )
-    tokens = _final_context(turns, places)
-    _check_history(turns, places, tokens)
-    return _rows(turns, places, _fit(tokens, width), num_turns)
+    result = _per_turn(turns, played, num_turns) | {name: turns[name][:, 0, 0] for name in _ID_KEYS}
+    for key, value in _per_token(parts, places, _fit(tokens, segments.width)).items():
+        fill = _FILL.get(key, 0)
+        result[key] = _fit(segments.join(value, fill=fill) if len(row) > len(turns) else value, width, fill=fill)
+    return TensorDict(result, batch_size=turns.shape[:1], device=turns.device)
 
 
-def _place(turns: TensorDictBase, played: Tensor) -> _Turns:
-    lengths = turns["next", *keys.PROMPT_LENGTH].squeeze(-1)
-    last = (played.sum(-1) - 1).clamp(min=0)
-    return _Turns(
-        played=played,
-        start=turns[keys.PROMPT_LENGTH].squeeze(-1),
-        size=turns[keys.RESPONSE_MASK].sum(-1),
-        last=last,
-        length=lengths.gather(1, last.unsqueeze(1)).squeeze(1),
-    )
+def _segments(turns: TensorDictBase, played: Tensor) -> tuple[Tensor, TensorDictBase, _Turns]:
+    """The row of each segment ``[S]``, its turns ``[S, T]`` and their places; mostly a segment is a whole row."""
+    row = torch.arange(len(turns), device=played.device)
+    final = torch.ones_like(row, dtype=torch.bool)
+    number = turns.get(keys.SEGMENT, None)
+    if number is not None and bool(number.any()):
+        number = number.squeeze(-1).masked_fill(~played, 0)
+        count = number.amax(-1) + 1
+        row = row.repeat_interleave(count)
+        index = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
+        final = index == count[row] - 1
+        turns, played = turns[row], played[row] & (number[row] == index.unsqueeze(-1))
+    start = turns[keys.PROMPT_LENGTH].squeeze(-1)
+    size = turns[keys.RESPONSE_MASK].sum(-1)
+    last = torch.where(played, torch.arange(played.shape[1], device=played.device), 0).amax(-1)
+    ends = torch.where(final.unsqueeze(-1), turns["next", *keys.PROMPT_LENGTH].squeeze(-1), start + size)
+    return row, turns, _Turns(played, start, size, last, final, ends.gather(1, last.unsqueeze(1)).squeeze(1))
 
 
 def _final_context(turns: TensorDictBase, places: _Turns) -> Tensor:
-    """The whole conversation ``[B, L]``, 0 in the padding."""
-    contexts = turns["next", *keys.PROMPT]
-    tokens = contexts[torch.arange(len(contexts), device=contexts.device), places.last]
+    """All that was said in a segment ``[S, L]``, 0 in the padding: the last observation, or the last context and response."""
+    row = torch.arange(len(places.last), device=places.last.device)
+    tokens = turns["next", *keys.PROMPT][row, places.last]
+    if not bool(places.final.all()):
+        said = places.played & (torch.arange(places.played.shape[1], device=row.device) == places.last.unsqueeze(-1))
+        responses = _scatter(turns[keys.RESPONSE], turns, places._replace(played=said), tokens.shape, fill=0)
+        before = turns[keys.PROMPT][row, places.last]
+        before = before.masked_fill(_columns(before) >= places.start.gather(1, places.last.unsqueeze(1)), 0)
+        tokens = torch.where(places.final.unsqueeze(-1), tokens, before + responses)
     return tokens.masked_fill(_columns(tokens) >= places.length.unsqueeze(-1), 0)
 
 
-def _rows(turns: TensorDictBase, places: _Turns, tokens: Tensor, num_turns: int) -> TensorDict:
-    """Put everything at its place in rows ``tokens`` ``[B, L]``."""
-    turn = torch.arange(places.played.shape[1], device=tokens.device).view(1, -1, 1)
-    row: dict[keys.NestedKey, Tensor] = {
+def _per_token(turns: TensorDictBase, places: _Turns, tokens: Tensor) -> dict[keys.NestedKey, Tensor]:
+    """Put everything at its place in segments ``tokens`` ``[S, L]``."""
+    turn = torch.arange(places.played.shape[1], device=tokens.device).view(1, -1, 1).expand_as(turns[keys.RESPONSE])
+    log_probs = _wide(turns[keys.RESPONSE_LOG_PROBS])
+    return {
         keys.TOKENS: tokens,
         keys.ATTENTION_MASK: _columns(tokens) < places.length.unsqueeze(-1),
-        keys.TURN_IDS: _scatter(turn.expand_as(turns[keys.RESPONSE]), turns, places, tokens.shape, fill=-1),
+        keys.TURN_IDS: _scatter(turn, turns, places, tokens.shape, fill=-1),
         keys.POLICY_VERSION: _scatter(turns[keys.POLICY_VERSION], turns, places, tokens.shape, fill=-1),
-        keys.SAMPLE_LOG_PROB: _scatter(_wide(turns[keys.RESPONSE_LOG_PROBS]), turns, places, tokens.shape, fill=0),
-        keys.TURN_MASK: _fit(places.played, num_turns),
+        keys.SAMPLE_LOG_PROB: _scatter(log_probs, turns, places, tokens.shape, fill=0),
     }
+
+
+def _per_turn(turns: TensorDictBase, played: Tensor, num_turns: int) -> dict[keys.NestedKey, Tensor]:
+    result: dict[keys.NestedKey, Tensor] = {keys.TURN_MASK: _fit(played, num_turns)}
     for key, source in _TURN_KEYS.items():
         value = turns["next", source].squeeze(-1)
         value = _wide(value) if value.is_floating_point() else value
-        row[key] = _fit(value.masked_fill(~places.played, 0), num_turns)
-    row |= {name: turns[name][:, 0, 0] for name in _ID_KEYS}
-    return TensorDict(row, batch_size=tokens.shape[:1], device=turns.device)
+        result[key] = _fit(value.masked_fill(~played, 0), num_turns)
+    return result
 
 
 def _scatter(values: Tensor, turns: TensorDictBase, places: _Turns, shape: torch.Size, *, fill: int) -> Tensor:
-    """Lay the responses' ``values`` ``[B, T, A]`` out in rows of ``shape`` ``[B, L]``; ``fill`` elsewhere."""
+    """Lay the responses' ``values`` ``[S, T, A]`` out in segments of ``shape`` ``[S, L]``; ``fill`` elsewhere."""
     mask = turns[keys.RESPONSE_MASK] & places.played.unsqueeze(-1)
     index = places.start.unsqueeze(-1) + torch.arange(values.shape[-1], device=values.device)
     index = index.masked_fill(~mask, shape[1])  # one column more, cut off below, takes what is no action
@@ -194,20 +222,23 @@ def _check_keys(turns: TensorDictBase) -> None:
         )
 
 
-def _check_episodes(turns: TensorDictBase, places: _Turns) -> None:
+def _check_episodes(turns: TensorDictBase, played: Tensor) -> None:
     """One whole episode a row, its turns first and in order, its responses contiguous."""
-    played = places.played
     turn, episode = turns[keys.TURN].squeeze(-1), turns[keys.EPISODE_ID].squeeze(-1)
     count = torch.arange(played.shape[1], device=played.device)
     ends = (turns["next", keys.TERMINATED] | turns["next", keys.TRUNCATED]).squeeze(-1)
     mask = turns[keys.RESPONSE_MASK]
+    size, last = mask.sum(-1, keepdim=True), played.sum(-1, keepdim=True) - 1
+    segment = turns.get(keys.SEGMENT, torch.zeros_like(turns[keys.TURN])).squeeze(-1)
+    made_anew = segment - torch.nn.functional.pad(segment[:, :-1], (1, 0))
     faults = {
         "holds turns of several episodes": played & (episode != episode[:, :1]),
         "has a gap between its turns, or does not begin with turn 0": played & (turn != count),
-        "has turns that follow an idle step": played & (count > places.last.unsqueeze(-1)),
-        "ends before its episode does (neither terminated nor truncated)": (count == places.last.unsqueeze(-1)) & ~ends,
-        "goes on after its episode has ended": played & (count < places.last.unsqueeze(-1)) & ends,
-        "has a response_mask with a gap": played & (mask != (_columns(mask) < places.size.unsqueeze(-1))).any(-1),
+        "has turns that follow an idle step": played & (count > last),
+        "ends before its episode does (neither terminated nor truncated)": (count == last) & ~ends,
+        "goes on after its episode has ended": played & (count < last) & ends,
+        "has a response_mask with a gap": played & (mask != (_columns(mask) < size)).any(-1),
+        "skips a segment, or goes back to one": played & ((made_anew < 0) | (made_anew > (count > 0).long())),
     }
     found = torch.stack([fault.any() for fault in faults.values()]).tolist()
     for (message, fault), is_fault in zip(faults.items(), found, strict=True):
@@ -220,7 +251,7 @@ def _check_episodes(turns: TensorDictBase, places: _Turns) -> None:
 
 
 def _check_history(turns: TensorDictBase, places: _Turns, tokens: Tensor) -> None:
-    """Every context and every response must stand, token for token, at its place in the final context.
+    """Every context and every response must stand, token for token, at its place in the final context of its segment.
 
     Since contexts grow, this is the same as ``context_{t+1} = context_t + response_t + feedback_t`` for every t.
     """
@@ -240,8 +271,8 @@ def _check_history(turns: TensorDictBase, places: _Turns, tokens: Tensor) -> Non
         raise HistoryRewrittenError(
             f"Episode {int(turns[keys.EPISODE_ID][row, 0, 0])}, turn {turn}: the context and response of this turn are not a "
             "prefix of the final context, so an environment or its formatter rewrote history (a template that drops "
-            "earlier reasoning, a sliding window, ids made anew from text). Contexts must only grow: "
-            "context_{t+1} = context_t + response_t + feedback_t."
+            "earlier reasoning, a sliding window, ids made anew from text). Contexts must only grow: context_{t+1} = "
+            f"context_t + response_t + feedback_t, unless {keys.SEGMENT!r} says that they were made anew."
         )
 
 
@@ -249,9 +280,9 @@ def _columns(x: Tensor) -> Tensor:
     return torch.arange(x.shape[-1], device=x.device)
 
 
-def _fit(x: Tensor, width: int) -> Tensor:
-    """Cut or zero-pad the last dimension to ``width``."""
-    return torch.nn.functional.pad(x, (0, width - x.shape[-1])).contiguous()
+def _fit(x: Tensor, width: int, *, fill: int = 0) -> Tensor:
+    """Cut or pad the last dimension to ``width``."""
+    return torch.nn.functional.pad(x, (0, width - x.shape[-1]), value=fill).contiguous()
 
 
 def _wide(x: Tensor) -> Tensor:

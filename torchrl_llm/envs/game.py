@@ -19,6 +19,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -26,10 +27,11 @@ from numpy.random import mtrand
 
 from torchrl_llm.envs.chat import Role, compose_message
 from torchrl_llm.envs.tickets import Ticket
+from torchrl_llm.keys import StopReason
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 60.0  # seconds between two warnings that someone keeps the global generators
+_PATIENCE = 60.0  # seconds that a grader may take to start, and between two warnings that someone keeps the generators
 _LONG_CALL = 0.2  # seconds; an environment that keeps others waiting for longer is told of `thread_safe`
 _hinted: set[str] = set()
 
@@ -92,6 +94,11 @@ class EnvironmentFault(RuntimeError):
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.name, self.ticket, self.turn, self.cause)
 
+    @property
+    def stop_reason(self) -> StopReason:
+        """``TIMEOUT`` for a ``TimeoutError``, ``ERROR`` for everything else."""
+        return StopReason.TIMEOUT if isinstance(self.cause, TimeoutError) else StopReason.ERROR
+
 
 class TextStep(NamedTuple):
     """One checked answer of a text environment; ``message`` includes ``info``'s prefix and suffix."""
@@ -141,13 +148,26 @@ def _make(env_id: str) -> TextEnv:
     import gem
 
     try:
-        made = gem.make(env_id)
+        return cast(TextEnv, gem.make(env_id))
     except Exception as error:
         raise EnvironmentUnavailableError(env_id, _needs(env_id, error), error) from error
-    if env_id.startswith("rg:"):
-        # GEM deals new questions after `size` resets of an instance; episodes would depend on what their slot played.
-        made.size = math.inf
-    return cast(TextEnv, made)
+
+
+PACKAGES = {
+    "CodeEnv": ("datasets",),
+    "CrosswordsEnv": ("pandas",),
+    "MathEnv": ("datasets", "pylatexenc"),
+    "MathVisualEnv": ("datasets", "pylatexenc"),
+    "QaEnv": ("datasets",),
+}
+"""By GEM's class, the packages that it imports and GEM's distribution does not bring."""
+
+
+def packages(env_id: str) -> tuple[str, ...]:
+    """The packages that a GEM id needs and an installation of this library does not bring."""
+    from gem.envs.registration import ENV_REGISTRY
+
+    return PACKAGES.get(str(ENV_REGISTRY[env_id].entry_point).rpartition(":")[2], ())
 
 
 def _needs(env_id: str, error: Exception) -> str:
@@ -162,7 +182,8 @@ def _needs(env_id: str, error: Exception) -> str:
             "of NLTK_DATA as corpora/words/en, one word a line."
         )
     if isinstance(error, ImportError):
-        package = getattr(error.__context__, "name", None) or error.name or "the package named below"
+        named = getattr(error.__context__, "name", None) or error.name or "the package named below"
+        package = " ".join(name for name in packages(env_id) if find_spec(name) is None) or named
         data = (
             f" Its data is {given['dataset_name']!r} of the Hugging Face hub, {local}."
             if "dataset_name" in given
@@ -172,6 +193,44 @@ def _needs(env_id: str, error: Exception) -> str:
     if "dataset_name" in given:
         return f"It loads {given['dataset_name']!r} from the Hugging Face hub: connect to it, {local}."
     return "It fails with its registered arguments; give others with a factory: lambda: gem.make(id, ...)."
+
+
+def _mend(env: TextEnv, name: str) -> TextEnv:
+    """Change in place what keeps an episode of GEM's own environments from depending on its task and responses alone.
+
+    Raises:
+        EnvironmentUnavailableError: its process for grading does not start.
+    """
+    gem_env: Any = getattr(env, "unwrapped", env)
+    kinds = {cls.__name__ for cls in type(gem_env).__mro__ if cls.__module__.startswith("gem.envs.")}
+    if "ReasoningGymEnv" in kinds:
+        gem_env.size = math.inf  # it deals new questions after `size` resets of an instance
+    elif "QaEnv" in kinds:
+        gem_env.extractor = partial(_answer_or_none, gem_env.extractor)
+    elif "MathEnv" in kinds and gem_env.use_mp:
+        _wait_for_grader(gem_env, name)
+    return env
+
+
+def _answer_or_none(extract: Callable[[str], str | None], response: str) -> str:
+    """The answer in a response, or if there is none, where GEM would raise, one that is never right."""
+    answer = extract(response)
+    return "\0" if answer is None else answer
+
+
+def _wait_for_grader(math_env: Any, name: str) -> None:
+    """Wait until the process that grades answers is up: GEM takes for wrong what is not graded within a second."""
+    from multiprocessing import TimeoutError as NotGraded
+
+    try:
+        math_env.mp_pool.apply_async(math_env.check_correct, (r"\boxed{1}", "2")).get(timeout=_PATIENCE)
+    except NotGraded as error:
+        math_env.mp_pool.terminate()
+        needs = (
+            f"The process that grades its answers has not started within {_PATIENCE:.0f} s. It imports the main script anew: "
+            'what that runs belongs under `if __name__ == "__main__":`. Or grade in this process, with use_mp=False.'
+        )
+        raise EnvironmentUnavailableError(name, needs, error) from error
 
 
 # ---------------------------------------------------------------------- who has the global generators
@@ -309,8 +368,8 @@ class Game:
     def reset(self, seed: int) -> str:
         """Start the task that ``seed`` names and return the first message."""
         if self._env is None:
-            with self._calling(seed):
-                self._env = self._factory()
+            with self._calling(0):  # what it draws when it is made must not depend on the first task of its slot
+                self._env = _mend(self._factory(), self._name)
             self._takes_seed = "seed" in inspect.signature(self._env.reset).parameters
         with self._calling(seed):
             result = self._env.reset(seed=seed) if self._takes_seed else self._env.reset()

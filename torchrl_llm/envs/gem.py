@@ -11,8 +11,9 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
-from typing import Any, Literal, NamedTuple, get_args
+from functools import partial
+from itertools import chain, islice
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,7 @@ from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_llm import keys
+from torchrl_llm.envs._pool import Call, Pool
 from torchrl_llm.envs.chat import ChatFormatter, History, Template
 from torchrl_llm.envs.game import (
     EnvironmentFault,
@@ -34,6 +36,7 @@ from torchrl_llm.envs.game import (
     kept_global_rng,
     pays_progress,
     resolve_env,
+    revoke_global_rng,
 )
 from torchrl_llm.envs.tickets import Stream, Ticket, Tickets
 from torchrl_llm.keys import StopReason
@@ -41,15 +44,23 @@ from torchrl_llm.keys import StopReason
 logger = logging.getLogger(__name__)
 
 OnDone = Literal["refill", "idle"]
+Overflow = Literal["truncate", "slide"]
 SuccessBy = Literal["last", "return"]
 
 _NO_TICKET = Ticket(-1, -1, 0, 0)
 TERMINATED = (StopReason.WON, StopReason.LOST, StopReason.TURN_LIMIT)
 FAILED = (StopReason.ERROR, StopReason.TIMEOUT)
+_MAX_THREADS = 32
+_PATIENCE = 1.0  # seconds that threads may take to end
 
 
-class PromptTooLongError(ValueError):
+class PromptTooLongError(EnvironmentFault):
     """The first context of an episode leaves no room for a response."""
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """``CONTEXT``."""
+        return StopReason.CONTEXT
 
 
 class Reply(NamedTuple):
@@ -59,11 +70,13 @@ class Reply(NamedTuple):
         ids: what it adds to the context: of a start, the whole first context; of a turn, the response and the feedback.
         reward: of the turn; 0.0 at a start.
         stop_reason: of the episode after it.
+        dropped: the oldest turns that leave the context, to make room; 0: the context grows.
     """
 
     ids: Sequence[int]
     reward: float = 0.0
     stop_reason: StopReason = StopReason.RUNNING
+    dropped: int = 0
 
 
 @dataclass
@@ -77,6 +90,8 @@ class Slot:
         turn: turns played.
         total: sum of the rewards.
         length: tokens of the context.
+        segment: how often the context was made anew.
+        pieces: what the context is made of: the first prompt, then each turn's response and feedback, without dropped ones.
         stop_reason: why the episode ended, or that it runs.
         responses: the ids of the responses so far.
     """
@@ -87,6 +102,8 @@ class Slot:
     turn: int = 0
     total: float = 0.0
     length: int = 0
+    segment: int = 0
+    pieces: list[Sequence[int]] = field(default_factory=list)
     stop_reason: StopReason = StopReason.RUNNING
     responses: list[list[int]] = field(default_factory=list)
 
@@ -97,6 +114,17 @@ class Slot:
     @property
     def live(self) -> bool:
         return self.index is not None and not self.finished
+
+
+_Planned = tuple[Ticket, int, Callable[[], Reply]]
+"""What a slot's call is for: its ticket, the turn (-1: the reset), and the call."""
+
+
+def _outcome(function: Callable[[], Reply]) -> Reply | EnvironmentFault:
+    try:
+        return function()
+    except EnvironmentFault as fault:
+        return fault
 
 
 class GEMEnv(EnvBase):
@@ -115,13 +143,19 @@ class GEMEnv(EnvBase):
     :meth:`start`, :meth:`answer` and :meth:`advance` play single slots, for collectors without a barrier between turns.
 
     An episode ends as ``terminated`` when its environment says so (also at its own turn limit), and as ``truncated`` by
-    our budgets: ``max_turns``, or when the next response would not fit into ``max_model_len``.
+    our budgets: ``max_turns``, or when the next response would not fit into ``max_model_len``. With ``overflow="slide"`` the
+    oldest turns leave the context instead, all but the first prompt and as much as fills half of the room behind it; the
+    ids of what stays do not change. What follows is a new segment of the episode, counted in the observation ``"segment"``
+    ``[N, 1]``, and trained on as the policy saw it (:mod:`torchrl_llm.segments`). The episode is truncated only where the
+    last turn alone does not fit.
 
     An environment that raises (also ``SystemExit``) or returns something malformed ends its own episode: truncated, reward
     0, no feedback, ``StopReason.ERROR`` (``TIMEOUT`` if it raised ``TimeoutError``). It is logged, counted in
-    :attr:`faults`, and replaced by a new one. One that fails at its reset has no episode: its slot gets the next ticket.
-    A child process that an environment forks ends when it comes back out of the call. An environment that hangs holds up
-    the others; only :class:`~torchrl_llm.collectors.AsyncTurnCollector` can leave it behind.
+    :attr:`faults`, and replaced by a new one. One that fails at its reset, or whose first prompt leaves no room for a
+    response (counted as "context"), has no episode: its slot gets the next ticket.
+    A child process that an environment forks ends when it comes back out of the call. With ``step_timeout`` environments
+    are called in threads, and one that takes longer is left behind: its episode ends with ``StopReason.TIMEOUT``. Without,
+    an environment that hangs holds up the others.
 
     Args:
         env: a GEM id, a factory of any object with ``reset`` and ``step`` (:class:`TextEnv`), or a list of these: a mixture,
@@ -131,12 +165,18 @@ class GEMEnv(EnvBase):
         max_model_len: width of the context in tokens; default 1024.
         max_output_tokens: width of a response in tokens; default 64.
         max_turns: our turn budget; default none.
+        overflow: ``"truncate"`` (default) or ``"slide"``: what happens when the context is full.
         group_size: episodes that share a task; default 1.
         weights: how often each environment of a mixture is dealt, see :class:`~torchrl_llm.envs.tickets.Tickets`; default
             none, in turn.
         max_faults: failed episodes tolerated in a row, with none between them that ended well; one more raises the first
             of them. Default 16, so that one bad task does not end a long run, and a broken environment does. 0 raises at
             once.
+        num_threads: threads that call environments, so that slow ones answer side by side (those that declare
+            ``thread_safe = True``, see :class:`TextEnv`; others one at a time). Default: none (0), which is the fastest for
+            environments that answer in microseconds; with ``step_timeout`` one a slot, 32 at most.
+        step_timeout: seconds that one reset or step may take; waiting for other environments does not count. Default
+            none. It needs threads. :class:`~torchrl_llm.collectors.AsyncTurnCollector` has threads and a limit of its own.
         system_prompt, template, history, chat_template_kwargs: see :class:`~torchrl_llm.envs.chat.ChatFormatter`.
         success_reward: an episode is a success if it terminates with at least this; default 1.0.
         success_by: whether that is the ``"last"`` reward, or the ``"return"``, the sum of the rewards (up to 1e-6). Default:
@@ -149,12 +189,12 @@ class GEMEnv(EnvBase):
 
     Raises:
         UnknownEnvironmentError: no GEM environment has this id.
-        PromptTooLongError: at a reset, the first context leaves no room for a response.
-        EnvironmentFault: more than ``max_faults`` episodes in a row failed.
+        EnvironmentFault: more than ``max_faults`` episodes in a row failed; a :class:`PromptTooLongError` if the first one's
+            prompt was too long.
         EnvironmentUnavailableError: at a reset, a GEM environment lacks a package or data; the message says which.
 
     Attributes:
-        faults: failed episodes, by "error" and "timeout".
+        faults: failed episodes, by "error", "timeout" and "context".
         last_fault: the last of them; ``None``: none failed.
 
     Examples:
@@ -179,9 +219,12 @@ class GEMEnv(EnvBase):
         max_model_len: int = 1024,
         max_output_tokens: int = 64,
         max_turns: int | None = None,
+        overflow: Overflow = "truncate",
         group_size: int = 1,
         weights: Sequence[float] | None = None,
         max_faults: int = 16,
+        num_threads: int | None = None,
+        step_timeout: float | None = None,
         system_prompt: str | None = None,
         template: Template = "chat",
         history: History = "refuse",
@@ -200,6 +243,8 @@ class GEMEnv(EnvBase):
         self._check_sizes(envs, num_envs, group_size, max_model_len, max_output_tokens, max_turns, on_done)
         if max_faults < 0:
             raise ValueError(f"GEMEnv: max_faults is {max_faults!r}; expected >= 0.")
+        if overflow not in get_args(Overflow):
+            raise ValueError(f"GEMEnv: overflow is {overflow!r}; expected one of {get_args(Overflow)}.")
         if success_by not in (None, *get_args(SuccessBy)):
             raise ValueError(f"GEMEnv: success_by is {success_by!r}; expected None or one of {get_args(SuccessBy)}.")
         self.names, self._factories = zip(*map(resolve_env, envs), strict=True)
@@ -220,14 +265,16 @@ class GEMEnv(EnvBase):
             weights=None if weights is None else tuple(weights),
         )
         self.num_dealt = 0
+        self._slots = [Slot() for _ in range(num_envs)]
+        self.num_threads, self.step_timeout = self._threads(num_threads, step_timeout), step_timeout
+        self._pool: Pool | None = None
         self.max_faults = max_faults
         self.faults: Counter[str] = Counter()
         self.last_fault: EnvironmentFault | None = None
         self._faults_in_a_row: list[EnvironmentFault] = []
         self.max_model_len, self.max_output_tokens, self.max_turns = max_model_len, max_output_tokens, max_turns
-        self.success_reward, self.on_done = success_reward, on_done
+        self.success_reward, self.on_done, self.overflow = success_reward, on_done, overflow
         self._sums = [pays_progress(env) if success_by is None else success_by == "return" for env in envs]
-        self._slots = [Slot() for _ in range(num_envs)]
         self._prompt = torch.zeros(num_envs, max_model_len, dtype=torch.int64)
         self._make_specs(len(tokenizer))
 
@@ -253,6 +300,18 @@ class GEMEnv(EnvBase):
             if not holds:
                 raise ValueError(f"GEMEnv: {name} is {given!r}; expected {expected}.")
 
+    def _threads(self, num_threads: int | None, step_timeout: float | None) -> int:
+        if step_timeout is not None and step_timeout <= 0:
+            raise ValueError(f"GEMEnv: step_timeout is {step_timeout!r}; expected seconds > 0, or None.")
+        if num_threads is None:
+            return 0 if step_timeout is None else min(len(self._slots), _MAX_THREADS)
+        if num_threads < (step_timeout is not None):
+            raise ValueError(
+                f"GEMEnv: num_threads is {num_threads!r}; expected >= 0, and >= 1 with a step_timeout: a call in the "
+                "caller's own thread cannot be left."
+            )
+        return num_threads
+
     def _make_specs(self, vocab_size: int) -> None:
         n = self.batch_size[0]
         size = {"shape": (n, 1), "dtype": torch.int64}
@@ -273,6 +332,8 @@ class GEMEnv(EnvBase):
             shape=(n,),
             device=self.device,
         )
+        if self.overflow == "slide":
+            self.observation_spec[keys.SEGMENT] = Unbounded(**size)
         width = (n, self.max_output_tokens)
         self.action_spec = Composite(
             tokens=Composite(
@@ -325,10 +386,14 @@ class GEMEnv(EnvBase):
             )
         active = [i for i, slot in enumerate(self._slots) if stepped[i] and slot.live]
         responses = self._responses(tensordict)
-        with kept_global_rng(for_games=True):
-            replies = {i: self._try_answer(i, responses[i]) for i in active}
-        rewards = torch.zeros(len(self._slots), 1)
-        for i, reply in replies.items():
+        slots = self._slots
+        calls = {i: (slots[i].ticket, slots[i].turn, partial(self.answer, i, responses[i])) for i in active}
+        rewards = torch.zeros(len(slots), 1)
+        for i, reply in self._call(calls).items():
+            if isinstance(reply, EnvironmentFault):
+                reply = Reply(responses[i], stop_reason=self._contain(i, reply))
+            elif reply.stop_reason != StopReason.RUNNING:
+                self._faults_in_a_row.clear()
             self.advance(i, responses[i], reply)
             rewards[i, 0] = reply.reward
         return self._tensordict(self._observation() | self._done() | {keys.REWARD: rewards})
@@ -370,16 +435,18 @@ class GEMEnv(EnvBase):
         except (Exception, SystemExit) as error:
             raise EnvironmentFault(name, ticket, -1, error) from error
         if len(context) + self.max_output_tokens > self.max_model_len:
-            raise PromptTooLongError(
-                f"The first prompt of {name!r} (episode {ticket.episode_id}) has {len(context)} tokens; with a response of "
-                f"max_output_tokens={self.max_output_tokens} it does not fit into max_model_len={self.max_model_len}. Raise "
-                "max_model_len, lower max_output_tokens, or shorten the system prompt."
+            cause = ValueError(
+                f"the first prompt has {len(context)} tokens; with a response of max_output_tokens={self.max_output_tokens} it "
+                f"does not fit into max_model_len={self.max_model_len}. Raise max_model_len, lower max_output_tokens, or "
+                "shorten the system prompt"
             )
+            raise PromptTooLongError(name, ticket, -1, cause)
         return Reply(context)
 
     def start(self, slot: int, index: int, reply: Reply) -> None:
         """Let a slot play the ticket ``index`` from what :meth:`open` returned."""
         self._slots[slot] = Slot(self._slots[slot].games, index=index, ticket=self.tickets[index])
+        self._slots[slot].pieces.append(reply.ids)
         self._prompt[slot] = 0
         self._append(slot, reply.ids)
 
@@ -395,19 +462,30 @@ class GEMEnv(EnvBase):
         ticket = playing.ticket
         try:
             step = playing.games[ticket.env_id].step(self.formatter.decode(response))
+            ids = [*response, *self.formatter.feedback(response, step.message, role=step.role)]
         except (Exception, SystemExit) as error:
             raise EnvironmentFault(self.names[ticket.env_id], ticket, playing.turn, error) from error
-        ids = [*response, *self.formatter.feedback(response, step.message, role=step.role)]
-        return Reply(ids, step.reward, self._stop_reason(playing, step, playing.length + len(ids)))
+        reason = self._stop_reason(playing, step, playing.length + len(ids))
+        if reason == StopReason.CONTEXT and self.overflow == "slide" and (dropped := self._excess(playing, len(ids))):
+            return Reply(ids, step.reward, dropped=dropped)
+        return Reply(ids, step.reward, reason)
 
     def advance(self, slot: int, response: list[int], reply: Reply) -> None:
-        """Take a slot on to what :meth:`answer` returned; the context is cut at ``max_model_len``."""
+        """Take a slot on to what :meth:`answer` returned; an episode's last words are cut at ``max_model_len``."""
         playing = self._slots[slot]
         playing.responses.append(response)
         playing.turn += 1
         playing.total += reply.reward
         playing.stop_reason = reply.stop_reason
-        self._append(slot, reply.ids[: self.max_model_len - playing.length])
+        playing.pieces.append(reply.ids)
+        if reply.dropped:
+            del playing.pieces[1 : 1 + reply.dropped]
+            playing.segment += 1
+            playing.length = 0
+            self._prompt[slot] = 0
+            self._append(slot, [*chain.from_iterable(playing.pieces)])
+        else:
+            self._append(slot, reply.ids[: self.max_model_len - playing.length])
 
     def busy_since(self, slot: int) -> float | None:
         """``time.monotonic()`` when the slot's running call reached the environment; ``None``: no call is there."""
@@ -421,33 +499,40 @@ class GEMEnv(EnvBase):
 
     def _begin(self, indices: Mapping[int, int | None]) -> None:
         """Start the tickets ``indices`` (slot -> index of its ticket; ``None``: the next one that can be started)."""
-        with kept_global_rng(for_games=True):
-            opened = {
-                i: self._open_next(i) if index is None else (index, self.open(i, index)) for i, index in indices.items()
-            }
-        for i, (index, reply) in opened.items():
-            self.start(i, index, reply)
+        waiting = {slot: self.draw() if index is None else index for slot, index in indices.items()}
+        while waiting:
+            calls = {i: (self.tickets[index], -1, partial(self.open, i, index)) for i, index in waiting.items()}
+            dealt, waiting = waiting, {}
+            for slot, reply in self._call(calls).items():
+                if isinstance(reply, Reply):
+                    self.start(slot, dealt[slot], reply)
+                elif indices[slot] is not None:
+                    raise reply
+                else:
+                    self._contain(slot, reply)
+                    waiting[slot] = self.draw()
 
-    def _open_next(self, slot: int) -> tuple[int, Reply]:
-        while True:
-            index = self.draw()
-            try:
-                return index, self.open(slot, index)
-            except EnvironmentFault as fault:
-                self._contain(slot, fault)
+    def _call(self, calls: Mapping[int, _Planned]) -> dict[int, Reply | EnvironmentFault]:
+        """Make a call for each slot, in threads if there are any; its reply or its fault."""
+        if self.num_threads == 0:
+            with kept_global_rng(for_games=True):
+                return {slot: _outcome(function) for slot, (_, _, function) in calls.items()}
+        self._pool = self._pool or Pool(self.num_threads)
+        made = {slot: self._pool.submit(slot, partial(_outcome, function)) for slot, (_, _, function) in calls.items()}
+        self._pool.wait(made, self.busy_since, self.step_timeout)
+        return {slot: self._heard(call, *calls[slot][:2]) for slot, call in made.items()}
 
-    def _try_answer(self, slot: int, response: list[int]) -> Reply:
-        try:
-            reply = self.answer(slot, response)
-        except EnvironmentFault as fault:
-            return Reply(response, stop_reason=self._contain(slot, fault))
-        if reply.stop_reason != StopReason.RUNNING:
-            self._faults_in_a_row.clear()
-        return reply
+    def _heard(self, call: Call, ticket: Ticket, turn: int) -> Reply | EnvironmentFault:
+        """What came of a call in a thread. Raises what is no fault of the environment."""
+        if call.error is None:
+            return cast(Reply | EnvironmentFault, call.result)
+        if call.abandoned:
+            return EnvironmentFault(self.names[ticket.env_id], ticket, turn, call.error)
+        raise call.error
 
     def _contain(self, slot: int, fault: EnvironmentFault) -> StopReason:
         """Count a failed episode and give its environment away; raise the first if there were too many in a row."""
-        reason = StopReason.TIMEOUT if isinstance(fault.cause, TimeoutError) else StopReason.ERROR
+        reason = fault.stop_reason
         self.faults[reason.name.lower()] += 1
         self.last_fault = fault
         self._faults_in_a_row.append(fault)
@@ -459,6 +544,15 @@ class GEMEnv(EnvBase):
             raise first
         logger.warning("%s Its episode ends here.", fault, exc_info=fault.cause)
         return reason
+
+    def _excess(self, playing: Slot, size: int) -> int:
+        """How many of the oldest turns have to leave the context before one of ``size`` tokens; 0: nothing helps."""
+        first, *turns = map(len, playing.pieces)
+        room = self.max_model_len - self.max_output_tokens - first
+        if size > room:
+            return 0
+        kept = np.cumsum([size, *reversed(turns)]) <= max(size, room // 2)
+        return len(turns) + 1 - int(kept.sum())
 
     def _append(self, slot: int, ids: Sequence[int]) -> None:
         length = self._slots[slot].length
@@ -490,10 +584,14 @@ class GEMEnv(EnvBase):
     def _observation(self) -> dict[Any, Tensor]:
         slots = self._slots
         columns = torch.tensor(
-            [[s.length, s.turn, *s.ticket[:3], s.stop_reason, s.stop_reason == StopReason.WON] for s in slots]
+            [
+                [s.length, s.turn, *s.ticket[:3], s.stop_reason, s.stop_reason == StopReason.WON, s.segment]
+                for s in slots
+            ]
         ).unsqueeze(-1)
-        length, turn, episode, group, env, reason, success = columns.unbind(1)
+        length, turn, episode, group, env, reason, success, segment = columns.unbind(1)
         return {
+            **({keys.SEGMENT: segment} if self.overflow == "slide" else {}),
             keys.PROMPT: self._prompt.masked_fill(length == 0, 0),
             keys.PROMPT_LENGTH: length,
             keys.TURN: turn,
@@ -518,7 +616,7 @@ class GEMEnv(EnvBase):
     # ------------------------------------------------------------------ state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> OrderedDict:
-        """What :meth:`load_state_dict` needs: the counter, and each slot as its ticket and its responses so far."""
+        """What :meth:`load_state_dict` needs: the counters, and each slot as its ticket and its responses so far."""
         slots = [
             {
                 "index": slot.index,
@@ -527,7 +625,8 @@ class GEMEnv(EnvBase):
             }
             for slot in self._slots
         ]
-        return OrderedDict(tickets=asdict(self.tickets), num_dealt=self.num_dealt, slots=slots)
+        counts = {"num_dealt": self.num_dealt, "faults": dict(self.faults)}
+        return OrderedDict(tickets=asdict(self.tickets), slots=slots, **counts)
 
     def load_state_dict(self, state_dict: OrderedDict, *args: Any, **kwargs: Any) -> None:
         """Go on where :meth:`state_dict` was taken: running episodes are replayed; :meth:`observe` shows them.
@@ -555,6 +654,7 @@ class GEMEnv(EnvBase):
                 f"{len(self._slots)} slots. Make it with the same arguments (only the seed may differ)."
             )
         self.tickets, self.num_dealt = saved, state_dict["num_dealt"]
+        self.faults = Counter(state_dict.get("faults", {}))  # a collector that plays single slots counts its own
         self._slots = [Slot(slot.games) for slot in self._slots]
         for slot, old in zip(self._slots, slots, strict=False):
             slot.stop_reason = StopReason(old["stop_reason"])
@@ -566,3 +666,10 @@ class GEMEnv(EnvBase):
     def observe(self) -> TensorDict:
         """The current observation of all slots, as a policy reads it (batch ``[N]``)."""
         return self._tensordict(self._observation() | self._done())
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Let the threads end; those of environments that hang are left behind."""
+        if self._pool is not None:
+            for thread in self._pool.close(_PATIENCE):
+                revoke_global_rng(thread)
+        super().close(raise_if_closed=raise_if_closed)

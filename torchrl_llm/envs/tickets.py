@@ -6,9 +6,10 @@ knows no environments.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, Self, get_args
 
 import numpy as np
 
@@ -16,6 +17,12 @@ Stream = Literal["train", "eval", "test"]
 
 STREAM_IDS = 2**40
 """Group and episode ids of the n-th stream start at ``n * STREAM_IDS``, so that they are unique over the run."""
+
+FLOOR = 0.05
+"""Added to the learnability of every environment, which is at most 0.25: none is forgotten, and their rates stay known."""
+
+MEMORY = 32
+"""Episodes of an environment that its recent success rate looks back on."""
 
 
 class Ticket(NamedTuple):
@@ -43,6 +50,12 @@ class Tickets:
     (seed, stream, group); the streams share no seed, so evaluation never meets a task of training. Several workers
     share one stream without overlap: worker ``w`` of ``W`` deals the groups ``w, w + W, w + 2W, ...``.
 
+    A mixture may be dealt by recent success: from the first :meth:`learn` on, environment ``e`` is drawn with
+    ``weights[e] * (p (1 - p) + FLOOR)``, where ``p`` is its recent success rate. ``p (1 - p)`` is the learnability of a task
+    (Rutherford et al., *No Regrets*, 2024, arXiv:2408.15099; for language models Foster et al., *Learning to Reason at
+    the Frontier of Learnability*, 2025, arXiv:2502.12272): there is most to learn where half of the episodes are won, and
+    nothing where all or none are. Who plays a group then depends on (seed, stream, group, success rates).
+
     Args:
         seed: names the run's tasks; >= 0.
         stream: ``"train"`` (default), ``"eval"`` (during a run) or ``"test"`` (before and after it).
@@ -51,6 +64,9 @@ class Tickets:
         weights: how often each environment of the mixture is dealt, relative to each other; all > 0. Default none: in turn.
         worker: index of this worker; default 0.
         num_workers: number of workers that share the stream; default 1.
+        success: recent success rate of each environment, in [0, 1], what :meth:`learn` has found; only for
+            ``stream="train"``. Default none: nothing is adapted. It is progress, like the counter, and no setting: tickets that
+            differ in nothing else are equal.
 
     Examples:
         >>> tickets = Tickets(seed=3, group_size=2, num_tasks=2)
@@ -63,6 +79,8 @@ class Tickets:
         >>> mixed = Tickets(num_tasks=2, weights=(3, 1))
         >>> sum(mixed[i].env_id for i in range(1000))
         214
+        >>> Tickets(num_tasks=3, success=(0.0, 0.5, 1.0)).shares
+        (0.05, 0.3, 0.05)
     """
 
     seed: int = 0
@@ -72,10 +90,16 @@ class Tickets:
     worker: int = 0
     num_workers: int = 1
     weights: tuple[float, ...] | None = None
+    success: tuple[float, ...] | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        weights = None if self.weights is None else tuple(map(float, self.weights))
-        object.__setattr__(self, "weights", weights)
+        for name in ("weights", "success"):
+            given = getattr(self, name)
+            object.__setattr__(self, name, None if given is None else tuple(map(float, given)))
+        weights, success = self.weights, self.success
+        rates = success is None or (
+            self.stream == "train" and len(success) == self.num_tasks and all(0 <= rate <= 1 for rate in success)
+        )
         proper = weights is None or (len(weights) == self.num_tasks and all(0 < w < float("inf") for w in weights))
         checks = {
             "seed": (self.seed >= 0, "an integer >= 0"),
@@ -83,6 +107,10 @@ class Tickets:
             "group_size": (self.group_size >= 1, ">= 1"),
             "num_tasks": (self.num_tasks >= 1, ">= 1"),
             "weights": (proper, f"None or {self.num_tasks} finite numbers > 0, one an environment"),
+            "success": (
+                rates,
+                f"None or, for the stream 'train', {self.num_tasks} rates in [0, 1], one an environment",
+            ),
             "worker": (0 <= self.worker < self.num_workers, f"in [0, num_workers={self.num_workers})"),
         }
         for name, (holds, expected) in checks.items():
@@ -92,11 +120,41 @@ class Tickets:
     def __getitem__(self, index: int) -> Ticket:
         if index < 0:
             raise IndexError(f"Ticket {index} does not exist; tickets are counted from 0.")
-        return _ticket(self, index)
+        return _ticket(self, self.shares, index)
+
+    @property
+    def shares(self) -> tuple[float, ...] | None:
+        """How often each environment is dealt, relative to each other; ``None``: in turn."""
+        if self.success is None:
+            return self.weights
+        weights = self.weights or (1.0,) * self.num_tasks
+        return tuple(weight * (rate * (1 - rate) + FLOOR) for weight, rate in zip(weights, self.success, strict=True))
+
+    def learn(self, env_ids: Sequence[int], won: Sequence[bool]) -> Self:
+        """The tickets after some episodes: the same, but for the success rates.
+
+        A rate moves by ``1 / MEMORY`` of the way to 0 or 1 for every episode, from 0.5 at the start; episodes that are
+        learnt from together count alike, whatever their order. No episode may be running: its ticket would be another.
+
+        Args:
+            env_ids: what each episode played, an index into the mixture.
+            won: whether it was a success.
+
+        Examples:
+            >>> tickets = Tickets(num_tasks=2).learn([0] * 32, [True] * 32)
+            >>> [round(rate, 2) for rate in tickets.success]
+            [0.82, 0.5]
+        """
+        rates = list(self.success or (0.5,) * self.num_tasks)
+        for env_id in set(env_ids):
+            wins = [win for other, win in zip(env_ids, won, strict=True) if other == env_id]
+            mean = sum(wins) / len(wins)
+            rates[env_id] = mean + (rates[env_id] - mean) * (1 - 1 / MEMORY) ** len(wins)
+        return replace(self, success=tuple(rates))
 
 
 @lru_cache(maxsize=4096)  # every ticket is asked for several times, and its seed is a hash
-def _ticket(tickets: Tickets, index: int) -> Ticket:
+def _ticket(tickets: Tickets, shares: tuple[float, ...] | None, index: int) -> Ticket:
     round_, member = divmod(index, tickets.group_size)
     group = tickets.worker + round_ * tickets.num_workers
     stream = get_args(Stream).index(tickets.stream)
@@ -104,7 +162,7 @@ def _ticket(tickets: Tickets, index: int) -> Ticket:
     drawn, chosen = map(int, np.random.SeedSequence(tickets.seed, spawn_key=(stream, group)).generate_state(2))
     # The lowest bits name the stream, so no task of one stream is ever met in another.
     seed = drawn & ~3 | stream
-    env_id = group % tickets.num_tasks if tickets.weights is None else _pick(tickets.weights, chosen / 2**32)
+    env_id = group % tickets.num_tasks if shares is None else _pick(shares, chosen / 2**32)
     return Ticket(base + group * tickets.group_size + member, base + group, env_id, seed)
 
 

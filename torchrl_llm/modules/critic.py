@@ -16,6 +16,7 @@ from torchrl_llm import keys
 from torchrl_llm.modules.adapters import use_adapter
 from torchrl_llm.modules.lm import hidden_states
 from torchrl_llm.modules.positions import action_positions
+from torchrl_llm.segments import Segments
 
 
 class TurnCritic(TensorDictModuleBase):
@@ -26,7 +27,8 @@ class TurnCritic(TensorDictModuleBase):
 
     Reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"``, all ``[B, L]``; writes ``"state_value"`` ``[B, L]``:
     index i is the value of the tokens before i, 0 where ``turn_ids < 0``; and ``"bootstrap_value"`` ``[B]``, the value
-    of the whole row. Neither looks at the action it is the baseline of.
+    of the whole row. Neither looks at the action it is the baseline of. A gap in ``attention_mask`` starts a segment, which is
+    read as a row of its own (:mod:`torchrl_llm.segments`); ``"bootstrap_value"`` is then that of the last segment.
 
     Args:
         model: a model of transformers, with or without its LM head, or a ``PeftModel`` around one.
@@ -79,6 +81,14 @@ class TurnCritic(TensorDictModuleBase):
 
     def value(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, Tensor]:
         """The same on tensors ``[B, L]``: ``state_value`` ``[B, L]`` and ``bootstrap_value`` ``[B]``."""
+        segments = Segments.find(attention_mask)
+        if segments is None:
+            return self._value_rows(tokens, attention_mask, turn_ids)
+        split = segments.split(tokens), segments.split(attention_mask), segments.split(turn_ids, fill=-1)
+        state_value, bootstrap_value = self._value_rows(*split)
+        return segments.join(state_value), bootstrap_value[segments.last()]
+
+    def _value_rows(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, Tensor]:
         positions = action_positions(attention_mask, turn_ids)
         with use_adapter(self.model, self.adapter):
             hidden = hidden_states(self.model, tokens[:, : positions.longest])

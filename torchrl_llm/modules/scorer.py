@@ -21,6 +21,7 @@ from torchrl_llm.modules.lm import causal_lm, hidden_states, lm_logits
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.modules.positions import ActionPositions, action_positions
 from torchrl_llm.modules.sampling import SamplingProcessor
+from torchrl_llm.segments import Segments
 
 
 class TokenScorer(TensorDictModuleBase):
@@ -38,6 +39,8 @@ class TokenScorer(TensorDictModuleBase):
     weights change, a sampled token may fall outside the new support, where its log-prob is minus infinity. Where the
     policy truncates, ``old_log_prob`` is scored anew and the loss corrects for the sampler. The repetition penalty is
     always left out, for the distribution it makes depends on the whole context.
+
+    A gap in ``attention_mask`` starts a segment, which is scored as a row of its own (:mod:`torchrl_llm.segments`).
 
     Memory: the ``[M, V]`` logits of M action tokens are made in chunks; while training, chunks are recomputed in
     ``backward`` as soon as there is more than one, so that only one chunk of logits is alive at a time.
@@ -106,6 +109,13 @@ class TokenScorer(TensorDictModuleBase):
 
     def score(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:
         """The same on tensors ``[B, L]``: ``(log_prob,)`` or ``(log_prob, entropy)``, each ``[B, L]``."""
+        segments = Segments.find(attention_mask)
+        if segments is None:
+            return self._score_rows(tokens, attention_mask, turn_ids)
+        split = segments.split(tokens), segments.split(attention_mask), segments.split(turn_ids, fill=-1)
+        return tuple(segments.join(values) for values in self._score_rows(*split))
+
+    def _score_rows(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:
         positions = action_positions(attention_mask, turn_ids)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen), use_adapter(self.model, self.adapter):
             # What follows the last action token is behind everything that is scored; at least one column stays, so

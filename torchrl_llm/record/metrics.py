@@ -74,8 +74,9 @@ METRICS: dict[str, str] = {
 """Name -> meaning of every metric that the trainer logs. A metric that is not listed here is an error."""
 
 
-PER_ENVIRONMENT = ("rollout/reward", "rollout/success", "rollout/turns")
-"""Metrics that are also reported for each environment of a mixture, as ``<metric>/<name>``."""
+PER_ENVIRONMENT = ("reward", "success", "turns")
+"""Figures of ``rollout/``, ``evaluation/`` and ``evaluation_greedy/`` that are also reported for each environment of a mixture,
+as ``<metric>/<name>``."""
 
 
 LOSS_METRICS: dict[str, str] = {
@@ -125,10 +126,12 @@ def named(metric: str) -> bool:
     """Whether a metric is in :data:`METRICS`, or is one of them for one environment of a mixture.
 
     Examples:
-        >>> named("rollout/success/game:Wordle-v0-easy"), named("rollout/luck")
-        (True, False)
+        >>> named("rollout/success/game:Wordle-v0-easy"), named("evaluation/turns/Echo"), named("rollout/luck")
+        (True, True, False)
     """
-    return metric in METRICS or any(metric.startswith(f"{name}/") for name in PER_ENVIRONMENT)
+    phase, figure, *name = metric.split("/", 2)
+    shared = phase in ("rollout", "evaluation", "evaluation_greedy") and figure in PER_ENVIRONMENT
+    return metric in METRICS or (shared and name != [])
 
 
 def rollout_metrics(rows: TensorDictBase, env_names: Sequence[str] = ()) -> dict[str, float]:
@@ -137,7 +140,7 @@ def rollout_metrics(rows: TensorDictBase, env_names: Sequence[str] = ()) -> dict
     Args:
         rows: conversations.
         env_names: of the environments of a mixture, such as ``GEMEnv.names``. If there are several, :data:`PER_ENVIRONMENT`
-            is also reported as ``<metric>/<name>`` for each that was played; environments of the same name count together.
+            is also reported as ``rollout/<figure>/<name>`` for each that was played; environments of the same name count together.
     """
     result = _rollout_metrics(rows)
     if len(env_names) > 1:
@@ -146,7 +149,7 @@ def rollout_metrics(rows: TensorDictBase, env_names: Sequence[str] = ()) -> dict
             played = torch.isin(rows[keys.ENV_ID], ids)
             if played.any():
                 own = _rollout_metrics(rows[played])
-                result |= {f"{metric}/{name}": own[metric] for metric in PER_ENVIRONMENT}
+                result |= {f"rollout/{figure}/{name}": own[f"rollout/{figure}"] for figure in PER_ENVIRONMENT}
     return result
 
 

@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tensordict import TensorDictBase
+from torch import Tensor
 
 from torchrl_llm import keys
+from torchrl_llm.segments import Segments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from torchrl_llm.trainers.evaluation import Evaluation
+
+_MADE_ANEW = "\n\n[... earlier turns leave the context; the model sees from here on:]\n\n"
 
 
 def comparison_table(evaluations: Mapping[str, Evaluation]) -> str:
@@ -42,12 +46,21 @@ def conversations_text(rows: TensorDictBase, tokenizer: PreTrainedTokenizerBase,
     """The first ``count`` conversations of ``rows`` as text, special tokens included, with their outcome."""
     parts = []
     for row in rows[:count]:
-        length, turns = int(row[keys.ATTENTION_MASK].sum()), int(row[keys.TURN_MASK].sum())
+        turns = int(row[keys.TURN_MASK].sum())
         rewards = row[keys.TURN_REWARD][:turns].tolist()
         reason = keys.StopReason(int(row[keys.TURN_STOP_REASON][turns - 1])).name.lower().replace("_", " ")
         head = f"### episode {int(row[keys.EPISODE_ID])}: {reason} after {turns} turns, rewards {rewards}"
-        parts.append(f"{head}\n\n```text\n{tokenizer.decode(row[keys.TOKENS][:length])}\n```\n")
+        contexts = map(tokenizer.decode, _contexts(row[keys.TOKENS], row[keys.ATTENTION_MASK]))
+        parts.append(f"{head}\n\n```text\n{_MADE_ANEW.join(contexts)}\n```\n")
     return "\n".join(parts)
+
+
+def _contexts(tokens: Tensor, attention_mask: Tensor) -> list[Tensor]:
+    segments = Segments.find(attention_mask.unsqueeze(0))
+    if segments is None:
+        return [tokens[attention_mask.bool()]]
+    rows = segments.split(tokens.unsqueeze(0))
+    return [row[:length] for row, length in zip(rows, segments.lengths.tolist(), strict=True)]
 
 
 def plot_learning_curve(history: Sequence[Mapping[str, float]], path: Path, *, title: str) -> None:

@@ -10,7 +10,7 @@ import logging
 import shutil
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -21,13 +21,15 @@ from peft import LoraConfig
 from torchrl.checkpoint import Checkpoint, CheckpointError
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.record.loggers import Logger, TensorboardLogger, get_logger
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
+from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector, adapt_tasks
 from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.envs.tickets import Stream
 from torchrl_llm.modules import ActorCritic, HFPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
+from torchrl_llm.modules.lm import end_ids
+from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss
 from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReference
@@ -75,6 +77,7 @@ class Run:
         weight_sync: brings the actor's weights to the policy's engine; ``None`` where they are shared.
         trainer: the loop.
         checkpoints: where the trainer saves.
+        evaluation_env: what evaluations during the run play.
         make_env: makes an environment for a ticket stream: ``make_env(stream="test")``.
     """
 
@@ -85,6 +88,7 @@ class Run:
     weight_sync: VLLMWeightSync | None
     trainer: LLMTrainer
     checkpoints: CheckpointStore
+    evaluation_env: GEMEnv
     make_env: Callable[..., GEMEnv]
 
     def final_evaluation(self, *, greedy: bool = False) -> Evaluation:
@@ -149,8 +153,9 @@ class Run:
             self.weight_sync.send()
 
     def close(self) -> None:
-        """Shut collector, engine and loggers down; a second call does nothing."""
+        """Shut collector, environments, engine and loggers down; a second call does nothing."""
         self.trainer.close()
+        self.evaluation_env.close(raise_if_closed=False)
         if self.weight_sync is not None:
             self.weight_sync.close()
         self.policy.close()
@@ -183,12 +188,14 @@ def build_run(
     accelerator = make_accelerator(config)
     path = str(tiny_model_path()) if config.model_path == "tiny" else config.model_path
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or path, trust_remote_code=config.trust_remote_code)
-    models = load_models(config, path, tokenizer, device=accelerator.device)
-    policy, weight_sync = make_policy(config, path, tokenizer, models)
     make_env = make_env or partial(GEMEnv, env or config.env_name, weights=config.env_weights)
     make_env = partial(_make_env, config, tokenizer, make_env)
+    train_env, evaluation_env = make_env(stream="train", group_size=config.group_size), make_env(stream="eval")
+    sampling = make_sampling(config, path, train_env)
+    models = load_models(config, path, tokenizer, sampling, device=accelerator.device)
+    policy, weight_sync = make_policy(config, path, tokenizer, sampling, models)
     replay_buffer = make_replay_buffer(config)
-    collector = make_collector(config, make_env(stream="train", group_size=config.group_size), policy, replay_buffer)
+    collector = make_collector(config, train_env, policy, replay_buffer)
     loss = make_objective(config, models)
     checkpoints = _checkpoint_store(config, models, tokenizer)
     start = _where_to_start(config, checkpoints)
@@ -201,7 +208,7 @@ def build_run(
         config=config,
         reference=models.reference,
         weight_sync=weight_sync,
-        evaluator=_make_evaluator(config, policy, make_env),
+        evaluator=_make_evaluator(config, policy, evaluation_env),
         checkpoints=checkpoints if config.save_checkpoints else None,
         loggers=make_loggers(config),
         callbacks=_callbacks(config, models, callbacks),
@@ -226,6 +233,7 @@ def build_run(
         weight_sync=weight_sync,
         trainer=trainer,
         checkpoints=checkpoints,
+        evaluation_env=evaluation_env,
         make_env=make_env,
     )
 
@@ -302,7 +310,20 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     return accelerator
 
 
-def load_models(config: RunConfig, path: str, tokenizer: Any, *, device: Any) -> ActorCritic:
+def make_sampling(config: RunConfig, path: str, env: GEMEnv) -> SamplingConfig:
+    """The sampling settings, with the ids that end a response: those of the chat template and those that the model names.
+
+    Some models name their end of text only, and never that of a turn, such as Gemma's ``<end_of_turn>``.
+    """
+    try:
+        named = GenerationConfig.from_pretrained(path)
+    except OSError:  # the model comes without; as transformers does then
+        named = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+    ids = {*env.formatter.end_of_turn_ids, *end_ids(named.eos_token_id, env.formatter.tokenizer)}
+    return replace(config.sampling(), stop_ids=tuple(sorted(ids)))
+
+
+def load_models(config: RunConfig, path: str, tokenizer: Any, sampling: SamplingConfig, *, device: Any) -> ActorCritic:
     """Actor, critic and reference of ``config`` on one base model."""
     lora = None
     if config.lora_r:
@@ -318,7 +339,7 @@ def load_models(config: RunConfig, path: str, tokenizer: Any, *, device: Any) ->
         lora=lora,
         critic=config.algo == "LLMPPO" and ("shared" if config.critic_trunk == "shared" else True),
         reference=_reference(config),
-        sampling=config.sampling(),
+        sampling=sampling,
         entropy=True,
         dtype=config.dtype,
         device=device,
@@ -340,10 +361,9 @@ def load_models(config: RunConfig, path: str, tokenizer: Any, *, device: Any) ->
 
 
 def make_policy(
-    config: RunConfig, path: str, tokenizer: Any, models: ActorCritic
+    config: RunConfig, path: str, tokenizer: Any, sampling: SamplingConfig, models: ActorCritic
 ) -> tuple[TurnPolicy, VLLMWeightSync | None]:
     """Who plays, and what brings the weights there: ``None`` where the policy samples from the actor itself."""
-    sampling = config.sampling()
     if config.policy == "hf":
         return HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed), None
     names = (
@@ -381,6 +401,13 @@ def make_collector(
 ) -> TurnCollector | AsyncTurnCollector:
     """What fills the replay buffer with ``config.batch_size`` conversations an iteration."""
     common: dict[str, Any] = {"batch_size": config.batch_size, "replay_buffer": replay_buffer}
+    if config.adaptive_tasks:
+        if env.tickets.num_tasks < 2:
+            raise ConfigError(
+                f"adaptive_tasks chooses among environments, and {env.names[0]!r} is the only one: leave it out, or play a "
+                "mixture."
+            )
+        common["post_collect_hook"] = partial(adapt_tasks, env)
     if config.max_faults is not None:
         common["max_faults"] = config.max_faults
     if config.collector == "turn":
@@ -466,12 +493,15 @@ def _wandb_id(where: Path) -> str:
 def _make_env(
     config: RunConfig, tokenizer: Any, make: Callable[..., GEMEnv], *, stream: Stream, group_size: int = 1
 ) -> GEMEnv:
+    options = {"num_threads": config.env_threads, "step_timeout": config.step_timeout}
     return make(
+        **{name: value for name, value in options.items() if value is not None},
         tokenizer=tokenizer,
         num_envs=config.num_envs,
         max_turns=config.max_turns,
         max_model_len=config.max_model_len,
         max_output_tokens=config.max_output_tokens,
+        overflow=config.overflow,
         group_size=group_size,
         system_prompt=config.system_prompt,
         template=config.template,
@@ -482,9 +512,7 @@ def _make_env(
     )
 
 
-def _make_evaluator(config: RunConfig, policy: TurnPolicy, make_env: Callable[..., GEMEnv]) -> Callable[[], dict]:
-    env = make_env(stream="eval")
-
+def _make_evaluator(config: RunConfig, policy: TurnPolicy, env: GEMEnv) -> Callable[[], dict]:
     def evaluator() -> dict[str, float]:
         metrics = evaluate(env, policy, config.evaluation_episodes).metrics("evaluation")
         if config.evaluation_greedy:

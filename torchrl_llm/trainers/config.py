@@ -43,7 +43,7 @@ VLLM_ONLY = (
     "sleep_mode",
     "weight_sync",
 )
-ASYNC_ONLY = ("max_staleness", "env_threads", "step_timeout")
+ASYNC_ONLY = ("max_staleness",)
 
 
 class ConfigError(ValueError):
@@ -165,9 +165,12 @@ class RunConfig(TrainerConfig):
         refresh_reference: make the reference what the actor is, every so many iterations; 0 never does.
         env_name: id of a GEM environment, or a list of ids (a mixture); a label where build_run is told what to play.
         env_weights: how often each environment of a mixture is dealt, relative to each other; None deals them in turn.
+        adaptive_tasks: deal those environments of a mixture more often that are won about half of the time: env_weights count
+            times p (1 - p) + 0.05 for a recent success rate p, which changes between batches.
         num_envs: environment slots played side by side.
         max_turns: our own cap on turns (truncation); None leaves it to the environment.
-        max_model_len: longest conversation in tokens, the last response included.
+        max_model_len: longest context in tokens, the last response included.
+        overflow: what happens when it is full: "truncate" ends the conversation, "slide" drops its oldest turns.
         system_prompt: put before the first message; None adds none.
         template: "chat" for the tokenizer's chat template, "raw" for plain concatenation (base models).
         history: what to do with a template that renders earlier turns anew: "refuse" it, or "append", which keeps what was
@@ -193,10 +196,12 @@ class RunConfig(TrainerConfig):
         weight_sync: how weights get into the engine: "adapter", "reload", "shared_memory" or "nccl"; None takes the fastest
             that is correct.
         collector: "turn" plays each batch with a turn of all slots at a time; "async" lets no episode wait for another.
-        max_staleness: updates that the weights of a token may be behind those it trains; 0 is on-policy. This and the next
-            two are for collector="async".
-        env_threads: threads that environments run in.
-        step_timeout: seconds that an environment may take for a step.
+        max_staleness: updates that the weights of a token may be behind those it trains; 0 is on-policy (for
+            collector="async").
+        env_threads: threads that environments run in; None takes one a slot with collector="async" or a step_timeout, else
+            none.
+        step_timeout: seconds that an environment may take for a step, in training and in evaluation; its episode is cut then.
+            None takes 60 in training with collector="async", else no limit.
         max_faults: episodes whose environment may fail in one batch; their groups are dropped and others played.
         batch_size: conversations per iteration, all groups together.
         group_size: conversations per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for.
@@ -277,9 +282,11 @@ class RunConfig(TrainerConfig):
     # environment
     env_name: str | list[str] = "game:GuessTheNumber-v0-easy"
     env_weights: list[float] | None = None
+    adaptive_tasks: bool = False
     num_envs: int = 16
     max_turns: int | None = None
     max_model_len: int = 1024
+    overflow: Literal["truncate", "slide"] = "truncate"
     system_prompt: str | None = None
     template: Literal["chat", "raw"] = "chat"
     history: Literal["refuse", "append"] = "refuse"
@@ -435,11 +442,21 @@ class RunConfig(TrainerConfig):
                 getattr(self, choice) == needed or not given,
                 f"{', '.join(given)} without {choice}={needed!r}: remove the field, or set {choice}.",
             )
+        _require(
+            self.step_timeout is None or self.env_threads != 0,
+            f"step_timeout={self.step_timeout} with env_threads=0: what runs in the main thread cannot be left. Give it a "
+            "thread, or leave env_threads out.",
+        )
         stale = self.max_staleness or 0
         _require(stale >= 0, f"max_staleness is {stale}; expected at least 0.")
         _require(
             stale == 0 or self.old_log_probs != "sampler",
             f'max_staleness={stale} with old_log_probs="sampler": the sampler may have had older weights. Use "auto".',
+        )
+        _require(
+            stale == 0 or not self.adaptive_tasks,
+            f"adaptive_tasks changes between batches what is dealt, and max_staleness={stale} leaves none between them: "
+            "choose one.",
         )
         _require(
             stale == 0 or not self.sleep_mode,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -26,6 +26,8 @@ class Evaluation:
         reward: mean return (undiscounted).
         turns: mean turns per episode.
         response_length: mean tokens per response.
+        environments: of a mixture, success, reward and turns of each environment that was played, as
+            ``"success/<name>"``; empty for a single one.
         rows: the conversations, ``[episodes]`` rows in ticket order; ``None`` in one that was read from a file.
     """
 
@@ -35,11 +37,12 @@ class Evaluation:
     reward: float
     turns: float
     response_length: float
+    environments: dict[str, float] = field(default_factory=dict)
     rows: TensorDictBase | None = None
 
     def figures(self) -> dict[str, Any]:
         """All but the conversations: ``Evaluation(**figures)`` makes it again."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "rows"}
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "rows"}
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """The figures under the names of :data:`torchrl_llm.record.METRICS`."""
@@ -49,6 +52,7 @@ class Evaluation:
             f"{prefix}/success_high": self.success_ci95[1],
             f"{prefix}/reward": self.reward,
             f"{prefix}/turns": self.turns,
+            **{f"{prefix}/{name}": value for name, value in self.environments.items()},
         }
 
 
@@ -70,7 +74,7 @@ def evaluate(env, policy: TurnPolicy, episodes: int, *, greedy: bool = False) ->
     env.set_seed(env.tickets.seed)  # deals from the first ticket again
     mode = ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM
     rows = turns_to_rows(TurnCollector(env, policy, batch_size=episodes, exploration_type=mode).rollout())
-    figures = rollout_metrics(rows)
+    figures = rollout_metrics(rows, env.names)
     wins = int(rows[keys.TURN_SUCCESS].logical_and(rows[keys.TURN_MASK]).any(-1).sum())
     return Evaluation(
         episodes=episodes,
@@ -79,5 +83,6 @@ def evaluate(env, policy: TurnPolicy, episodes: int, *, greedy: bool = False) ->
         reward=figures["rollout/reward"],
         turns=figures["rollout/turns"],
         response_length=figures["rollout/response_length"],
+        environments={name.removeprefix("rollout/"): value for name, value in figures.items() if name.count("/") > 1},
         rows=rows,
     )

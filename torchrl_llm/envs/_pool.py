@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 from typing import Any
+
+from torchrl_llm.envs.game import revoke_global_rng
+
+LOOK = 0.5
+"""Seconds between two looks at calls that may hang, at most."""
 
 
 class Call:
@@ -87,6 +92,39 @@ class Pool:
     def wake(self) -> None:
         """End a wait in :meth:`finished`."""
         self._finished.put(None)
+
+    def wait(self, calls: Mapping[int, Call], busy_since: Callable[[int], float | None], timeout: float | None) -> None:
+        """Wait until all ``calls`` (slot -> call) are finished, or given up (see :meth:`give_up`)."""
+        open_ = {slot: call for slot, call in calls.items() if not call.finished}
+        while open_:
+            for call in self.finished(LOOK if timeout is None else min(LOOK, timeout / 4)):
+                if open_.get(call.slot) is call:
+                    del open_[call.slot]
+            if timeout is not None:
+                for call in self.give_up(open_, busy_since, timeout):
+                    del open_[call.slot]
+
+    def give_up(
+        self, calls: Mapping[int, Call], busy_since: Callable[[int], float | None], timeout: float
+    ) -> list[Call]:
+        """Abandon what takes too long; the global random generators are taken from its threads.
+
+        Args:
+            calls: by slot, calls that are not finished.
+            busy_since: when the call of a slot reached the environment; ``None``: it waits for another one.
+            timeout: seconds that a call may be with its environment.
+
+        Returns:
+            The calls given up, each with a ``TimeoutError`` as its ``error``.
+        """
+        now, given_up = time.monotonic(), []
+        for slot, call in calls.items():
+            since = busy_since(slot)
+            if since is not None and now - since > timeout and self.abandon(call):
+                revoke_global_rng(call.thread)
+                call.error = TimeoutError(f"no answer within step_timeout={timeout} s")
+                given_up.append(call)
+        return given_up
 
     def abandon(self, call: Call) -> bool:
         """Give up a call; its thread takes no other. Returns False if the call has finished in the meantime."""

@@ -1,0 +1,53 @@
+"""Which environments of a mixture are played next, by recent success: :func:`adapt_tasks`.
+
+The rule is :class:`~torchrl_llm.envs.tickets.Tickets`'s; here lives what it learns from.
+"""
+
+from __future__ import annotations
+
+from tensordict import TensorDictBase
+
+from torchrl_llm import keys
+from torchrl_llm.collectors._base import MASK
+from torchrl_llm.envs.gem import GEMEnv
+
+
+def adapt_tasks(env: GEMEnv, batch: TensorDictBase) -> None:
+    """Let the tickets of a mixture learn from a batch which environments are won about half of the time.
+
+    Those are dealt more often from the next batch on, by the rule of :class:`~torchrl_llm.envs.tickets.Tickets`. It is meant
+    as the ``post_collect_hook=partial(adapt_tasks, env)`` of the collector that plays ``env``. What was learnt is part of the
+    environment's state, so a resumed run goes on exactly.
+
+    Args:
+        env: plays the batches; its tickets are replaced.
+        batch: ``[B, T]``, what the collector delivered.
+
+    Raises:
+        ValueError: ``env`` is no mixture.
+        RuntimeError: episodes are running (an :class:`~torchrl_llm.collectors.AsyncTurnCollector` with ``max_staleness``):
+            tickets may change between batches only.
+
+    Examples:
+        >>> from functools import partial
+        >>> from torchrl_llm.collectors import TurnCollector
+        >>> from torchrl_llm.testing.environments import Echo, StopOrGo
+        >>> from torchrl_llm.testing.policies import ScriptedPolicy
+        >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
+        >>> tokenizer = byte_tokenizer()
+        >>> env = GEMEnv([StopOrGo, Echo], tokenizer=tokenizer, num_envs=4, max_output_tokens=32)
+        >>> policy = ScriptedPolicy(lambda episode, turn, context: "stop", tokenizer=tokenizer)
+        >>> hook = partial(adapt_tasks, env)
+        >>> _ = TurnCollector(env, policy, batch_size=64, post_collect_hook=hook).rollout()
+        >>> [round(rate, 2) for rate in env.tickets.success]
+        [0.82, 0.18]
+    """
+    if env.tickets.num_tasks < 2:
+        raise ValueError(f"adapt_tasks: {env.names[0]!r} is the only environment; expected a mixture of two or more.")
+    running = sum(slot.live for slot in env.slots)
+    if running:
+        raise RuntimeError(
+            f"adapt_tasks: {running} episodes are running, whose tickets would change. Collect with max_staleness=0."
+        )
+    won = (batch["next", keys.SUCCESS].squeeze(-1) & batch[MASK]).any(-1)
+    env.tickets = env.tickets.learn(batch[keys.ENV_ID][:, 0, 0].tolist(), won.tolist())
