@@ -2,9 +2,9 @@
 
     python benchmarks/environments.py --episodes 10
 
-Plays every registered id through GEMEnv, with a random player and, where one is easy to write, with one that wins.
-Nothing is fetched. Environments that read word lists or datasets get small ones made here; without the package
-``datasets`` those that need it are listed with what they lack.
+Plays every registered id through GEMEnv: with a random player, with a clumsy one that keeps to no format and, where one is
+easy to write, with one that wins. Nothing is fetched. Environments that read word lists or datasets get small ones made
+here; those that lack a package are listed with it.
 """
 
 import argparse
@@ -18,6 +18,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +27,7 @@ from unittest.mock import patch
 from gem.envs.registration import ENV_REGISTRY, make
 
 from torchrl_llm.envs import EnvironmentFault, EnvironmentUnavailableError, GEMEnv
-from torchrl_llm.envs.game import kept_global_rng, pays_progress, resolve_env
+from torchrl_llm.envs.game import kept_global_rng, packages, pays_progress, resolve_env
 from torchrl_llm.keys import StopReason
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 
@@ -165,6 +167,25 @@ SCRIPTED: dict[str, tuple[str, Player]] = {
     ),
     "CodeEnv": ("writes the program", lambda env, rng, turn: "```python\nprint(int(input()) + 1)\n```"),
 }
+
+CLUMSY = (
+    "",
+    "I do not know.",
+    boxed("banana"),
+    boxed(""),
+    boxed("[1, 2]"),
+    boxed("1/0"),
+    boxed("{'a': 1}"),
+    "```\n)\n```",
+)
+
+
+def clumsy_player() -> Player:
+    """Says one after the other what few environments can read."""
+    texts = cycle(CLUMSY)
+    return lambda env, rng, turn: next(texts)
+
+
 RANDOM["CodeEnv"] = lambda env, rng, turn: f"```python\nprint({rng.randint(0, 9)})\n```"
 
 SUCCESS = {
@@ -227,7 +248,7 @@ def word_lists(words: Sequence[str] = WORDS) -> Iterator[None]:
 
 
 def local_dataset(env_id: str) -> Any:
-    """Twenty tasks in the columns that an id reads; needs the package ``datasets``."""
+    """Twenty tasks in the columns that an id reads."""
     from datasets import Dataset
 
     given = ENV_REGISTRY[env_id].kwargs
@@ -237,19 +258,18 @@ def local_dataset(env_id: str) -> Any:
         return Dataset.from_list(
             [{question: f"Print the number read plus one. ({i})", given["test_key"]: tests} for i in range(20)]
         )
-    rows = [{question: f"What is {i} + {i}?", given["answer_key"]: str(2 * i)} for i in range(20)]
+    images = {given["image_key"]: []} if "image_key" in given else {}
+    rows = [{question: f"What is {i} + {i}?", given["answer_key"]: str(2 * i), **images} for i in range(20)]
     return Dataset.from_list(rows)
 
 
 def factory(env_id: str) -> Callable[[], Any]:
     """What makes an environment, with local data where it needs some."""
-    if "dataset_name" not in ENV_REGISTRY[env_id].kwargs:
+    lacking = any(find_spec(name) is None for name in packages(env_id))
+    if lacking or "dataset_name" not in ENV_REGISTRY[env_id].kwargs:
         return resolve_env(env_id)[1]
-    try:
-        import datasets  # noqa: F401
-    except ImportError:
-        return resolve_env(env_id)[1]
-    return lambda: make(env_id, dataset=local_dataset(env_id))
+    # Answers of MathEnv are graded in this process; CodeEnv knows no such argument, and takes it.
+    return lambda: make(env_id, dataset=local_dataset(env_id), use_mp=False)
 
 
 # ---------------------------------------------------------------------- playing
@@ -257,12 +277,12 @@ def factory(env_id: str) -> Callable[[], Any]:
 
 @dataclass
 class Played:
-    """What some episodes came to: most turns, mean return, share of successes, failed episodes, seconds."""
+    """What some episodes came to: most turns, mean return, share of successes, what failed, seconds."""
 
     turns: int
     reward: float
     success: float
-    faults: int
+    faults: list[EnvironmentFault]
     seconds: float
 
 
@@ -288,7 +308,7 @@ def play(env_id: str, player: Player, episodes: int, seed: int = 0) -> Played:
         success_by="return" if pays_progress(env_id) else "last",
     )
     rng, start = random.Random(seed), time.perf_counter()
-    returns, turns, wins, faults = [], [0], 0, 0
+    returns, turns, wins, faults = [], [0], 0, []
     for _ in range(episodes):
         try:
             index = env.draw()
@@ -307,31 +327,43 @@ def play(env_id: str, player: Player, episodes: int, seed: int = 0) -> Played:
         except EnvironmentFault as fault:
             if isinstance(fault.cause, EnvironmentUnavailableError):
                 raise fault.cause from fault
-            faults += 1
+            faults.append(fault)
     mean = sum(returns) / max(1, len(returns))
-    for each in made:
-        getattr(each, "close", lambda: None)()
     return Played(max(turns), mean, wins / episodes, faults, time.perf_counter() - start)
 
 
 def line(env_id: str, episodes: int) -> str:
     """A line of the table."""
     kind = family(env_id)
-    data = "local data given" if "dataset_name" in ENV_REGISTRY[env_id].kwargs else ""
-    data = "local word list given" if kind in ("Wordle", "Hangman", "WordSearch") else data
     try:
         chance = play(env_id, random_player(env_id), episodes)
     except EnvironmentUnavailableError as error:
         return f"| `{env_id}` | {SUCCESS[kind]} | | | | | **lacks**: {_cell(error.needs)} |"
+    if len(chance.faults) == episodes:
+        return f"| `{env_id}` | {SUCCESS[kind]} | | | | | **fails**: {_cell(str(chance.faults[0].cause))} |"
     name, player = SCRIPTED.get(kind, ("", None))
     played = play(env_id, player, episodes) if player else None
     best = f"{name}: {played.success:.0%}" if played else ""
-    faults = chance.faults + (played.faults if played else 0)
-    status = ", ".join(filter(None, ["plays", data, f"{faults} episodes failed" if faults else ""]))
+    turns = max(chance.turns, played.turns if played else 0)
     return (
-        f"| `{env_id}` | {SUCCESS[kind]} | {max(chance.turns, played.turns if played else 0)} | {chance.reward:.2f} | "
-        f"{chance.success:.0%} | {best} | {status} |"
+        f"| `{env_id}` | {SUCCESS[kind]} | {turns} | {chance.reward:.2f} | {chance.success:.0%} | {best} | "
+        f"{status(env_id, turns, [*chance.faults, *(played.faults if played else [])])} |"
     )
+
+
+def status(env_id: str, turns: int, faults: list[EnvironmentFault]) -> str:
+    """That an id plays, what it needs for that, and whether a response makes it raise."""
+    data = "dataset_name" in ENV_REGISTRY[env_id].kwargs
+    words = family(env_id) in ("Wordle", "Hangman", "WordSearch")
+    needs = [f"`{name}`" for name in packages(env_id)]
+    clumsy = play(env_id, clumsy_player(), len(CLUMSY) if turns == 1 else 3).faults
+    said = [
+        "plays" + (" with local data" if data else " with a local word list" if words else ""),
+        f"needs {' and '.join(needs)}" if needs else "",
+        f"{len(faults)} episodes failed" if faults else "",
+        "raises at an answer that it cannot read" if clumsy else "",
+    ]
+    return "; ".join(filter(None, said))
 
 
 def _cell(text: str) -> str:
@@ -353,9 +385,11 @@ def main() -> None:
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # CodeEnv's python
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     lines = ["| id | success is | most turns | random: return | random: success | other player: success | status |"]
     lines.append("|---|---|---|---|---|---|---|")
-    with word_lists():
+    with word_lists(), tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # CodeEnv writes where it is
         for env_id in filter(lambda name: name.startswith(args.ids), ENV_REGISTRY):
             with contextlib.redirect_stdout(sys.stderr):
                 row = line(env_id, args.episodes)

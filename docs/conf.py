@@ -102,6 +102,7 @@ def _settings_table(config: type, *, without: tuple[str, ...] = ()) -> str:
 
 ROOMS = {
     "keys": (),
+    "segments": (),
     "envs": (),
     "modules": (),
     "data": (),
@@ -110,7 +111,7 @@ ROOMS = {
     "weight_update": (),
     "trainers": (),
     "record": ("report",),
-    "testing": ("arithmetic", "enumerable", "environments", "policies", "tiny", "tokenizers"),
+    "testing": ("arithmetic", "enumerable", "environments", "policies", "probes", "tiny", "tokenizers"),
 }
 """Each package of the library, and its modules that are documented by themselves."""
 

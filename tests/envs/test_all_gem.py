@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import os
 import random
 import sys
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
 from gem.envs.registration import ENV_REGISTRY, make
+from gem.tools.python_code_tool import PythonCodeTool
+from gem.tools.tool_env_wrapper import ToolEnvWrapper
 
 from torchrl_llm import keys
+from torchrl_llm.collectors import AsyncTurnCollector
 from torchrl_llm.envs import EnvironmentUnavailableError, GEMEnv
-from torchrl_llm.envs.game import PAYS_PROGRESS, Game, resolve_env
+from torchrl_llm.envs.game import PAYS_PROGRESS, Game, packages, resolve_env
 from torchrl_llm.testing.policies import ScriptedPolicy
 
-HAS_DATASETS = importlib.util.find_spec("datasets") is not None
-HAS_PANDAS = importlib.util.find_spec("pandas") is not None
 READS_WORDS = ("Wordle", "Hangman", "WordSearch")
-BROKEN = ("game:FifteenPuzzle-v0-random", "rg:composite")
+BROKEN = ("game:Crosswords-v0-random", "game:FifteenPuzzle-v0-random", "rg:composite")
 """GEM's own registration of these does not make an environment."""
+
+IMAGES = ("math:Geometry3K",)
+"""Its questions are of text and images, and GEMEnv is of text."""
 
 SLOW = ("game:Sokoban-v0-hard", "game:Sokoban-v0-random", "rg:knight_swap", "rg:futoshiki")
 
@@ -45,7 +52,7 @@ def offline(kind):
     return [
         pytest.param(env_id, marks=pytest.mark.slow if env_id in SLOW else ())
         for env_id in ENV_REGISTRY
-        if env_id.startswith(kind) and env_id not in BROKEN and "Crosswords" not in env_id
+        if env_id.startswith(kind) and env_id not in BROKEN
     ]
 
 
@@ -54,7 +61,7 @@ class TestPlaying:
     def test_a_random_player_plays_every_game(self, environments, env_id):
         with environments.word_lists():
             played = environments.play(env_id, environments.random_player(env_id), 2)
-        assert played.faults == 0
+        assert not played.faults
         assert played.turns >= 1
 
     @pytest.mark.parametrize("name", ["GuessTheNumber", "TowerofHanoi", "Mastermind", "Sudoku", "Wordle", "Hangman"])
@@ -66,10 +73,19 @@ class TestPlaying:
     @pytest.mark.parametrize("env_id", offline("rg:"))
     def test_reasoning_gym_answers_are_successes(self, environments, env_id):
         played = environments.play(env_id, environments.SCRIPTED["rg"][1], 1)
-        assert (played.faults, played.turns) == (0, 1)
+        assert (played.faults, played.turns) == ([], 1)
 
-    def test_questions_do_not_depend_on_what_the_slot_played(self):
-        played, fresh = (Game(resolve_env("rg:basic_arithmetic")[1]) for _ in range(2))
+    @pytest.mark.parametrize(
+        "factory",
+        [
+            resolve_env("rg:basic_arithmetic")[1],
+            lambda: make("rg:basic_arithmetic", seed=7),
+            lambda: ToolEnvWrapper(make("rg:basic_arithmetic"), tools=[PythonCodeTool()]),
+        ],
+        ids=["id", "factory", "wrapped"],
+    )
+    def test_questions_do_not_depend_on_what_the_slot_played(self, factory):
+        played, fresh = Game(factory), Game(factory)
         for seed in range(520):  # GEM would change its questions after 500
             played.reset(seed)
         assert [played.reset(seed) for seed in (1, 2)] == [fresh.reset(seed) for seed in (1, 2)]
@@ -102,19 +118,30 @@ def game_of(env):
     return env.slots[0].games[0]._env
 
 
+NEEDS = [(env_id, package) for env_id in ENV_REGISTRY for package in packages(env_id)]
+
+
 class TestLacking:
-    @pytest.mark.skipif(HAS_DATASETS, reason="the package is there")
-    @pytest.mark.parametrize("env_id", [env_id for env_id in ENV_REGISTRY if needs_data(env_id)])
-    def test_the_package_and_the_dataset_are_named(self, tokenizer, env_id):
-        with pytest.raises(EnvironmentUnavailableError, match="pip install datasets") as caught:
+    @pytest.mark.parametrize(("env_id", "package"), NEEDS)
+    def test_the_package_and_the_data_are_named(self, tokenizer, monkeypatch, env_id, package):
+        for name in [name for name in sys.modules if name.startswith(("gem.envs.", "gem.utils.math_grader"))]:
+            if name != "gem.envs.registration":
+                monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(EnvironmentUnavailableError, match=f"pip install {package}\\.") as caught:
+            GEMEnv(env_id, tokenizer=tokenizer).reset()
+        if needs_data(env_id):
+            assert ENV_REGISTRY[env_id].kwargs["dataset_name"] in str(caught.value)
+            assert "dataset=" in str(caught.value)
+
+    @pytest.mark.parametrize("env_id", ["math:GSM8K", "code:Taco8k", "qa:HotpotQA"])
+    def test_data_that_is_not_there_is_named(self, tokenizer, monkeypatch, tmp_path, env_id):
+        monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+        with pytest.raises(EnvironmentUnavailableError, match="connect to it, or pass local data") as caught:
             GEMEnv(env_id, tokenizer=tokenizer).reset()
         assert ENV_REGISTRY[env_id].kwargs["dataset_name"] in str(caught.value)
-        assert "dataset=" in str(caught.value)
-
-    @pytest.mark.skipif(HAS_PANDAS, reason="the package is there")
-    def test_crosswords_name_pandas(self, tokenizer):
-        with pytest.raises(EnvironmentUnavailableError, match="pip install pandas"):
-            GEMEnv("game:Crosswords-v0-easy", tokenizer=tokenizer).reset()
 
     @pytest.mark.parametrize("name", READS_WORDS)
     def test_the_word_list_is_named(self, tokenizer, environments, name):
@@ -130,20 +157,148 @@ class TestLacking:
             GEMEnv(env_id, tokenizer=tokenizer).reset()
 
 
-@pytest.mark.skipif(not HAS_DATASETS, reason="needs the package datasets")
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """GEM runs programs in folders below the working directory, with the python of the PATH."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+
+
+@pytest.mark.usefixtures("elsewhere")
 class TestLocalData:
-    @pytest.mark.parametrize("env_id", ["math:GSM8K", "code:Taco8k", "logic:RuleTaker-d0", "qa:HotpotQA", "eval:2Wiki"])
+    @pytest.mark.parametrize(
+        "env_id", [env_id for env_id in ENV_REGISTRY if needs_data(env_id) and env_id not in IMAGES]
+    )
     def test_small_data_made_here_plays(self, environments, env_id):
         winner = environments.SCRIPTED[environments.family(env_id)][1]
-        played = environments.play(env_id, winner, 3)
-        assert (played.faults, played.turns, played.success) == (0, 1, 1.0)
+        played = environments.play(env_id, winner, 2)
+        assert (played.faults, played.turns, played.success) == ([], 1, 1.0)
+
+    @pytest.mark.parametrize("env_id", ["math:GSM8K", "code:Taco8k", "logic:RuleTaker-d0", "qa:HotpotQA"])
+    def test_a_response_without_an_answer_is_no_success_and_no_fault(self, environments, env_id):
+        played = environments.play(env_id, lambda env, rng, turn: "I do not know.", 2)
+        assert (played.faults, played.turns, played.success) == ([], 1, 0.0)
+
+    def test_an_answer_of_nothing_is_not_what_no_answer_is(self):
+        from datasets import Dataset
+
+        rows = Dataset.from_list([{"problem": "Which article is definite?", "answer": "the"}])
+        game = Game(lambda: make("qa:HotpotQA", dataset=rows))
+        rewards = []
+        for said in ("I do not know.", "<answer>The</answer>"):
+            game.reset(0)
+            rewards.append(game.step(said).reward)
+        assert rewards == [0.0, 1.0]
+
+    @pytest.mark.slow
+    def test_the_first_answer_to_a_grader_in_a_process_of_its_own_counts(self, environments):
+        game = Game(lambda: make("math:GSM8K", dataset=environments.local_dataset("math:GSM8K")))
+        rewards = []
+        for seed, right in enumerate([True, False, True]):
+            game.reset(seed)
+            rewards.append(game.step(rf"\boxed{{{game._env.answer if right else 1}}}").reward)
+        game._env.close()
+        assert rewards == [1.0, 0.0, 1.0]
+
+    @pytest.mark.parametrize("env_id", IMAGES)
+    def test_questions_of_images_are_refused(self, environments, env_id):
+        played = environments.play(env_id, environments.SCRIPTED["MathVisualEnv"][1], 1)
+        assert "'images': []" in str(played.faults[0].cause)
 
 
+def programs(environments, **tests):
+    """A factory of a code environment of one task."""
+    from datasets import Dataset
+
+    rows = Dataset.from_list([{"problem": "Print the number read plus one.", "tests": json.dumps(tests)}])
+    return lambda: make("code:Taco8k", dataset=rows)
+
+
+def fenced(code):
+    return f"```python\n{code}\n```"
+
+
+@pytest.mark.usefixtures("elsewhere")
+class TestSubmittedPrograms:
+    def test_they_run_in_a_process_of_their_own(self, environments, tmp_path):
+        game = Game(programs(environments, inputs=["1"], outputs=["2"]))
+        game.reset(0)
+        code = f"import os\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\nprint(int(input()) + 1)"
+        assert game.step(fenced(code)).reward == 1.0
+        assert int((tmp_path / "pid").read_text()) != os.getpid()
+
+    @pytest.mark.parametrize(
+        "code",
+        ["print(2); raise SystemExit(3)", "print('2'", "print(2); 1 / 0", "print(3)", "print(2)\nimport subprocess"],
+    )
+    def test_one_that_fails_is_a_wrong_answer(self, environments, code):
+        game = Game(programs(environments, inputs=["1"], outputs=["2"]))
+        game.reset(0)
+        assert game.step(fenced(code)).reward == 0.0
+
+    @pytest.mark.slow
+    def test_one_that_hangs_is_ended_by_gem_and_wrong(self, environments, tmp_path):
+        game, code = Game(programs(environments, inputs=["1", "2"], outputs=["2", "3"])), hangs(tmp_path)
+        game.reset(0)
+        start = time.monotonic()
+        assert game.step(fenced(code)).reward == 0.0
+        assert 9.0 < time.monotonic() - start < 25.0
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / "pid").read_text()), 0)
+
+    @pytest.mark.slow
+    def test_one_that_hangs_holds_up_a_collector_for_its_time_limit(self, environments, tokenizer, tmp_path):
+        right, code = fenced("print(int(input()) + 1)"), fenced(hangs(tmp_path))
+        env = GEMEnv(
+            programs(environments, inputs=["1"], outputs=["2"]),
+            tokenizer=tokenizer,
+            num_envs=2,
+            max_model_len=1024,
+            max_output_tokens=256,
+        )
+        policy = ScriptedPolicy(
+            lambda episode, turn, context: code if episode == 1 else right, tokenizer=tokenizer, max_output_tokens=256
+        )
+        collector = AsyncTurnCollector(env, policy, batch_size=3, step_timeout=3.0)
+        batch = collector.rollout()
+        collector.shutdown()
+        assert batch[keys.EPISODE_ID][:, 0, 0].tolist() == [0, 2, 3]
+        assert batch["next", keys.SUCCESS].all()
+        assert (collector.faults, collector.dropped) == ({"timeout": 1}, {"timeout": 1})
+
+
+ROWS = dict(
+    line.removeprefix("| `").split("` |", 1)
+    for line in (Path(__file__).parents[2] / "docs" / "environments.md").read_text().splitlines()
+    if line.startswith("| `") and line.count("|") == 8
+)
+
+
+class TestPage:
+    """The table of ``docs/environments.md``, which the benchmark writes."""
+
+    def test_it_holds_every_id(self):
+        assert list(ROWS) == list(ENV_REGISTRY)
+
+    @pytest.mark.parametrize("env_id", ENV_REGISTRY)
+    def test_it_says_what_plays_and_what_that_needs(self, env_id):
+        status = ROWS[env_id].split("|")[-2].strip()
+        start = "**lacks**" if env_id in BROKEN else "**fails**" if env_id in IMAGES else "plays"
+        assert status.startswith(start)
+        if start == "plays":
+            needs = [f"needs {' and '.join(f'`{name}`' for name in packages(env_id))}"] if packages(env_id) else []
+            assert [part for part in status.split("; ") if part.startswith("needs")] == needs
+            assert ("with local data" in status) == needs_data(env_id)
+
+
+def hangs(folder):
+    """A program that never ends, and leaves its process number."""
+    return f"import os, time\nopen({str(folder / 'pid')!r}, 'w').write(str(os.getpid()))\nwhile True: time.sleep(0.1)"
+
+
+@pytest.mark.usefixtures("elsewhere")
 class TestTools:
     def test_the_python_tool_runs_what_is_said(self, tokenizer):
-        from gem.tools.python_code_tool import PythonCodeTool
-        from gem.tools.tool_env_wrapper import ToolEnvWrapper
-
         def factory():
             return ToolEnvWrapper(make("rg:basic_arithmetic"), tools=[PythonCodeTool()], max_tool_uses=2)
 
@@ -154,10 +309,8 @@ class TestTools:
         assert env.slots[0].finished
 
     def test_the_search_tool_asks_a_server(self, tokenizer):
-        pytest.importorskip("requests")
         import msgspec
         from gem.tools.search_tool import SearchTool
-        from gem.tools.tool_env_wrapper import ToolEnvWrapper
 
         heard = []
 

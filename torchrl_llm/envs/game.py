@@ -207,7 +207,7 @@ def _mend(env: TextEnv, name: str) -> TextEnv:
         gem_env.size = math.inf  # it deals new questions after `size` resets of an instance
     elif "QaEnv" in kinds:
         gem_env.extractor = partial(_answer_or_none, gem_env.extractor)
-    elif "MathEnv" in kinds and gem_env.use_mp:
+    elif "MathEnv" in kinds:
         _wait_for_grader(gem_env, name)
     return env
 
@@ -219,11 +219,15 @@ def _answer_or_none(extract: Callable[[str], str | None], response: str) -> str:
 
 
 def _wait_for_grader(math_env: Any, name: str) -> None:
-    """Wait until the process that grades answers is up: GEM takes for wrong what is not graded within a second."""
+    """Let it grade once, which takes longer at first: GEM takes for wrong what is not graded within a second."""
     from multiprocessing import TimeoutError as NotGraded
 
+    answer = r"\boxed{1}", "2"
+    if not math_env.use_mp:
+        math_env.check_correct(*answer)
+        return
     try:
-        math_env.mp_pool.apply_async(math_env.check_correct, (r"\boxed{1}", "2")).get(timeout=_PATIENCE)
+        math_env.mp_pool.apply_async(math_env.check_correct, answer).get(timeout=_PATIENCE)
     except NotGraded as error:
         math_env.mp_pool.terminate()
         needs = (
