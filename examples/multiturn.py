@@ -3,6 +3,7 @@
     python examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml
     python examples/multiturn.py --algo GRPO --config examples/configs/grpo_multiturn.yaml --wandb
     python examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml --resume
+    accelerate launch --multi_gpu --num_processes 2 examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml
 
 ``--help`` documents every setting; ``--resume`` goes on where a run was stopped. The report goes to ``--output-dir``:
 ``result.json``, ``learning_curve.png``, ``conversations_before.md``, ``conversations_after.md``, the metrics as CSV, and
@@ -21,22 +22,26 @@ from torchrl_llm.trainers import Evaluation, Run, RunConfig, build_run, parse_ru
 
 
 def main(config: RunConfig) -> dict:
-    """Train as ``config`` says; returns what ``result.json`` holds."""
+    """Train as ``config`` says; returns what ``result.json`` holds (of several processes the first one writes it)."""
     started, cpu = time.perf_counter(), time.process_time()
     run = build_run(config)
     try:
         return train(run, started, cpu)
     finally:
         run.close()
+        run.trainer.accelerator.end_training()
 
 
 def train(run: Run, started: float, cpu: float) -> dict:
     """Evaluate, train, evaluate, report; ``started`` and ``cpu`` are when the process began to count."""
     config = run.config
     before = evaluate_before(run)
-    print(f"before training, {before.episodes} episodes: win rate {before.success:.3f}", flush=True)
+    if run.trainer.ranks.first:
+        print(f"before training, {before.episodes} episodes: win rate {before.success:.3f}", flush=True)
     run.trainer.train()
     after = run.final_evaluation()
+    if not run.trainer.ranks.first:
+        return {}
     write_conversations(run, after, "after")
     title = f"{config.algo} on {config.env_name}"
     plot_learning_curve(run.trainer.history, config.output_dir / "learning_curve.png", title=title)
@@ -75,8 +80,9 @@ def evaluate_before(run: Run) -> Evaluation:
     if run.trainer.iteration:
         raise FileNotFoundError(f"{path} is missing, and the model is trained already: nothing to compare with.")
     before = run.final_evaluation()
-    write_conversations(run, before, "before")
-    write_json(before.figures(), path)
+    if run.trainer.ranks.first:
+        write_conversations(run, before, "before")
+        write_json(before.figures(), path)
     return before
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
@@ -16,7 +17,13 @@ from torch import Tensor
 from torchrl_llm import keys
 
 
-def minibatches(batch: TensorDictBase, size: int, *, generator: torch.Generator | None = None) -> list[TensorDictBase]:
+def minibatches(
+    batch: TensorDictBase,
+    size: int,
+    *,
+    generator: torch.Generator | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> list[TensorDictBase]:
     """Shuffle rows ``[B]`` and cut them into batches of at most ``size`` rows, one optimizer step each.
 
     Args:
@@ -24,6 +31,9 @@ def minibatches(batch: TensorDictBase, size: int, *, generator: torch.Generator 
         size: most rows of a batch, >= 1. Where it does not divide B, batches are of nearly equal size instead of one
             small remainder, whose step would count as much as the others.
         generator: of the permutation, on the CPU; ``None`` keeps the order.
+        process_group: the rows of all ranks are one batch, in the order of ``"episode_id"``, and ``size`` counts all of them:
+            whatever the number of ranks, the same rows share a step (if the generators are in the same state). Each rank
+            gets its own of these rows, in equally many batches, some of which may be empty.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -33,9 +43,20 @@ def minibatches(batch: TensorDictBase, size: int, *, generator: torch.Generator 
     """
     if size < 1:
         raise ValueError(f"size is {size}; expected at least 1 row.")
-    count = batch.shape[0]
+    place = torch.arange(batch.shape[0]) if process_group is None else _places(batch, process_group)
+    count = len(place)
     order = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
-    return [batch[part.to(batch.device or "cpu")] for part in order.tensor_split(max(1, -(-count // size)))]
+    parts = [place[part] for part in order.tensor_split(max(1, -(-count // size)))]
+    return [batch[part[part >= 0].to(batch.device or "cpu")] for part in parts]
+
+
+def _places(batch: TensorDictBase, process_group: dist.ProcessGroup) -> Tensor:
+    """For each row of all ranks, in the order of their episodes, its place in ``batch``; -1: it is another rank's."""
+    ids = [[] for _ in range(dist.get_world_size(process_group))]  # type: list[list[int]]
+    dist.all_gather_object(ids, batch[keys.EPISODE_ID].tolist(), group=process_group)
+    rank = dist.get_rank(process_group)
+    order = sorted((episode, owner, i) for owner, own in enumerate(ids) for i, episode in enumerate(own))
+    return torch.tensor([i if owner == rank else -1 for _, owner, i in order], dtype=torch.int64)
 
 
 def micro_batches(batch: TensorDictBase, max_tokens: int) -> list[TensorDictBase]:

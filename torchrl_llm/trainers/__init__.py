@@ -6,6 +6,7 @@ from torchrl_llm.trainers.checkpoint import CheckpointStore, verify
 from torchrl_llm.trainers.cli import parse_run_config
 from torchrl_llm.trainers.config import ConfigError, RunConfig, TrainerConfig
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
+from torchrl_llm.trainers.ranks import Ranks
 from torchrl_llm.trainers.trainer import LLMTrainer
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "Evaluation",
     "LLMTrainer",
     "ProgressBar",
+    "Ranks",
     "Run",
     "RunConfig",
     "TrainerConfig",

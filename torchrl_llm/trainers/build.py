@@ -36,6 +36,7 @@ from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReferen
 from torchrl_llm.trainers.checkpoint import CheckpointStore, config_changes, environment, rewind_csv, verify
 from torchrl_llm.trainers.config import GRPO_ONLY, HOW_TO_RUN, PPO_ONLY, REINFORCE_ONLY, ConfigError, RunConfig
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
+from torchrl_llm.trainers.ranks import Ranks
 from torchrl_llm.trainers.trainer import LLMTrainer
 from torchrl_llm.weight_update import VLLMWeightSync
 
@@ -95,7 +96,7 @@ class Run:
         """Play ``config.final_episodes`` tasks that nothing else uses."""
         env = self.make_env(stream="test")
         try:
-            return evaluate(env, self.policy, self.config.final_episodes, greedy=greedy)
+            return evaluate(env, self.policy, self.config.final_episodes, greedy=greedy, ranks=self.trainer.ranks)
         finally:
             env.close()
 
@@ -186,19 +187,20 @@ def build_run(
     if env is not None and make_env is not None:
         raise ConfigError("build_run got env and make_env: the second decides what is played, so leave env out.")
     accelerator = make_accelerator(config)
+    ranks = Ranks(accelerator)
     path = str(tiny_model_path()) if config.model_path == "tiny" else config.model_path
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or path, trust_remote_code=config.trust_remote_code)
     make_env = make_env or partial(GEMEnv, env or config.env_name, weights=config.env_weights)
-    make_env = partial(_make_env, config, tokenizer, make_env)
+    make_env = partial(_make_env, config, tokenizer, make_env, worker=ranks.index, num_workers=ranks.count)
     train_env, evaluation_env = make_env(stream="train", group_size=config.group_size), make_env(stream="eval")
     sampling = make_sampling(config, path, train_env)
     models = load_models(config, path, tokenizer, sampling, device=accelerator.device)
     policy, weight_sync = make_policy(config, path, tokenizer, sampling, models)
     replay_buffer = make_replay_buffer(config)
-    collector = make_collector(config, train_env, policy, replay_buffer)
+    collector = make_collector(config, train_env, policy, replay_buffer, ranks)
     loss = make_objective(config, models)
     checkpoints = _checkpoint_store(config, models, tokenizer)
-    start = _where_to_start(config, checkpoints)
+    start = _where_to_start(config, checkpoints, ranks)
     trainer = LLMTrainer(
         collector=collector,
         replay_buffer=replay_buffer,
@@ -208,10 +210,10 @@ def build_run(
         config=config,
         reference=models.reference,
         weight_sync=weight_sync,
-        evaluator=_make_evaluator(config, policy, evaluation_env),
+        evaluator=_make_evaluator(config, policy, evaluation_env, ranks),
         checkpoints=checkpoints if config.save_checkpoints else None,
-        loggers=make_loggers(config),
-        callbacks=_callbacks(config, models, callbacks),
+        loggers=make_loggers(config) if ranks.first else (),
+        callbacks=_callbacks(config, models, callbacks, progress=config.progress and ranks.first),
         accelerator=accelerator,
     )
     if start is not None:
@@ -238,9 +240,19 @@ def build_run(
     )
 
 
-def _callbacks(config: RunConfig, models: ActorCritic, own: Sequence[Callback]) -> list[Callback]:
+def _share(config: RunConfig, num_ranks: int) -> int:
+    """The conversations that each rank plays of a batch."""
+    if config.batch_size % (num_ranks * config.group_size):
+        raise ConfigError(
+            f"batch_size={config.batch_size} counts the conversations of all {num_ranks} processes, and a group of "
+            f"group_size={config.group_size} is played by one of them: make it a multiple of {num_ranks * config.group_size}."
+        )
+    return config.batch_size // num_ranks
+
+
+def _callbacks(config: RunConfig, models: ActorCritic, own: Sequence[Callback], *, progress: bool) -> list[Callback]:
     refresh = [RefreshReference(models, config.refresh_reference)] if config.refresh_reference else []
-    return [*refresh, *([ProgressBar()] if config.progress else []), *own]
+    return [*refresh, *([ProgressBar()] if progress else []), *own]
 
 
 def _checkpoint_store(config: RunConfig, models: ActorCritic, tokenizer: Any) -> CheckpointStore:
@@ -253,8 +265,14 @@ def _checkpoint_store(config: RunConfig, models: ActorCritic, tokenizer: Any) ->
     )
 
 
-def _where_to_start(config: RunConfig, checkpoints: CheckpointStore) -> Path | None:
-    """The checkpoint to go on from, if any; the folder of the run is made ready for it."""
+def _where_to_start(config: RunConfig, checkpoints: CheckpointStore, ranks: Ranks) -> Path | None:
+    """The checkpoint to go on from, if any; the first rank makes the folder of the run ready for it."""
+    with ranks.accelerator.main_process_first():
+        start = _make_ready(config, checkpoints) if ranks.first else None
+    return ranks.agree(start)
+
+
+def _make_ready(config: RunConfig, checkpoints: CheckpointStore) -> Path | None:
     where = config.output_dir
     if not config.resume:
         if checkpoints.latest() is not None and not config.overwrite:
@@ -397,15 +415,19 @@ def make_policy(
 
 
 def make_collector(
-    config: RunConfig, env: GEMEnv, policy: TurnPolicy, replay_buffer: ReplayBuffer
+    config: RunConfig, env: GEMEnv, policy: TurnPolicy, replay_buffer: ReplayBuffer, ranks: Ranks
 ) -> TurnCollector | AsyncTurnCollector:
-    """What fills the replay buffer with ``config.batch_size`` conversations an iteration."""
-    common: dict[str, Any] = {"batch_size": config.batch_size, "replay_buffer": replay_buffer}
+    """What fills the replay buffer with this rank's share of ``config.batch_size`` conversations an iteration."""
+    common: dict[str, Any] = {"batch_size": _share(config, ranks.count), "replay_buffer": replay_buffer}
     if config.adaptive_tasks:
         if env.tickets.num_tasks < 2:
             raise ConfigError(
                 f"adaptive_tasks chooses among environments, and {env.names[0]!r} is the only one: leave it out, or play a "
                 "mixture."
+            )
+        if ranks.count > 1:
+            raise ConfigError(
+                f"adaptive_tasks learns from the batches of one process, and there are {ranks.count}: leave it out."
             )
         common["post_collect_hook"] = partial(adapt_tasks, env)
     if config.max_faults is not None:
@@ -491,9 +513,17 @@ def _wandb_id(where: Path) -> str:
 
 
 def _make_env(
-    config: RunConfig, tokenizer: Any, make: Callable[..., GEMEnv], *, stream: Stream, group_size: int = 1
+    config: RunConfig,
+    tokenizer: Any,
+    make: Callable[..., GEMEnv],
+    *,
+    stream: Stream,
+    group_size: int = 1,
+    worker: int = 0,
+    num_workers: int = 1,
 ) -> GEMEnv:
     options = {"num_threads": config.env_threads, "step_timeout": config.step_timeout}
+    options |= {"worker": worker, "num_workers": num_workers} if num_workers > 1 else {}
     return make(
         **{name: value for name, value in options.items() if value is not None},
         tokenizer=tokenizer,
@@ -512,11 +542,13 @@ def _make_env(
     )
 
 
-def _make_evaluator(config: RunConfig, policy: TurnPolicy, env: GEMEnv) -> Callable[[], dict]:
+def _make_evaluator(config: RunConfig, policy: TurnPolicy, env: GEMEnv, ranks: Ranks) -> Callable[[], dict]:
+    play = partial(evaluate, env, policy, config.evaluation_episodes, ranks=ranks)
+
     def evaluator() -> dict[str, float]:
-        metrics = evaluate(env, policy, config.evaluation_episodes).metrics("evaluation")
+        metrics = play().metrics("evaluation")
         if config.evaluation_greedy:
-            metrics |= evaluate(env, policy, config.evaluation_episodes, greedy=True).metrics("evaluation_greedy")
+            metrics |= play(greedy=True).metrics("evaluation_greedy")
         return metrics
 
     return evaluator

@@ -28,6 +28,7 @@ import torch
 from torchrl.checkpoint import Checkpoint, CheckpointAdapter, CheckpointError, CheckpointRotation, GlobalRNGState
 
 from torchrl_llm.modules import ActorCritic
+from torchrl_llm.trainers.ranks import Ranks
 
 if TYPE_CHECKING:
     from torchrl_llm.trainers.trainer import LLMTrainer
@@ -83,6 +84,36 @@ class Sums(CheckpointAdapter):
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+class Collectors:
+    """The collectors of all ranks as one component of a checkpoint; making it, saving and loading are collective.
+
+    Args:
+        collector: this rank's.
+        ranks: all of them.
+    """
+
+    def __init__(self, collector: Any, ranks: Ranks) -> None:
+        self.collector, self.ranks = collector, ranks
+        self._states = ranks.gather([collector.state_dict()])
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of each rank's collector."""
+        return {str(rank): state for rank, state in enumerate(self._states)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the ticket that comes next on this rank.
+
+        Raises:
+            CheckpointError: the run had another number of ranks.
+        """
+        if len(state_dict) != self.ranks.count:
+            raise CheckpointError(
+                f"The checkpoint is of {len(state_dict)} processes, but this run has {self.ranks.count}: its tickets are dealt "
+                "otherwise. Resume with as many, or start a new run from its weights (init_from)."
+            )
+        self.collector.load_state_dict(state_dict[str(self.ranks.index)])
 
 
 def verify(path: str | Path) -> dict[str, Any]:
@@ -158,15 +189,17 @@ class CheckpointStore:
             metrics: those of the iteration.
 
         Returns:
-            The new checkpoint's folder. ``last`` and ``best`` beside it are links.
+            The new checkpoint's folder. ``last`` and ``best`` beside it are links. Of several ranks the first one writes.
         """
-        metadata = self._metadata(trainer, metrics)
-        path = self.rotation.save(self._components(trainer), step=trainer.iteration, metadata=metadata)
-        self._link("last", path)
-        best = self.best()
-        if best is not None and Checkpoint.manifest(best)["metadata"][SUCCESS] != NOT_EVALUATED:
-            self._link("best", best)
-        return path
+        components, path = self._components(trainer), Path()
+        if trainer.ranks.first:
+            metadata = self._metadata(trainer, metrics)
+            path = self.rotation.save(components, step=trainer.iteration, metadata=metadata)
+            self._link("last", path)
+            best = self.best()
+            if best is not None and Checkpoint.manifest(best)["metadata"][SUCCESS] != NOT_EVALUATED:
+                self._link("best", best)
+        return trainer.ranks.agree(path)
 
     def save_to(
         self, path: str | Path, trainer: LLMTrainer, *, lora_only: bool = True, save_optimizer: bool = True
@@ -175,7 +208,10 @@ class CheckpointStore:
         merged = not lora_only and self.models.adapter is not None
         checkpoint = self._components(trainer, Weights(self.tokenizer, merged=merged))
         names = None if save_optimizer else ["models", "zz_sums"]
-        return checkpoint.save(path, components=names, metadata=self._metadata(trainer, {}))
+        if trainer.ranks.first:
+            checkpoint.save(path, components=names, metadata=self._metadata(trainer, {}))
+        trainer.accelerator.wait_for_everyone()
+        return Path(path)
 
     def resume(self, trainer: LLMTrainer, path: str | Path) -> dict[str, Any]:
         """Put ``trainer`` where it was when ``path`` was saved.
@@ -214,7 +250,7 @@ class CheckpointStore:
 
     def _components(self, trainer: LLMTrainer, weights: Weights | None = None) -> Checkpoint:
         checkpoint = Checkpoint(
-            collector=trainer.collector,
+            collector=trainer.collector if trainer.ranks.count == 1 else Collectors(trainer.collector, trainer.ranks),
             optimizer=trainer.optimizer,
             rng=GlobalRNGState(),
             trainer=trainer,

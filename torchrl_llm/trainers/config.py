@@ -167,7 +167,7 @@ class RunConfig(TrainerConfig):
         env_weights: how often each environment of a mixture is dealt, relative to each other; None deals them in turn.
         adaptive_tasks: deal those environments of a mixture more often that are won about half of the time: env_weights count
             times p (1 - p) + 0.05 for a recent success rate p, which changes between batches.
-        num_envs: environment slots played side by side.
+        num_envs: environment slots played side by side, by each process.
         max_turns: our own cap on turns (truncation); None leaves it to the environment.
         max_model_len: longest context in tokens, the last response included.
         overflow: what happens when it is full: "truncate" ends the conversation, "slide" drops its oldest turns.
@@ -203,7 +203,7 @@ class RunConfig(TrainerConfig):
         step_timeout: seconds that an environment may take for a step, in training and in evaluation; its episode is cut then.
             None takes 60 in training with collector="async", else no limit.
         max_faults: episodes whose environment may fail in one batch; their groups are dropped and others played.
-        batch_size: conversations per iteration, all groups together.
+        batch_size: conversations per iteration, all groups and all processes together.
         group_size: conversations per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for.
         gamma: discount per turn. This and all fields below, up to the learning rates: None takes the default of the
             algorithm's loss or estimator.

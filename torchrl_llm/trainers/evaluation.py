@@ -13,6 +13,7 @@ from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.data import turns_to_rows
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.record import rollout_metrics, wilson_interval
+from torchrl_llm.trainers.ranks import Ranks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,9 @@ class Evaluation:
         }
 
 
-def evaluate(env, policy: TurnPolicy, episodes: int, *, greedy: bool = False) -> Evaluation:
+def evaluate(
+    env: Any, policy: TurnPolicy, episodes: int, *, greedy: bool = False, ranks: Ranks | None = None
+) -> Evaluation:
     """Play the first ``episodes`` tickets of ``env`` and summarise them.
 
     The tickets (and with them the tasks and the sampling noise) are the same at each call, so that two evaluations of
@@ -67,13 +70,19 @@ def evaluate(env, policy: TurnPolicy, episodes: int, *, greedy: bool = False) ->
         policy: plays with its own sampling settings.
         episodes: number of conversations, >= 1.
         greedy: take the likeliest token instead of sampling.
+        ranks: share the episodes out; ``env`` is then this rank's worker of ``num_workers=ranks.count``. Default: this
+            process plays all of them.
 
     Returns:
         An :class:`Evaluation`.
     """
     env.set_seed(env.tickets.seed)  # deals from the first ticket again
     mode = ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM
-    rows = turns_to_rows(TurnCollector(env, policy, batch_size=episodes, exploration_type=mode).rollout())
+    # Every rank plays equally many, so that all of them have something to bring; what is too much is left out.
+    share = episodes if ranks is None else -(-episodes // ranks.count)
+    rows = turns_to_rows(TurnCollector(env, policy, batch_size=share, exploration_type=mode).rollout())
+    if ranks is not None:
+        rows = ranks.rows(rows)[:episodes]
     figures = rollout_metrics(rows, env.names)
     wins = int(rows[keys.TURN_SUCCESS].logical_and(rows[keys.TURN_MASK]).any(-1).sum())
     return Evaluation(

@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -38,10 +39,25 @@ from torchrl_llm.record import LOSS_METRICS, Timer, credit_metrics, named, rollo
 from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.config import ConfigError, TrainerConfig
+from torchrl_llm.trainers.ranks import Ranks, silenced
 from torchrl_llm.weight_update import VLLMWeightSync
 
 logger = logging.getLogger(__name__)
 _END = object()
+_PLAYED = (
+    keys.TURN_IDS,
+    keys.ATTENTION_MASK,
+    keys.POLICY_VERSION,
+    keys.EPISODE_ID,
+    keys.ENV_ID,
+    keys.TURN_MASK,
+    keys.TURN_REWARD,
+    keys.TURN_SUCCESS,
+    keys.TURN_TERMINATED,
+    keys.TURN_TRUNCATED,
+)
+"""What metrics of conversations read."""
+_VALUED = (keys.ATTENTION_MASK, keys.EPISODE_ID, keys.TURN_MASK, keys.TURN_VALUE, keys.TURN_VALUE_TARGET)
 _STATE = ("iteration", "steps", "episodes", "best_success", "history", "stop_reason", "elapsed")
 Evaluator = Callable[[], dict[str, float]]
 """Plays held-out episodes and returns metrics; ``evaluation/success`` decides what is best."""
@@ -96,6 +112,10 @@ class LLMTrainer:
         self.weight_sync, self.evaluator, self.checkpoints = weight_sync, evaluator, checkpoints
         self.loggers, self.callbacks = tuple(loggers), tuple(callbacks)
         self.accelerator = accelerator or Accelerator()
+        self.ranks = Ranks(self.accelerator)
+        self.module = self.ranks.wrap(loss)
+        if self.ranks.process_group is not None and hasattr(loss.value_estimator, "process_group"):
+            loss.value_estimator.process_group = self.ranks.process_group
         self.optimizer = self.accelerator.prepare(optimizer)
         self._learning_rates = [group["lr"] for group in optimizer.param_groups]
         self._check_options()
@@ -105,6 +125,7 @@ class LLMTrainer:
         self.history: list[dict[str, float]] = []
         self.stop_reason: str | None = None
         self.elapsed = 0.0
+        self._idle_parameters: list[Tensor] = []
         self._timer = Timer()
         self._started = time.monotonic()
         self._saved_iteration = -1
@@ -202,7 +223,7 @@ class LLMTrainer:
             # A resumed run starts with no contexts cached; one that goes on must not have those of an evaluation.
             self.policy.drop_cache()
             while self._wants_more(played):
-                if next(batches, _END) is _END:
+                if self.ranks.any(next(batches, _END) is _END):
                     self.stop_reason = "the collector reached its own limit"
                     break
                 played.append(self.replay_buffer[:].contiguous().to(self.accelerator.device))
@@ -212,20 +233,25 @@ class LLMTrainer:
     def _wants_more(self, played: list[TensorDictBase]) -> bool:
         if not played:
             return True
-        found = sum(int(informative(batch).sum()) for batch in played)
-        return len(played) < self.config.dynamic_sampling and found < played[0].shape[0]
+        if len(played) >= self.config.dynamic_sampling:
+            return False
+        found = self.ranks.sum(sum(int(informative(batch).sum()) for batch in played))
+        return found < self.ranks.sum(played[0].shape[0])
 
     def iterate(self, batch: TensorDictBase) -> dict[str, float]:
         """What is done with what was played: score, credit, update, and evaluate when it is time."""
-        self.steps += int(batch[keys.TURN_MASK].sum())
-        self.episodes += batch.shape[0]
+        played = self.ranks.rows(batch, _PLAYED)
+        self.steps += int(played[keys.TURN_MASK].sum())
+        self.episodes += played.shape[0]
         chosen = self.choose(batch)
-        metrics = rollout_metrics(batch, getattr(getattr(self.collector, "env", None), "names", ())) | {
-            "data/chosen_share": chosen.shape[0] / batch.shape[0],
-            "data/staleness": self._staleness(batch),
+        num_chosen = self.ranks.sum(chosen.shape[0])
+        metrics = rollout_metrics(played, getattr(getattr(self.collector, "env", None), "names", ())) | {
+            "data/chosen_share": num_chosen / played.shape[0],
+            "data/staleness": self._staleness(played),
         }
-        if chosen.shape[0]:
-            metrics |= self.learn(chosen)
+        if num_chosen:
+            # A rank that has nothing to learn from still has to take every step with the others.
+            metrics |= self.learn(chosen if chosen.shape[0] else self._silent(batch))
         else:
             logger.warning("iteration %d: no group's returns differ; nothing to learn from", self.iteration)
         self.iteration += 1
@@ -233,7 +259,10 @@ class LLMTrainer:
         interval = self.config.evaluation_interval
         if self.evaluator is not None and interval and (self.iteration % interval == 0 or self.stop_reason):
             metrics |= self._evaluate(self.evaluator)
-        return metrics | self._progress_metrics(batch)
+        return metrics | self._progress_metrics(played)
+
+    def _silent(self, batch: TensorDictBase) -> TensorDictBase:
+        return silenced(batch[: getattr(self.collector, "group_size", 1)])
 
     def choose(self, batch: TensorDictBase) -> TensorDictBase:
         """Of what was played, the rows to learn from: with ``config.dynamic_sampling`` those of groups with a spread."""
@@ -255,16 +284,17 @@ class LLMTrainer:
                 buffer = config.overlong_buffer or limit
                 penalise_overlong(batch, config.overlong_penalty, max_response_length=limit, buffer=buffer)
             self.loss.value_estimator(batch)
-        if config.overlong_filter:
-            batch = batch[~overlong(batch, limit)]
+        kept = batch[~overlong(batch, limit)] if config.overlong_filter else batch
+        num_kept = self.ranks.sum(kept.shape[0])
+        batch = kept if kept.shape[0] or not num_kept else self._silent(batch)
         valued = keys.TURN_VALUE in batch.keys(include_nested=True)
-        metrics = credit_metrics(batch) if valued else {}
-        if batch.shape[0]:
+        metrics = credit_metrics(self.ranks.rows(batch, _VALUED)) if valued else {}
+        if num_kept:
             with self._timer("update"):
                 metrics |= self.update(batch)
         else:
             logger.warning("iteration %d: every conversation is overlong; nothing to learn from", self.iteration)
-        if batch.shape[0] or sleeper is not None:
+        if num_kept or sleeper is not None:
             metrics |= self._send_weights()
         return metrics
 
@@ -299,12 +329,14 @@ class LLMTrainer:
         """``config.epochs`` passes of optimizer steps over ``batch``; returns the means of the loss's figures."""
         steps: list[dict[str, Tensor]] = []
         padding: list[float] = []
-        size = self.config.minibatch_size or batch.shape[0]
+        size = self.config.minibatch_size or int(self.ranks.sum(batch.shape[0]))
+        everyone = self.ranks.process_group
         for group, rate in zip(self.optimizer.param_groups, self._learning_rates, strict=True):
             group["lr"] = rate * self._lr_factor()
         for _ in range(self.config.epochs):
-            for minibatch in minibatches(batch, size, generator=self.generator):
-                parts = micro_batches(write_loss_weights(minibatch, self.loss), self.config.max_tokens)
+            for minibatch in minibatches(batch, size, generator=self.generator, process_group=everyone):
+                rows = minibatch if minibatch.shape[0] else silenced(batch[:1])
+                parts = micro_batches(write_loss_weights(rows, self.loss, everyone), self.config.max_tokens)
                 padding.append(padding_share(parts))
                 steps.append(self._backward(parts) | self._optimizer_step())
         means = {name: torch.stack([step[name] for step in steps]).mean().item() for name in steps[0]}
@@ -315,20 +347,33 @@ class LLMTrainer:
     def _backward(self, parts: list[TensorDictBase]) -> dict[str, Tensor]:
         """Accumulate the gradient of one optimizer batch: losses are weighted sums, so parts add up."""
         outputs = []
-        for part in parts:
-            with self.accelerator.autocast():
-                out = self.loss(part)
-            self.accelerator.backward(out["loss_critic"] if self._critic_only else total(out))
+        for i, part in enumerate(parts):
+            with self.ranks.alone(self.module) if i + 1 < len(parts) else nullcontext():
+                with self.accelerator.autocast():
+                    out = self.module(part)
+                # Gradients are averaged over the ranks; the loss is a sum.
+                self.accelerator.backward(self._objective(out) * self.ranks.count)
             outputs.append(out)
-        merged = merge(outputs)
+        merged = merge(self.ranks.gather([merge(outputs).cpu()])) if self.ranks.count > 1 else merge(outputs)
         return {name: merged[key] for key, name in LOSS_METRICS.items() if key in merged}
 
-    @property
-    def _critic_only(self) -> bool:
-        return self.iteration < self.config.critic_warmup
+    def _objective(self, out: TensorDictBase) -> Tensor:
+        if self.iteration >= self.config.critic_warmup:
+            self._idle_parameters = []
+            return total(out)
+        if self.ranks.count == 1:
+            return out["loss_critic"]
+        # Several ranks wait for a gradient of every parameter; those that the critic does not reach get zeros, and no step.
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        if not self._idle_parameters:
+            found = torch.autograd.grad(out["loss_critic"], parameters, retain_graph=True, allow_unused=True)
+            self._idle_parameters = [p for p, gradient in zip(parameters, found, strict=True) if gradient is None]
+        return out["loss_critic"] + 0.0 * total(out)
 
     def _optimizer_step(self) -> dict[str, Tensor]:
         norms = {}
+        for parameter in self._idle_parameters:
+            parameter.grad = None
         # Once for all groups: a gradient scaler refuses to unscale twice.
         self.accelerator.unscale_gradients()
         for name, group in zip(("actor", "critic"), self.optimizer.param_groups, strict=False):
@@ -342,7 +387,8 @@ class LLMTrainer:
         if not self.scores_old:
             return first_step["policy/log_ratio"].item()
         actions = batch[keys.TURN_IDS] >= 0
-        return (batch[keys.OLD_LOG_PROB] - batch[keys.SAMPLE_LOG_PROB])[actions].abs().mean().item()
+        gap = (batch[keys.OLD_LOG_PROB] - batch[keys.SAMPLE_LOG_PROB])[actions].abs().sum().item()
+        return self.ranks.sum(gap) / self.ranks.sum(int(actions.sum()))
 
     def _lr_factor(self) -> float:
         """Linear warm-up, then cosine (or constant), over the share of ``max_steps`` played."""
@@ -355,7 +401,7 @@ class LLMTrainer:
         return config.min_lr_fraction + (1 - config.min_lr_fraction) * 0.5 * (1 + math.cos(math.pi * rest))
 
     def _check_limits(self) -> None:
-        config, seconds = self.config, time.monotonic() - self._started
+        config, seconds = self.config, self.ranks.agree(time.monotonic() - self._started)
         if self.steps >= config.max_steps:
             self.stop_reason = f"max_steps={config.max_steps} turns played"
         elif config.max_iterations is not None and self.iteration >= config.max_iterations:
