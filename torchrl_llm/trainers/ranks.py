@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,6 @@ from torch import nn
 
 from torchrl_llm import keys
 from torchrl_llm.data import cat_rows
-
-T = TypeVar("T")
 
 
 class Ranks:
@@ -68,11 +66,11 @@ class Ranks:
         """Whether the flag is set on any rank."""
         return self.sum(float(flag)) > 0
 
-    def agree(self, value: T) -> T:
+    def agree(self, value: Any) -> Any:
         """The value of rank 0, on every rank."""
         return value if self.count == 1 else broadcast_object_list([value])[0]
 
-    def gather(self, values: list[T]) -> list[T]:
+    def gather(self, values: list[Any]) -> list[Any]:
         """The lists of all ranks, one after the other."""
         return values if self.count == 1 else gather_object(values)
 
