@@ -586,8 +586,10 @@ class TestAdapters:
     )
     def test_layers_are_fused_for_the_time_of_a_turn_and_compute_the_same(self, fields, fused):
         config = LoraConfig(r=4, lora_alpha=3, target_modules=["q_proj", "v_proj"], **fields)
-        model = get_peft_model(make_model(), config, adapter_name="actor")
-        model.add_adapter("other", LoraConfig(r=2, target_modules=["o_proj"]))
+        with torch.random.fork_rng():
+            torch.manual_seed(0)  # of lora_A
+            model = get_peft_model(make_model(), config, adapter_name="actor")
+            model.add_adapter("other", LoraConfig(r=2, target_modules=["o_proj"]))
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 parameter.data.copy_(torch.linspace(-1, 1, parameter.numel()).view_as(parameter))
@@ -606,7 +608,7 @@ class TestAdapters:
         model.set_adapter("actor")
         for row, response, found in zip(self.rows, ids, log_probs, strict=True):
             expected = teacher_forced(model, row, response).log_softmax(-1)[range(8), response]
-            torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
     def test_layers_come_back_after_an_error(self, model):
         layers = dict(model.named_modules())
