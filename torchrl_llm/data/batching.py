@@ -52,7 +52,7 @@ def minibatches(
 
 def _places(batch: TensorDictBase, process_group: dist.ProcessGroup) -> Tensor:
     """For each row of all ranks, in the order of their episodes, its place in ``batch``; -1: it is another rank's."""
-    ids = [[] for _ in range(dist.get_world_size(process_group))]  # type: list[list[int]]
+    ids: list[list[int]] = [[] for _ in range(dist.get_world_size(process_group))]
     dist.all_gather_object(ids, batch[keys.EPISODE_ID].tolist(), group=process_group)
     rank = dist.get_rank(process_group)
     order = sorted((episode, owner, i) for owner, own in enumerate(ids) for i, episode in enumerate(own))
