@@ -322,7 +322,7 @@ def make_world(
         "async": AsyncTurnCollector(make_env(), policy, num_threads=None if slow else 0, **size),
         "hf": TurnCollector(make_env(num_threads=threads), hf, **size),
     }
-    clock.time(collectors["async"]._scheduler.pool, "finished", "waits")
+    clock.time(collectors["async"]._player.pool, "finished", "waits")
     tickets = collectors["async"].env.tickets
     return World(name, factory, collectors, [tickets[i].seed for i in range(episodes)])
 

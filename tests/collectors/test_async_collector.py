@@ -342,7 +342,7 @@ class TestStaleness:
         collector = collect(make(num_envs=2), policy, batch_size=1, max_staleness=1, background=False)
         assert episodes(collector.rollout()) == [0]
         while not any(versions for _, versions in policy.running.values()):
-            collector._scheduler.round(2)
+            collector._player.round(partial(collector._ledger.deal, 2))
         policy.policy_version += 3
         assert episodes(collector.rollout()) == [2]
         assert collector.dropped == {"stale": 1}
@@ -488,12 +488,12 @@ class TestFaults:
         bad = make(group_size=2, num_envs=2).tickets[2].seed
         env = make(partial(Sometimes, "raise"), num_envs=2, group_size=2, max_turns=6, max_model_len=4096)
         collector = collect(env, says(script), batch_size=2, num_threads=0, max_staleness=1, background=False)
-        scheduler = collector._scheduler
-        scheduler._free.remove(1)  # the second member of each group has to wait
-        scheduler.round(3), scheduler.round(4)
+        player, ledger = collector._player, collector._ledger
+        player._free.remove(1)  # the second member of each group has to wait
+        player.round(partial(ledger.deal, 3)), player.round(partial(ledger.deal, 4))
         while not collector.faults:
-            scheduler.round(4)
-        scheduler._free.append(1)
+            player.round(partial(ledger.deal, 4))
+        player._free.append(1)
         assert [episodes(collector.rollout()) for _ in range(2)] == [[0, 1], [4, 5]]
         assert collector.faults == {"error": 1}
         assert collector.dropped == {"error": 2}

@@ -1,7 +1,7 @@
 """Batches of whole conversations without a barrier between turns: :class:`AsyncTurnCollector`.
 
-Here lives when batches are wanted and handed over, in the caller's thread or with a thread of its own. How tickets are
-played is :mod:`~torchrl_llm.collectors._scheduler`'s.
+Here lives when batches are wanted and handed over, in the caller's thread or with a thread of its own. Which tickets are out
+is :mod:`~torchrl_llm.collectors._ledger`'s, how they are played :mod:`~torchrl_llm.collectors._player`'s.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,8 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_llm.collectors._base import ConversationCollector
 from torchrl_llm.collectors._episode import Episode, batch_of
-from torchrl_llm.collectors._scheduler import Scheduler
-from torchrl_llm.envs.game import revoke_global_rng
+from torchrl_llm.collectors._ledger import Ledger
+from torchrl_llm.collectors._player import SlotPlayer
 from torchrl_llm.envs.gem import GEMEnv
 from torchrl_llm.modules.policy import TurnPolicy
 
@@ -116,13 +117,14 @@ class AsyncTurnCollector(ConversationCollector):
         self.max_staleness = max_staleness
         self.background = max_staleness > 0 and policy.concurrent if background is None else background
         self._check(threads, step_timeout, max_faults)
-        self._scheduler = Scheduler(
+        self._ledger = Ledger(self.env, vacate=lambda episode: self._player.vacate(episode), max_faults=max_faults)
+        self._player = SlotPlayer(
             self.env,
             policy,
             greedy=self.exploration_type in (ExplorationType.DETERMINISTIC, ExplorationType.MODE),
             num_threads=threads,
             step_timeout=step_timeout,
-            max_faults=max_faults,
+            on_fault=self._ledger.fault,
         )
         self._driver: _Driver | None = None
 
@@ -144,17 +146,17 @@ class AsyncTurnCollector(ConversationCollector):
     @property
     def dropped(self) -> Counter[str]:
         """Episodes dealt and not delivered: "stale", or of a group with an "error" or a "timeout"."""
-        return Counter(self._scheduler.dropped)
+        return Counter(self._ledger.dropped)
 
     @property
     def faults(self) -> Counter[str]:
         """Episodes whose environment failed, by "error" and "timeout"."""
-        return Counter(self._scheduler.faults)
+        return Counter(self._ledger.faults)
 
     @property
     def in_flight(self) -> int:
         """Calls of environments and requests to the policy that are not answered yet."""
-        return self._scheduler.in_flight
+        return self._player.in_flight
 
     def stats(self) -> dict[str, int | float | bool]:
         """TorchRL's counters, and those of :attr:`dropped` and :attr:`faults`."""
@@ -181,7 +183,7 @@ class AsyncTurnCollector(ConversationCollector):
     def _fetch(self) -> list[Episode]:
         if self.background:
             if self._driver is None:
-                self._driver = _Driver(self._round, self._scheduler.pool.wake, self.exploration_type)
+                self._driver = _Driver(self._round, self._player.wake, self.exploration_type)
             return self._driver.fetch(self.engine_timeout)
         while True:
             batch, _ = self._round(True)
@@ -193,11 +195,12 @@ class AsyncTurnCollector(ConversationCollector):
         if wanted and (batch := self._take()) is not None:
             return batch, True
         # While the caller trains, one more update lies between a ticket dealt now and its batch.
-        busy = self._scheduler.round((self.max_staleness + wanted) * self.batch_size)
+        room = (self.max_staleness + wanted) * self.batch_size
+        busy = self._player.round(partial(self._ledger.deal, room))
         return (self._take() if wanted else None), busy
 
     def _take(self) -> list[Episode] | None:
-        return self._scheduler.take(self.batch_size, self.policy.policy_version - self.max_staleness)
+        return self._ledger.take(self.batch_size, self.policy.policy_version, self.max_staleness)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -216,7 +219,8 @@ class AsyncTurnCollector(ConversationCollector):
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
         """Seed the environment's tickets and deal from the first; what is in flight is forgotten. Returns the next seed."""
         with self.paused():
-            self._scheduler.clear()
+            self._player.clear()
+            self._ledger.clear()
             return super().set_seed(seed, static_seed)
 
     def state_dict(self) -> OrderedDict:
@@ -225,18 +229,19 @@ class AsyncTurnCollector(ConversationCollector):
         With ``max_staleness=0`` and between batches nothing is in flight, and a run goes on exactly.
         """
         with self.paused():
-            env = OrderedDict(tickets=asdict(self.env.tickets), num_dealt=self._scheduler.next_index(), slots=[])
-            counts = {"dropped": dict(self._scheduler.dropped), "faults": dict(self._scheduler.faults)}
+            env = OrderedDict(tickets=asdict(self.env.tickets), num_dealt=self._ledger.next_index(), slots=[])
+            counts = {"dropped": dict(self._ledger.dropped), "faults": dict(self._ledger.faults)}
             return OrderedDict(env_state_dict=env, frames=self._frames, iter=self._iter, **counts)
 
     def load_state_dict(self, state_dict: OrderedDict, **kwargs: Any) -> None:
         """Go on with the ticket that comes next in ``state_dict``; what is in flight is forgotten."""
         with self.paused():
-            self._scheduler.clear()
+            self._player.clear()
+            self._ledger.clear()
             self.env.load_state_dict(state_dict["env_state_dict"])
             self._frames, self._iter = state_dict["frames"], state_dict["iter"]
-            self._scheduler.dropped = Counter(state_dict.get("dropped", {}))
-            self._scheduler.faults = Counter(state_dict.get("faults", {}))
+            self._ledger.dropped = Counter(state_dict.get("dropped", {}))
+            self._ledger.faults = Counter(state_dict.get("faults", {}))
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
         """Stop playing, cancel what the policy was asked, let the threads end, close the environment.
@@ -254,8 +259,7 @@ class AsyncTurnCollector(ConversationCollector):
             return
         patience = 10.0 if timeout is None else timeout
         stopped = self._driver is None or self._driver.stop(patience)
-        for thread in self._scheduler.pool.close(min(patience, self._scheduler.step_timeout)):
-            revoke_global_rng(thread)
+        self._player.close(patience)
         if stopped:
             self._cancel()
         super().shutdown(timeout, close_env, raise_on_error)

@@ -1,46 +1,38 @@
-"""Continuous batching over turns: :class:`Scheduler`.
+"""Continuous batching over turns: :class:`SlotPlayer`.
 
-Here lives which ticket a free slot gets, who is asked next, and what is dropped. Threads that call environments are in
-:mod:`~torchrl_llm.envs._pool`; when batches are wanted is the collector's business.
+Here lives which slot an episode gets and who is asked next. Which tickets there are is the
+:class:`~torchrl_llm.collectors._ledger.Ledger`'s; threads that call environments are in :mod:`~torchrl_llm.envs._pool`.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from itertools import islice
-from typing import Literal, cast
 
 from torchrl_llm.collectors._episode import Episode
 from torchrl_llm.envs._pool import LOOK, Call, Pool
-from torchrl_llm.envs.game import EnvironmentFault, kept_global_rng
+from torchrl_llm.envs.game import EnvironmentFault, kept_global_rng, revoke_global_rng
 from torchrl_llm.envs.gem import GEMEnv, Reply
 from torchrl_llm.modules.policy import TurnPolicy, TurnRequest, TurnResponse
 
-logger = logging.getLogger(__name__)
+Deal = Callable[[], Episode | None]
+OnFault = Callable[[Episode | None, EnvironmentFault | TimeoutError], None]
 
-Reason = Literal["error", "timeout", "context", "stale"]
 
-
-class Scheduler:
-    """Plays the tickets of an environment over its slots, each at its own pace. One thread calls it at a time.
+class SlotPlayer:
+    """Plays episodes over the slots of an environment, each at its own pace. One thread calls it at a time.
 
     Args:
-        env: deals the tickets; nobody else plays it meanwhile.
+        env: nobody else plays it meanwhile.
         policy: answers single turns.
         greedy: decode greedily.
         num_threads: of the pool that calls environments; 0: they are called in this thread, without a time limit.
         step_timeout: seconds that a call of an environment may take.
-        max_faults: failed episodes tolerated from one :meth:`take` to the next.
-
-    Attributes:
-        episodes: dealt and neither taken nor dropped, in the order dealt.
-        dropped: dropped episodes, by reason: "error", "timeout" and "context" (of a member of the group), "stale".
-        faults: failed episodes, by "error", "timeout" and "context" (the first prompt leaves no room for a response).
+        on_fault: called with an episode whose environment failed and its :class:`~torchrl_llm.envs.EnvironmentFault`; with
+            ``None`` and a ``TimeoutError`` for one that was vacated before.
     """
 
     def __init__(
@@ -51,79 +43,66 @@ class Scheduler:
         greedy: bool,
         num_threads: int,
         step_timeout: float,
-        max_faults: int,
+        on_fault: OnFault,
     ) -> None:
-        self.env, self.policy, self.greedy = env, policy, greedy
-        self.step_timeout, self.max_faults = step_timeout, max_faults
+        self.env, self.policy, self.greedy, self.step_timeout = env, policy, greedy, step_timeout
         self.pool = Pool(num_threads)
-        self.episodes: dict[int, Episode] = {}
-        self.dropped: Counter[Reason] = Counter()
-        self.faults: Counter[Reason] = Counter()
+        self._on_fault = on_fault
         self._seats: list[Episode | None] = [None] * env.batch_size[0]
         self._free = deque(range(env.batch_size[0]))
         self._calls: dict[int, Call] = {}
         self._said: dict[int, list[int]] = {}
-        self._torn: tuple[int, Reason] | None = None  # a group dropped before all its members were dealt
-        self._faults_since: list[EnvironmentFault] = []
         self._fresh = 0
         self._linger = self._next_look = 0.0
-        self._version = policy.policy_version
 
     @property
     def in_flight(self) -> int:
         """Calls and requests that are not answered yet."""
         return len(self._calls) + self.policy.pending
 
-    def round(self, room: int) -> bool:
-        """Take what environments answered, deal tickets while fewer than ``room`` are out, let the policy go on by a step.
+    def round(self, deal: Deal) -> bool:
+        """Take what environments answered, fill free slots, let the policy go on by a step.
 
         Waits only if there is nothing else to do. Returns whether anything is in flight.
 
-        Raises:
-            EnvironmentFault: more than ``max_faults`` episodes failed.
+        Args:
+            deal: the next episode to play, or ``None``.
         """
         self._hear(0.0 if self.policy.pending or not self._calls else self._patience)
-        self._deal(room)
-        self._gather(room)
+        self._fill(deal)
+        self._gather(deal)
         if self.policy.pending:
             self._speak()
         self._give_up()
         return self.in_flight > 0
 
-    def take(self, count: int, oldest: int) -> list[Episode] | None:
-        """The next ``count`` episodes in the order dealt; ``None`` if they are not all finished.
-
-        Episodes with a token of weights older than the version ``oldest`` are dropped with their groups.
-        """
-        if self._version != self.policy.policy_version:
-            self._version = self.policy.policy_version
-            self._drop_stale(list(self.episodes.values()), oldest)
-        while True:
-            batch = list(islice(self.episodes.values(), count))
-            if len(batch) < count or not all(episode.finished for episode in batch):
-                return None
-            if not self._drop_stale(batch, oldest):
-                break
-        for episode in batch:
-            del self.episodes[episode.index]
-        self._faults_since = []
-        return batch
-
-    def next_index(self) -> int:
-        """The first ticket that was neither taken nor dropped: where a run goes on that starts anew from here."""
-        dealt = self.env.num_dealt
-        return next(iter(self.episodes), dealt - dealt % self.env.group_size)
+    def vacate(self, episode: Episode) -> None:
+        """Take an episode out of its slot, if it has one; a call that runs there is waited for before the slot is used again."""
+        for slot, seated in enumerate(self._seats):
+            if seated is episode:
+                if slot in self._calls:
+                    self._seats[slot] = None
+                else:
+                    self.policy.cancel([slot])
+                    self._leave(slot)
 
     def clear(self) -> None:
-        """Forget all episodes that are out, and wait for the environments' calls (each up to ``step_timeout``)."""
-        for slot, episode in enumerate(self._seats):
+        """Vacate all slots, and wait for the environments' calls (each up to ``step_timeout``)."""
+        for episode in self._seats:
             if episode is not None:
-                self._vacate(slot)
-        self.episodes.clear()
-        self._torn = None
+                self.vacate(episode)
         while self._calls:
             self._hear(self._patience)
             self._give_up()
+
+    def wake(self) -> None:
+        """End a wait for environments."""
+        self.pool.wake()
+
+    def close(self, timeout: float) -> None:
+        """Let the threads end; environments that hang are left behind, without the global random generators."""
+        for thread in self.pool.close(min(timeout, self.step_timeout)):
+            revoke_global_rng(thread)
 
     # ------------------------------------------------------------------ environments
 
@@ -131,29 +110,14 @@ class Scheduler:
     def _patience(self) -> float:
         return min(LOOK, self.step_timeout / 4)
 
-    def _deal(self, room: int) -> None:
-        if not self.episodes and self._torn is None and self._free and self.env.num_dealt % self.env.group_size:
-            raise RuntimeError(
-                f"The next ticket is {self.env.num_dealt}, inside a group of {self.env.group_size}. Was the environment "
-                "reset by something else than this collector? A reset of all its slots keeps groups whole; a partial one "
-                "may not."
-            )
-        if not self._free or len(self.episodes) >= room:
+    def _fill(self, deal: Deal) -> None:
+        if not self._free:
             return
         with self._generators():
-            while self._free and len(self.episodes) < room:
-                self._deal_one()
-
-    def _deal_one(self) -> None:
-        index = self.env.draw()
-        ticket = self.env.tickets[index]
-        if self._torn is not None and ticket.group_id == self._torn[0]:
-            self.dropped[self._torn[1]] += 1
-            return
-        self._torn = None
-        slot = self._free.popleft()
-        self.episodes[index] = self._seats[slot] = Episode(index, ticket)
-        self._call(slot, partial(self.env.open, slot, index))
+            while self._free and (episode := deal()) is not None:
+                slot = self._free.popleft()
+                self._seats[slot] = episode
+                self._call(slot, partial(self.env.open, slot, episode.index))
 
     def _generators(self) -> AbstractContextManager[None]:
         """Around calls that this thread makes itself: what they draw from is put back once, not after each."""
@@ -168,7 +132,7 @@ class Scheduler:
             slot = call.slot
             del self._calls[slot]
             episode = self._seats[slot]
-            if episode is None:  # dropped while its call ran
+            if episode is None:  # vacated while its call ran
                 self._free.append(slot)
             elif isinstance(call.error, EnvironmentFault):
                 self._fault(slot, call.error)
@@ -210,13 +174,13 @@ class Scheduler:
         self._next_look = now + self._patience
         for call in self.pool.give_up(self._calls, self.env.busy_since, self.step_timeout):
             slot, cause = call.slot, call.error
-            assert cause is not None
+            assert isinstance(cause, TimeoutError)
             del self._calls[slot]
             episode, turn = self._seats[slot], self.env.slots[slot].turn
-            self.env.renew(slot)
-            if episode is None:  # dropped while its call ran
-                self.faults["timeout"] += 1
+            if episode is None:  # vacated while its call ran
+                self.env.renew(slot)
                 self._free.append(slot)
+                self._on_fault(None, cause)
                 continue
             name = self.env.names[episode.ticket.env_id]
             turn = turn if episode.lengths else -1
@@ -224,12 +188,12 @@ class Scheduler:
 
     # ------------------------------------------------------------------ the policy
 
-    def _gather(self, room: int) -> None:
+    def _gather(self, deal: Deal) -> None:
         """Wait a little for more to ask the policy at once, unless that would hold up what it is half through."""
         end = time.monotonic() + self._linger
         while self._calls and 0 < self.policy.pending <= self._fresh and (left := end - time.monotonic()) > 0:
             self._hear(left)
-            self._deal(room)
+            self._fill(deal)
 
     def _speak(self) -> None:
         start = time.monotonic()
@@ -260,42 +224,8 @@ class Scheduler:
         self._seats[slot] = None
         self._free.append(slot)
 
-    def _vacate(self, slot: int) -> None:
-        """Take a running episode out of its slot; a call that runs there is waited for before the slot is used again."""
-        if slot in self._calls:
-            self._seats[slot] = None
-        else:
-            self.policy.cancel([slot])
-            self._leave(slot)
-
     def _fault(self, slot: int, fault: EnvironmentFault) -> None:
-        episode, reason = self._seats[slot], cast(Reason, fault.stop_reason.name.lower())
-        assert episode is not None
+        episode = self._seats[slot]
         self.env.renew(slot)
         self._leave(slot)
-        self.faults[reason] += 1
-        self._faults_since.append(fault)
-        logger.warning("%s Its group is dropped; other tickets fill the batch.", fault)
-        self._drop(episode.ticket.group_id, reason)
-        if (count := len(self._faults_since)) > self.max_faults:
-            first = self._faults_since[0]
-            first.add_note(f"It was the first of {count} failed episodes of a batch; max_faults={self.max_faults}.")
-            raise first
-
-    def _drop_stale(self, episodes: list[Episode], oldest: int) -> bool:
-        groups = {episode.ticket.group_id for episode in episodes if episode.stale(oldest)}
-        for group in groups:
-            self._drop(group, "stale")
-        return bool(groups)
-
-    def _drop(self, group: int, reason: Reason) -> None:
-        """Drop a whole group, also the members that are not dealt yet."""
-        for slot, episode in enumerate(self._seats):
-            if episode is not None and episode.ticket.group_id == group:
-                self._vacate(slot)
-        for index in [index for index, episode in self.episodes.items() if episode.ticket.group_id == group]:
-            del self.episodes[index]
-            self.dropped[reason] += 1
-        dealt = self.env.num_dealt
-        if dealt % self.env.group_size and self.env.tickets[dealt].group_id == group:
-            self._torn = group, reason
+        self._on_fault(episode, fault)
