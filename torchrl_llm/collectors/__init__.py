@@ -1,4 +1,5 @@
-"""Collectors that deliver whole conversations: :class:`TurnCollector`, and :class:`AsyncTurnCollector` without a barrier.
+"""Collectors of whole conversations: :class:`TurnCollector`; :class:`AsyncTurnCollector`, without a barrier between turns;
+:class:`RayTurnCollector`, on workers.
 
 Environments and policies come from :mod:`torchrl_llm.envs` and :mod:`torchrl_llm.modules`; rows are made in
 :mod:`torchrl_llm.data`.
@@ -7,6 +8,14 @@ Environments and policies come from :mod:`torchrl_llm.envs` and :mod:`torchrl_ll
 from torchrl_llm.collectors._base import ConversationCollector
 from torchrl_llm.collectors.adaptive import adapt_tasks
 from torchrl_llm.collectors.async_turn import AsyncTurnCollector
+from torchrl_llm.collectors.ray_turn import RayTurnCollector, WorkerLostError
 from torchrl_llm.collectors.turn import TurnCollector
 
-__all__ = ["AsyncTurnCollector", "ConversationCollector", "TurnCollector", "adapt_tasks"]
+__all__ = [
+    "AsyncTurnCollector",
+    "ConversationCollector",
+    "RayTurnCollector",
+    "TurnCollector",
+    "WorkerLostError",
+    "adapt_tasks",
+]

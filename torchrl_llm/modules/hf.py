@@ -112,7 +112,12 @@ class HFPolicy(TurnPolicy):
         True without truncation and penalty in float32 or wider, to about 1e-6. In half precision the two orders of
         computation differ by about 1e-2.
         """
-        return not self.sampling.truncates and self._engine.dtype in (torch.float32, torch.float64)
+        return not self.sampling.truncates and self.dtype in (torch.float32, torch.float64)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model's weights."""
+        return self._engine.dtype
 
     def weights_changed(self) -> None:
         """Tell the policy that its weights are new: drops the cache; later tokens carry the next ``policy_version``."""

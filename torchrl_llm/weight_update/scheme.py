@@ -12,7 +12,7 @@ from torchrl.weight_update import WeightSyncScheme
 from torchrl_llm.modules.adapters import use_adapter
 from torchrl_llm.modules.lm import causal_lm
 from torchrl_llm.weight_update import engine
-from torchrl_llm.weight_update.canary import Canary
+from torchrl_llm.weight_update.canary import Canary, canary_length
 from torchrl_llm.weight_update.errors import WeightSyncError, part
 from torchrl_llm.weight_update.tensors import adapter_tensors, merged_tensors, why_not_servable
 
@@ -113,7 +113,7 @@ class VLLMWeightSync(WeightSyncScheme):
         logger.info("weight sync by %r: %s", self.method, reason if method == "auto" else "as asked for")
         self.sleep_level, self.address = sleep_level, address
         self.figures: SyncFigures | None = None
-        self._canary = Canary(policy, model, adapter, prompts=canary, tolerance=canary_tolerance) if canary else None
+        self.canary, self.canary_tolerance = canary, canary_tolerance
         self._transfer: engine.NCCLTransfer | None = None
         self._asleep = self._base_known = False
 
@@ -195,10 +195,15 @@ class VLLMWeightSync(WeightSyncScheme):
     def _check(self) -> float:
         policy = self.policy
         policy.validate()
-        if self._canary is None:
-            return float("nan")
         try:
-            return self._canary.check()
+            canary = Canary.of(
+                self.trained,
+                self.adapter,
+                temperature=policy.sampling.temperature,
+                prompts=self.canary,
+                length=canary_length(policy),
+            )
+            return canary.check(policy, self.canary_tolerance)
         except BaseException as error:
             policy.cancel()
             policy.invalidate(f"{error} Sync again before sampling.")

@@ -1,0 +1,181 @@
+"""What plays in another process: :class:`RolloutWorker`, an environment with its policy. It knows no Ray."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import platform
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from torchrl_llm.collectors._episode import Episode
+from torchrl_llm.collectors._player import SlotPlayer
+from torchrl_llm.envs.game import EnvironmentFault
+from torchrl_llm.envs.gem import GEMEnv
+from torchrl_llm.envs.tickets import Tickets
+from torchrl_llm.modules.policy import SamplingConfig, TurnPolicy
+
+_LULL = 0.02  # seconds; episodes that end so close together are reported together
+
+
+class Task(NamedTuple):
+    """What a worker is told.
+
+    Attributes:
+        tickets: what indices mean from here on.
+        play: serial number and ticket index of what it has to play beside what it has already.
+        drop: serial numbers of what it need not play any further.
+        patience: seconds after which it reports, whether an episode is over or not.
+    """
+
+    tickets: Tickets
+    play: Sequence[tuple[int, int]]
+    drop: Sequence[int]
+    patience: float
+
+
+class Report(NamedTuple):
+    """What a worker has to tell.
+
+    Attributes:
+        finished: serial numbers and episodes.
+        failed: serial numbers and what their environments failed with.
+        timeouts: environments that did not come back, of episodes that had been dropped.
+        canary_difference: of the weights that came with the task, in nats; ``None`` without new weights.
+    """
+
+    finished: list[tuple[int, Episode]]
+    failed: list[tuple[int, EnvironmentFault]]
+    timeouts: int
+    canary_difference: float | None
+
+
+class Facts(NamedTuple):
+    """What a worker is.
+
+    Attributes:
+        slots: of its environment.
+        group_size, max_model_len: of its environment.
+        sampling: of its policy.
+        exact: of its policy.
+        host, pid: where it runs.
+    """
+
+    slots: int
+    group_size: int
+    max_model_len: int
+    sampling: SamplingConfig
+    exact: bool
+    host: str
+    pid: int
+
+
+class RolloutWorker:
+    """Plays the tickets that it is told to, with the weights that it is given.
+
+    Args:
+        make_env: makes the environment.
+        make_policy: makes the policy.
+        install: puts the weights that come with a task into the policy; returns the canary's difference in nats.
+        greedy, num_threads, step_timeout: see :class:`~torchrl_llm.collectors._player.SlotPlayer`; ``num_threads=None`` is a
+            thread for each slot, 32 at most.
+    """
+
+    def __init__(
+        self,
+        make_env: Callable[[], GEMEnv],
+        make_policy: Callable[[], TurnPolicy],
+        *,
+        install: Callable[[TurnPolicy, Any], float] | None,
+        greedy: bool,
+        num_threads: int | None,
+        step_timeout: float,
+    ) -> None:
+        self.env, self.policy, self._install = make_env(), make_policy(), install
+        self._player = SlotPlayer(
+            self.env,
+            self.policy,
+            greedy=greedy,
+            num_threads=min(self.env.batch_size[0], 32) if num_threads is None else num_threads,
+            step_timeout=step_timeout,
+            on_fault=self._fault,
+        )
+        self._queue: deque[Episode] = deque()
+        self._playing: dict[int, Episode] = {}
+        self._failed: list[tuple[int, EnvironmentFault]] = []
+        self._timeouts = 0
+
+    def facts(self) -> Facts:
+        """What this worker is."""
+        env, policy = self.env, self.policy
+        place = platform.node(), os.getpid()
+        return Facts(env.batch_size[0], env.group_size, env.max_model_len, policy.sampling, policy.exact, *place)
+
+    @torch.no_grad()
+    def play(self, task: Task, weights: Any = None) -> Report:
+        """Play on, until an episode is over, ``task.patience`` has passed, or there is nothing to play."""
+        difference = self._install(self.policy, weights) if self._install and weights is not None else None
+        self.env.tickets = task.tickets
+        for serial in task.drop:
+            self._drop(serial)
+        for serial, index in task.play:
+            self._playing[serial] = episode = Episode(index, task.tickets[index])
+            self._queue.append(episode)
+        began = time.monotonic()
+        while self._playing:
+            self._player.round(self._deal)
+            seconds = time.monotonic() - began
+            if seconds > task.patience or (seconds > _LULL and (self._failed or self._over())):
+                break
+        return self._report(difference)
+
+    def close(self) -> None:
+        """Free what plays."""
+        self._player.close(5.0)
+        self.policy.close()
+        self.env.close(raise_if_closed=False)
+
+    def _deal(self) -> Episode | None:
+        return self._queue.popleft() if self._queue else None
+
+    def _drop(self, serial: int) -> None:
+        episode = self._playing.pop(serial, None)
+        if episode is None:
+            return
+        if episode in self._queue:
+            self._queue.remove(episode)
+        else:
+            self._player.vacate(episode)
+
+    def _fault(self, episode: Episode | None, fault: EnvironmentFault | TimeoutError) -> None:
+        if episode is None or not isinstance(fault, EnvironmentFault):
+            self._timeouts += 1
+            return
+        serial = next(serial for serial, each in self._playing.items() if each is episode)
+        del self._playing[serial]
+        self._failed.append((serial, _portable(fault)))
+
+    def _over(self) -> list[tuple[int, Episode]]:
+        return [(serial, episode) for serial, episode in self._playing.items() if episode.finished]
+
+    def _report(self, difference: float | None) -> Report:
+        finished = self._over()
+        for serial, _ in finished:
+            del self._playing[serial]
+        failed, timeouts = self._failed, self._timeouts
+        self._failed, self._timeouts = [], 0
+        return Report(finished, failed, timeouts, difference)
+
+
+def _portable(fault: EnvironmentFault) -> EnvironmentFault:
+    """The fault, its cause replaced if it could not be read elsewhere."""
+    try:
+        pickle.loads(pickle.dumps(fault.cause))
+    except Exception:  # noqa: BLE001 (an environment's exceptions may do anything when they are copied)
+        cause = RuntimeError(f"{type(fault.cause).__name__}: {fault.cause}")
+        return type(fault)(fault.name, fault.ticket, fault.turn, cause)
+    return fault

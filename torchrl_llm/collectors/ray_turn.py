@@ -1,0 +1,160 @@
+"""Batches of whole conversations from workers on Ray: :class:`RayTurnCollector`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torchrl_llm.collectors._ray_player import RayPlayer, WorkerLostError
+from torchrl_llm.collectors._stream import StreamCollector
+from torchrl_llm.envs.gem import GEMEnv
+from torchrl_llm.modules.policy import TurnPolicy
+
+__all__ = ["RayTurnCollector", "WorkerLostError"]
+
+
+class RayTurnCollector(StreamCollector):
+    """Plays on N Ray actors, each with an environment and a policy of its own.
+
+    Batches are those of :class:`~torchrl_llm.collectors.AsyncTurnCollector`: B tickets in the order dealt, whole groups,
+    with ``max_staleness`` and faults as there. Tickets are dealt here, to whichever worker has least to do, and weights go
+    with them; so with ``max_staleness=0`` the conversations are the same for any number of workers.
+
+    A worker that dies is replaced, and its tickets are dealt again, from their start: each ticket is delivered once, whoever
+    is lost. Workers end with the process that made them.
+
+    TorchRL's ``RayCollector`` is not used: it hands over whichever worker's batch is ready first, so short episodes would be
+    favoured; its state is that of workers which play on meanwhile; and the loss of a worker ends it. Its ``RayReplayBuffer``
+    fits, as ``replay_buffer``.
+
+    Args:
+        make_env: makes a :class:`~torchrl_llm.envs.GEMEnv`: one on each worker, and one here that is not played, from whose
+            tickets all of them play. Functions are sent to the workers with cloudpickle.
+        policy: a policy here. Its ``sampling`` and ``policy_version`` count; it does not play for this collector.
+        make_policy: makes a worker's policy.
+        num_workers: how many.
+        batch_size: conversations B in a batch.
+        max_staleness: how many versions old a token may be at delivery; default 0.
+        worker_options: of Ray's actors; default ``{"num_cpus": 1}``.
+        num_threads, step_timeout, max_faults: see :class:`~torchrl_llm.collectors.AsyncTurnCollector`; threads are each
+            worker's own.
+        worker_timeout: seconds without a sign of life, such as one step of its policy, after which a worker counts as lost.
+            Default 600.
+        start_timeout: seconds that a worker may take to come up. Default 600.
+        max_losses: how often in a row a worker may be lost without having finished an episode. Default 3.
+        background: a thread keeps dealing while the caller trains. Default: ``max_staleness > 0``.
+        weight_sync_schemes: ``{"policy": RayWeightSync(...)}``, see :class:`~torchrl_llm.weight_update.RayWeightSync`;
+            default none: workers keep the weights that ``make_policy`` gave them.
+        total_frames, total_batches, replay_buffer, postproc, exploration_type, pre_collect_hook, post_collect_hook: see
+            :class:`~torchrl_llm.collectors.TurnCollector`.
+
+    Attributes:
+        lost_workers: how many were lost so far.
+
+    Raises:
+        ImportError: Ray is not installed.
+        RuntimeError: Ray is not running.
+        ValueError: a setting makes no sense, or the workers' environments or policies are not those here.
+        WorkerLostError: a worker does not come up, or is lost again and again.
+        EnvironmentFault: at ``next()``, more than ``max_faults`` episodes failed.
+
+    What a worker raises is raised here. Any error at ``next()`` shuts the collector down.
+
+    Examples:
+        >>> ray.init()  # doctest: +SKIP
+        >>> sync = RayWeightSync(model, adapter, policy=policy)  # doctest: +SKIP
+        >>> collector = RayTurnCollector(  # doctest: +SKIP
+        ...     make_env, policy, make_policy=make_policy, num_workers=4, batch_size=64, weight_sync_schemes={"policy": sync})
+        >>> for batch in collector:  # doctest: +SKIP
+        ...     train_on(batch)
+        ...     collector.update_policy_weights_()
+    """
+
+    _player: RayPlayer
+
+    def __init__(
+        self,
+        make_env: Callable[[], GEMEnv],
+        policy: TurnPolicy,
+        *,
+        make_policy: Callable[[], TurnPolicy],
+        num_workers: int,
+        batch_size: int,
+        max_staleness: int = 0,
+        worker_options: Mapping[str, Any] | None = None,
+        num_threads: int | None = None,
+        step_timeout: float = 60.0,
+        max_faults: int = 16,
+        worker_timeout: float = 600.0,
+        start_timeout: float = 600.0,
+        max_losses: int = 3,
+        background: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        background = max_staleness > 0 if background is None else background
+        super().__init__(
+            make_env,
+            policy,
+            batch_size=batch_size,
+            max_staleness=max_staleness,
+            max_faults=max_faults,
+            background=background,
+            **kwargs,
+        )
+        self._check(
+            num_workers=(num_workers >= 1, num_workers, ">= 1"),
+            num_threads=(num_threads is None or num_threads >= 0, num_threads, ">= 0"),
+            step_timeout=(step_timeout > 0, step_timeout, "> 0 seconds"),
+            worker_timeout=(worker_timeout > 0, worker_timeout, "> 0 seconds"),
+            start_timeout=(start_timeout > 0, start_timeout, "> 0 seconds"),
+            max_losses=(max_losses >= 0, max_losses, ">= 0"),
+        )
+        scheme: Any = (self._weight_sync_schemes or {}).get("policy")
+        make_worker = {
+            "make_env": make_env,
+            "make_policy": make_policy,
+            "install": None if scheme is None else scheme.install,
+            "greedy": self._greedy,
+            "num_threads": num_threads,
+            "step_timeout": step_timeout,
+        }
+        self._player = RayPlayer(
+            make_worker,
+            num_workers=num_workers,
+            options={"num_cpus": 1} if worker_options is None else worker_options,
+            tickets=lambda: self.env.tickets,
+            weights=lambda: None if scheme is None else scheme.current,
+            on_fault=self._ledger.fault,
+            timeout=worker_timeout,
+            start_timeout=start_timeout,
+            max_losses=max_losses,
+        )
+        self._check_workers()
+
+    @property
+    def lost_workers(self) -> int:
+        """How many workers were lost so far."""
+        return self._player.lost
+
+    @property
+    def exact(self) -> bool:
+        """Whether a scorer computes the very log-probs that the workers record; see :attr:`TurnPolicy.exact`."""
+        return all(worker.facts.exact for worker in self._player.workers if worker.facts is not None)
+
+    def stats(self) -> dict[str, int | float | bool]:
+        """Those of :class:`~torchrl_llm.collectors.AsyncTurnCollector`, and the workers lost."""
+        return super().stats() | {"lost_workers": self.lost_workers}
+
+    def _check_workers(self) -> None:
+        here = (self.env.group_size, self.env.max_model_len, self.policy.sampling)
+        for worker in self._player.workers:
+            facts = worker.facts
+            assert facts is not None
+            there = (facts.group_size, facts.max_model_len, facts.sampling)
+            for name, mine, theirs in zip(("group_size", "max_model_len", "sampling"), here, there, strict=True):
+                if mine != theirs:
+                    self._player.close(0.0)
+                    raise ValueError(
+                        f"The {worker.name} has {name} {theirs!r}, but here it is {mine!r}: make_env and make_policy have to "
+                        "make there what is here."
+                    )
