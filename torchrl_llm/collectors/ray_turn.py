@@ -28,10 +28,11 @@ class RayTurnCollector(StreamCollector):
     fits, as ``replay_buffer``.
 
     Args:
-        make_env: makes a :class:`~torchrl_llm.envs.GEMEnv`: one on each worker, and one here that is not played, from whose
-            tickets all of them play. Functions are sent to the workers with cloudpickle.
-        policy: a policy here. Its ``sampling`` and ``policy_version`` count; it does not play for this collector.
-        make_policy: makes a worker's policy.
+        env: the environment here, a :class:`~torchrl_llm.envs.GEMEnv`, or a function that makes it. Its tickets are dealt;
+            it is not played.
+        policy: the policy here. Its ``sampling`` and ``policy_version`` count; it does not play for this collector.
+        make_env: makes a worker's environment; default ``env``, where that is a function.
+        make_policy: makes a worker's policy. Functions are sent to the workers with cloudpickle.
         num_workers: how many.
         batch_size: conversations B in a batch.
         max_staleness: how many versions old a token may be at delivery; default 0.
@@ -74,9 +75,10 @@ class RayTurnCollector(StreamCollector):
 
     def __init__(
         self,
-        make_env: Callable[[], GEMEnv],
+        env: GEMEnv | Callable[[], GEMEnv],
         policy: TurnPolicy,
         *,
+        make_env: Callable[[], GEMEnv] | None = None,
         make_policy: Callable[[], TurnPolicy],
         num_workers: int,
         batch_size: int,
@@ -92,8 +94,9 @@ class RayTurnCollector(StreamCollector):
         **kwargs: Any,
     ) -> None:
         background = max_staleness > 0 if background is None else background
+        make_env = make_env or (None if isinstance(env, GEMEnv) else env)
         super().__init__(
-            make_env,
+            env,
             policy,
             batch_size=batch_size,
             max_staleness=max_staleness,
@@ -108,6 +111,7 @@ class RayTurnCollector(StreamCollector):
             worker_timeout=(worker_timeout > 0, worker_timeout, "> 0 seconds"),
             start_timeout=(start_timeout > 0, start_timeout, "> 0 seconds"),
             max_losses=(max_losses >= 0, max_losses, ">= 0"),
+            make_env=(make_env is not None, make_env, "a function, since env is the environment here and stays here"),
         )
         scheme: Any = (self._weight_sync_schemes or {}).get("policy")
         make_worker = {
@@ -135,6 +139,11 @@ class RayTurnCollector(StreamCollector):
     def lost_workers(self) -> int:
         """How many workers were lost so far."""
         return self._player.lost
+
+    @property
+    def canary_difference(self) -> float:
+        """What the last worker that got weights found, in nats (:class:`~torchrl_llm.weight_update.Canary`); NaN before."""
+        return self._player.canary_difference
 
     @property
     def exact(self) -> bool:

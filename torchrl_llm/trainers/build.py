@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -22,8 +22,9 @@ from torchrl.checkpoint import Checkpoint, CheckpointError
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.record.loggers import Logger, TensorboardLogger, get_logger
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.utils.logging import disable_progress_bar
 
-from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector, adapt_tasks
+from torchrl_llm.collectors import AsyncTurnCollector, RayTurnCollector, TurnCollector, adapt_tasks
 from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.envs.tickets import Stream
@@ -38,7 +39,7 @@ from torchrl_llm.trainers.config import GRPO_ONLY, HOW_TO_RUN, PPO_ONLY, REINFOR
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.ranks import Ranks
 from torchrl_llm.trainers.trainer import LLMTrainer
-from torchrl_llm.weight_update import VLLMWeightSync
+from torchrl_llm.weight_update import RayWeightSync, VLLMWeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,17 @@ SHARED = (
 )
 """The fields that go to every loss."""
 
+_CANARY_LENGTH = 257
+"""Two blocks of 128 tokens, the largest of vLLM's prefix caches, and one."""
+
+
+class Workers(NamedTuple):
+    """What workers on Ray are made of, and what brings them the weights."""
+
+    make_env: Callable[[], GEMEnv]
+    make_policy: Callable[[], TurnPolicy]
+    weight_sync: RayWeightSync
+
 
 @dataclass(kw_only=True)
 class Run:
@@ -75,7 +87,7 @@ class Run:
         tokenizer: the model's.
         models: actor, critic and reference.
         policy: plays; shares the actor's weights, or gets them from ``weight_sync``.
-        weight_sync: brings the actor's weights to the policy's engine; ``None`` where they are shared.
+        weight_sync: brings the actor's weights to the policy's engine, or to the workers on Ray; ``None`` where they are shared.
         trainer: the loop.
         checkpoints: where the trainer saves.
         evaluation_env: what evaluations during the run play.
@@ -86,7 +98,7 @@ class Run:
     tokenizer: Any
     models: ActorCritic
     policy: TurnPolicy
-    weight_sync: VLLMWeightSync | None
+    weight_sync: VLLMWeightSync | RayWeightSync | None
     trainer: LLMTrainer
     checkpoints: CheckpointStore
     evaluation_env: GEMEnv
@@ -188,7 +200,7 @@ def build_run(
         raise ConfigError("build_run got env and make_env: the second decides what is played, so leave env out.")
     accelerator = make_accelerator(config)
     ranks = Ranks(accelerator)
-    path = str(tiny_model_path()) if config.model_path == "tiny" else config.model_path
+    path = _model_path(config)
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or path, trust_remote_code=config.trust_remote_code)
     make_env = make_env or partial(GEMEnv, env or config.env_name, weights=config.env_weights)
     make_env = partial(_make_env, config, tokenizer, make_env, worker=ranks.index, num_workers=ranks.count)
@@ -197,7 +209,12 @@ def build_run(
     models = load_models(config, path, tokenizer, sampling, device=accelerator.device)
     policy, weight_sync = make_policy(config, path, tokenizer, sampling, models)
     replay_buffer = make_replay_buffer(config)
-    collector = make_collector(config, train_env, policy, replay_buffer, ranks)
+    workers = None
+    if isinstance(weight_sync, RayWeightSync):
+        lora = None if weight_sync.merged or models.adapter is None else models.model.peft_config[models.adapter]
+        make_train_env = partial(make_env, stream="train", group_size=config.group_size)
+        workers = Workers(make_train_env, partial(_worker_policy, config, tokenizer, sampling, lora), weight_sync)
+    collector = make_collector(config, train_env, policy, replay_buffer, ranks, workers)
     loss = make_objective(config, models)
     checkpoints = _checkpoint_store(config, models, tokenizer)
     start = _where_to_start(config, checkpoints, ranks)
@@ -380,18 +397,44 @@ def load_models(config: RunConfig, path: str, tokenizer: Any, sampling: Sampling
 
 def make_policy(
     config: RunConfig, path: str, tokenizer: Any, sampling: SamplingConfig, models: ActorCritic
-) -> tuple[TurnPolicy, VLLMWeightSync | None]:
-    """Who plays, and what brings the weights there: ``None`` where the policy samples from the actor itself."""
-    if config.policy == "hf":
-        return HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed), None
+) -> tuple[TurnPolicy, VLLMWeightSync | RayWeightSync | None]:
+    """Who plays here, and what brings the weights to those who play elsewhere, if any do.
+
+    With ``collector="ray"`` that is the workers, and the policy here plays evaluations only.
+    """
+    if config.collector == "ray" or config.policy == "hf":
+        policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed)
+        return policy, _ray_sync(config, models, policy) if config.collector == "ray" else None
+    engine = _make_engine(config, path, tokenizer, sampling)
+    sync = VLLMWeightSync(
+        models.model,
+        models.adapter,
+        policy=engine,
+        method=config.weight_sync or "auto",
+        sleep_level=1 if config.sleep_mode else 0,
+    )
+    return engine, sync
+
+
+def _ray_sync(config: RunConfig, models: ActorCritic, policy: TurnPolicy) -> RayWeightSync:
+    merged = True if config.policy == "vllm" and not _serves_adapter(config) else None
+    length = min(_CANARY_LENGTH, config.max_model_len - 1)
+    return RayWeightSync(models.model, models.adapter, policy=policy, merged=merged, canary_length=length)
+
+
+def _serves_adapter(config: RunConfig) -> bool:
+    """Whether the engine serves the adapter beside the base: on CPUs merged weights are served faster."""
+    on_gpu = bool(config.ray_worker_gpus) if config.collector == "ray" else torch.cuda.is_available()
+    return config.lora_r > 0 and (config.weight_sync == "adapter" or (config.weight_sync is None and on_gpu))
+
+
+def _make_engine(config: RunConfig, path: str, tokenizer: Any, sampling: SamplingConfig) -> VLLMPolicy:
     names = (
         "tensor_parallel_size", "gpu_memory_utilization", "kv_cache_memory_bytes", "enforce_eager", "prefix_caching",
         "sleep_mode",
     )  # fmt: skip
     given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-    # On CPUs merged weights are served faster than an adapter beside them.
-    serves_adapter = config.weight_sync == "adapter" or (config.weight_sync is None and torch.cuda.is_available())
-    policy = VLLMPolicy(
+    return VLLMPolicy(
         path,
         tokenizer,
         sampling,
@@ -399,24 +442,48 @@ def make_policy(
         dtype=config.engine_dtype or config.dtype,
         max_model_len=config.max_model_len,
         max_num_seqs=config.num_envs,
-        max_lora_rank=config.lora_r if serves_adapter else 0,
+        max_lora_rank=config.lora_r if _serves_adapter(config) else 0,
         multiprocess=bool(config.engine_process),
         trust_remote_code=config.trust_remote_code,
         **given,
     )
-    sync = VLLMWeightSync(
-        models.model,
-        models.adapter,
-        policy=policy,
-        method=config.weight_sync or "auto",
-        sleep_level=1 if config.sleep_mode else 0,
+
+
+def _worker_policy(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, lora: LoraConfig | None) -> TurnPolicy:
+    """What plays on a worker; its weights come with its first task.
+
+    Args:
+        lora: the settings of the adapter that is sent; ``None``: whole models are.
+    """
+    disable_progress_bar()
+    if config.policy == "vllm":
+        return _make_engine(config, _model_path(config), tokenizer, sampling)
+    models = load_actor_critic(
+        _model_path(config),
+        tokenizer=tokenizer,
+        lora=lora,
+        sampling=sampling,
+        dtype=config.dtype,
+        device="cuda" if config.ray_worker_gpus else "cpu",
+        attn_implementation=config.attn_implementation,
+        trust_remote_code=config.trust_remote_code,
+        quantization=config.quantization,
     )
-    return policy, sync
+    return HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed)
+
+
+def _model_path(config: RunConfig) -> str:
+    return str(tiny_model_path()) if config.model_path == "tiny" else config.model_path
 
 
 def make_collector(
-    config: RunConfig, env: GEMEnv, policy: TurnPolicy, replay_buffer: ReplayBuffer, ranks: Ranks
-) -> TurnCollector | AsyncTurnCollector:
+    config: RunConfig,
+    env: GEMEnv,
+    policy: TurnPolicy,
+    replay_buffer: ReplayBuffer,
+    ranks: Ranks,
+    workers: Workers | None = None,
+) -> TurnCollector | AsyncTurnCollector | RayTurnCollector:
     """What fills the replay buffer with this rank's share of ``config.batch_size`` conversations an iteration."""
     common: dict[str, Any] = {"batch_size": _share(config, ranks.count), "replay_buffer": replay_buffer}
     if config.adaptive_tasks:
@@ -436,7 +503,20 @@ def make_collector(
         return TurnCollector(env, policy, **common)
     options = {"max_staleness": "max_staleness", "num_threads": "env_threads", "step_timeout": "step_timeout"}
     given = {name: getattr(config, field) for name, field in options.items() if getattr(config, field) is not None}
-    return AsyncTurnCollector(env, policy, **common, **given)
+    if workers is None:
+        return AsyncTurnCollector(env, policy, **common, **given)
+    cpus = 1.0 if config.ray_worker_cpus is None else config.ray_worker_cpus
+    return RayTurnCollector(
+        env,
+        policy,
+        make_env=workers.make_env,
+        make_policy=workers.make_policy,
+        num_workers=config.ray_workers or 2,
+        worker_options={"num_cpus": cpus, "num_gpus": config.ray_worker_gpus or 0},
+        weight_sync_schemes={"policy": workers.weight_sync},
+        **common,
+        **given,
+    )
 
 
 def _reference(config: RunConfig) -> bool | Literal["adapter"]:

@@ -26,6 +26,9 @@ HOW_TO_RUN = (
     "resume_from",
     "accept_changes",
     "overwrite",
+    "ray_workers",
+    "ray_worker_cpus",
+    "ray_worker_gpus",
 )
 """Settings that change no number of a run: a resumed run may differ in them."""
 
@@ -43,7 +46,7 @@ VLLM_ONLY = (
     "sleep_mode",
     "weight_sync",
 )
-ASYNC_ONLY = ("max_staleness",)
+RAY_ONLY = ("ray_workers", "ray_worker_cpus", "ray_worker_gpus")
 
 
 class ConfigError(ValueError):
@@ -167,7 +170,7 @@ class RunConfig(TrainerConfig):
         env_weights: how often each environment of a mixture is dealt, relative to each other; None deals them in turn.
         adaptive_tasks: deal those environments of a mixture more often that are won about half of the time: env_weights count
             times p (1 - p) + 0.05 for a recent success rate p, which changes between batches.
-        num_envs: environment slots played side by side, by each process.
+        num_envs: environment slots played side by side, by each process and by each of its workers on Ray.
         max_turns: our own cap on turns (truncation); None leaves it to the environment.
         max_model_len: longest context in tokens, the last response included.
         overflow: what happens when it is full: "truncate" ends the conversation, "slide" drops its oldest turns.
@@ -195,13 +198,17 @@ class RunConfig(TrainerConfig):
         sleep_mode: the engine gives its GPU memory to the trainer during updates.
         weight_sync: how weights get into the engine: "adapter", "reload", "shared_memory" or "nccl"; None takes the fastest
             that is correct.
-        collector: "turn" plays each batch with a turn of all slots at a time; "async" lets no episode wait for another.
-        max_staleness: updates that the weights of a token may be behind those it trains; 0 is on-policy (for
-            collector="async").
-        env_threads: threads that environments run in; None takes one a slot with collector="async" or a step_timeout, else
-            none.
+        collector: "turn" plays each batch with a turn of all slots at a time; "async" lets no episode wait for another; "ray"
+            does so on workers, of a Ray that is running.
+        max_staleness: updates that the weights of a token may be behind those it trains; 0 is on-policy (not for
+            collector="turn").
+        ray_workers: how many workers play; None takes 2. This and the next two are for collector="ray".
+        ray_worker_cpus: CPUs that each asks Ray for; None takes 1.
+        ray_worker_gpus: GPUs that each asks Ray for, and plays on; None takes none.
+        env_threads: threads that environments run in; None takes one a slot with a step_timeout or a collector other than
+            "turn", else none.
         step_timeout: seconds that an environment may take for a step, in training and in evaluation; its episode is cut then.
-            None takes 60 in training with collector="async", else no limit.
+            None takes 60 in training with a collector other than "turn", else no limit.
         max_faults: episodes whose environment may fail in one batch; their groups are dropped and others played.
         batch_size: conversations per iteration, all groups and all processes together.
         group_size: conversations per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for.
@@ -310,8 +317,11 @@ class RunConfig(TrainerConfig):
     engine_process: bool | None = None
     sleep_mode: bool | None = None
     weight_sync: Literal["adapter", "reload", "shared_memory", "nccl"] | None = None
-    collector: Literal["turn", "async"] = "turn"
+    collector: Literal["turn", "async", "ray"] = "turn"
     max_staleness: int | None = None
+    ray_workers: int | None = None
+    ray_worker_cpus: float | None = None
+    ray_worker_gpus: float | None = None
     env_threads: int | None = None
     step_timeout: float | None = None
     max_faults: int | None = None
@@ -435,13 +445,18 @@ class RunConfig(TrainerConfig):
 
     def _check_rollout(self) -> None:
         check_choice("policy", self.policy, Literal["hf", "vllm"])
-        check_choice("collector", self.collector, Literal["turn", "async"])
-        for choice, needed, names in (("policy", "vllm", VLLM_ONLY), ("collector", "async", ASYNC_ONLY)):
+        check_choice("collector", self.collector, Literal["turn", "async", "ray"])
+        for choice, needed, names in (("policy", "vllm", VLLM_ONLY), ("collector", "ray", RAY_ONLY)):
             given = [name for name in names if getattr(self, name) is not None]
             _require(
                 getattr(self, choice) == needed or not given,
                 f"{', '.join(given)} without {choice}={needed!r}: remove the field, or set {choice}.",
             )
+        _require(
+            self.max_staleness is None or self.collector != "turn",
+            f"max_staleness={self.max_staleness} with collector='turn', which is on-policy: remove the field, or set collector.",
+        )
+        self._check_ray()
         _require(
             self.step_timeout is None or self.env_threads != 0,
             f"step_timeout={self.step_timeout} with env_threads=0: what runs in the main thread cannot be left. Give it a "
@@ -461,6 +476,22 @@ class RunConfig(TrainerConfig):
         _require(
             stale == 0 or not self.sleep_mode,
             f"max_staleness={stale} plays on during updates, and sleep_mode stops the engine for them: choose one.",
+        )
+
+    def _check_ray(self) -> None:
+        workers, cpus, gpus = self.ray_workers, self.ray_worker_cpus, self.ray_worker_gpus
+        _require(workers is None or workers >= 1, f"ray_workers is {workers}; expected at least 1, or null.")
+        for name, share in (("ray_worker_cpus", cpus), ("ray_worker_gpus", gpus)):
+            _require(share is None or share >= 0, f"{name} is {share}; expected at least 0, or null.")
+        if self.collector != "ray":
+            return
+        _require(
+            not self.sleep_mode,
+            "sleep_mode shares a GPU between trainer and engine, and the engines of collector='ray' have their own: leave it out.",
+        )
+        _require(
+            self.weight_sync != "nccl",
+            "weight_sync='nccl' needs the engine at hand, and those of collector='ray' are elsewhere: leave it out.",
         )
 
     def _check_start(self) -> None:

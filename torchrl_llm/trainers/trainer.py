@@ -22,6 +22,7 @@ from torchrl.data import ReplayBuffer
 from torchrl.record.loggers import Logger
 
 from torchrl_llm import keys
+from torchrl_llm.collectors import RayTurnCollector
 from torchrl_llm.data import (
     apply_in_micro_batches,
     cat_rows,
@@ -40,7 +41,7 @@ from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.config import ConfigError, TrainerConfig
 from torchrl_llm.trainers.ranks import Ranks, silenced
-from torchrl_llm.weight_update import VLLMWeightSync
+from torchrl_llm.weight_update import RayWeightSync, VLLMWeightSync
 
 logger = logging.getLogger(__name__)
 _END = object()
@@ -100,7 +101,7 @@ class LLMTrainer:
         optimizer: torch.optim.Optimizer,
         config: TrainerConfig,
         reference: TokenScorer | None = None,
-        weight_sync: VLLMWeightSync | None = None,
+        weight_sync: VLLMWeightSync | RayWeightSync | None = None,
         evaluator: Evaluator | None = None,
         checkpoints: CheckpointStore | None = None,
         loggers: Sequence[Logger] = (),
@@ -147,7 +148,8 @@ class LLMTrainer:
     @property
     def exact(self) -> bool:
         """Whether the sampler's log-probs are the trained model's own, so that none need be scored before the update."""
-        return self.policy.exact and self.accelerator.mixed_precision == "no"
+        everywhere = self.policy.exact and getattr(self.collector, "exact", True)
+        return everywhere and self.accelerator.mixed_precision == "no"
 
     @property
     def scores_old(self) -> bool:
@@ -430,9 +432,18 @@ class LLMTrainer:
             "policy/version": float(self.policy.policy_version),
             **{f"optim/lr_{name}": group["lr"] for name, group in groups},
             **{f"data/{name}": float(sum(n.values())) for name, n in losses.items() if n is not None},
+            **self._worker_metrics(),
             **{f"time/{phase}_s": value for phase, value in seconds.items()},
             "time/rollout_tokens_per_s": (batch[keys.TURN_IDS] >= 0).sum().item() / seconds["rollout"],
             **({"time/update_tokens_per_s": batch[keys.ATTENTION_MASK].sum().item() / learning} if learning else {}),
+        }
+
+    def _worker_metrics(self) -> dict[str, float]:
+        if not isinstance(self.collector, RayTurnCollector):
+            return {}
+        return {
+            "data/lost_workers": float(self.collector.lost_workers),
+            "policy/canary_gap": self.collector.canary_difference,
         }
 
     def _log(self, metrics: dict[str, float]) -> None:
