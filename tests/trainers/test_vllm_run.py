@@ -61,3 +61,26 @@ class TestRun:
             assert run.trainer.iteration == 0
         finally:
             run.close()
+
+
+class TestRay:
+    @pytest.fixture(scope="class")
+    def cluster(self):
+        ray = pytest.importorskip("ray", reason="needs Ray: pip install 'torchrl-llm[ray]'")
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        yield
+        ray.shutdown()
+
+    @pytest.mark.parametrize("weight_sync", [None, "adapter"], ids=["merged", "adapter"])
+    def test_engines_on_workers_get_each_update(self, tmp_path, cluster, weight_sync):
+        settings = VLLM | {
+            "collector": "ray",
+            "ray_workers": 1,
+            "lora_r": 4,
+            "lr_actor": 1e-3,
+            "weight_sync": weight_sync,
+        }
+        history, _ = play(small_config(tmp_path, max_iterations=2, **settings))
+        assert [row["policy/version"] for row in history] == [1, 2]
+        assert all(row["policy/log_prob_gap"] <= 1e-5 for row in history)
+        assert all(row["policy/canary_gap"] <= 1e-5 for row in history)

@@ -49,9 +49,6 @@ class RayTurnCollector(StreamCollector):
         total_frames, total_batches, replay_buffer, postproc, exploration_type, pre_collect_hook, post_collect_hook: see
             :class:`~torchrl_llm.collectors.TurnCollector`.
 
-    Attributes:
-        lost_workers: how many were lost so far.
-
     Raises:
         ImportError: Ray is not installed.
         RuntimeError: Ray is not running.
