@@ -20,7 +20,7 @@ COMMON = {
     "model_path": "tiny",
     "env_name": "game:GuessTheNumber-v0-easy",
     "num_envs": 8,
-    "batch_size": 32,
+    "batch_size": 16,
     "group_size": 4,
     "minibatch_size": 8,
     "max_tokens": 600,
@@ -58,7 +58,7 @@ REPLAYED = {
     "GRPO": {"algo": "GRPO", "kl_coeff": 0.05, "refresh_reference": 1},
     "GRPO-LoRA": {"algo": "GRPO", "kl_coeff": 0.05, "lora_r": 4, "refresh_reference": 1},
 }
-REPLAY = {"dtype": "float64", "minibatch_size": 16, "epochs": 1, "warmup_fraction": 0.0, "evaluation_interval": 0}
+REPLAY = {"dtype": "float64", "epochs": 1, "warmup_fraction": 0.0, "evaluation_interval": 0}
 UNEVEN = {
     "algo": "GRPO",
     "dtype": "float32",

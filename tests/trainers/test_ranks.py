@@ -33,13 +33,13 @@ def start(out, what, *names, how="ddp", device="cpu"):
 
 def results(out, what, *names, how="ddp", device="cpu"):
     done = start(out, what, *names, how=how, device=device)
-    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.returncode == 0, "\n".join(line for line in done.stderr.splitlines() if line.startswith("[rank"))[-5000:]
     return [torch.load(f"{out}-{what}.{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 def difference(a, b):
     assert a.keys() == b.keys()
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
+    return max(float((a[name] - b[name]).detach().abs().max()) for name in a)
 
 
 def same_figures(mine, theirs):
@@ -175,7 +175,7 @@ class TestResume:
     @pytest.fixture(scope="class")
     def fsdp2(self, where, ddp):
         # What DDP began: the first of its two checkpoints.
-        shutil.copytree(where / "ddp" / "parts", where / "fsdp2" / "others")
+        shutil.copytree(where / "ddp" / "parts", where / "fsdp2" / "others", symlinks=True)
         latest = max((where / "fsdp2" / "others" / "checkpoints").glob("checkpoint-*"))
         shutil.rmtree(latest)
         return results(where / "fsdp2", "resume", how="fsdp2")
@@ -183,7 +183,7 @@ class TestResume:
     @BOTH
     def test_as_many_ranks_go_on_in_the_same_bytes(self, how, request):
         first = request.getfixturevalue(how)[0]
-        assert first["parts"]["history"][0]["rollout/episodes"] == 32
+        assert first["parts"]["history"][0]["rollout/episodes"] == 16
         assert difference(first["whole"]["weights"], first["parts"]["weights"]) == 0
 
     def test_sharded_ranks_go_on_with_what_others_began(self, ddp, fsdp2):
@@ -194,9 +194,9 @@ class TestResume:
 
     def test_two_ranks_go_on_with_what_one_began(self, ddp):
         history = ddp[0]["others"]["history"]
-        assert [metrics["rollout/episodes"] for metrics in history] == [32, 64]
+        assert [metrics["rollout/episodes"] for metrics in history] == [16, 32]
         played = [set(result["others"]["batches"][keys.EPISODE_ID].tolist()) for result in ddp]
-        assert played[0] | played[1] == set(range(32, 64))
+        assert played[0] | played[1] == set(range(16, 32))
         assert not played[0] & played[1]
 
     @BOTH
@@ -204,7 +204,7 @@ class TestResume:
         first = request.getfixturevalue(how)[0]["parts"]
         resumed = ranks_run.RESUMED | {"max_iterations": 3, "accept_changes": ["max_iterations"]}
         run = ranks_run.build(where / how / "parts", **resumed)
-        assert "1 processes go on with what 2 began: from group 16" in caplog.text
+        assert "1 processes go on with what 2 began: from group 8" in caplog.text
         assert difference(ranks_run.whole_weights(run.trainer), first["weights"]) == 0
         mine, theirs = run.trainer.optimizer.state_dict(), first["optimizer"]
         assert mine["param_groups"] == theirs["param_groups"]
@@ -212,21 +212,18 @@ class TestResume:
             assert all(torch.equal(mine["state"][index][name], value) for name, value in state.items())
         run.trainer.policy.drop_cache()
         rows = run.trainer.collect(iter(run.trainer.collector))
-        assert sorted(rows[keys.EPISODE_ID].tolist()) == list(range(64, 96))
+        assert sorted(rows[keys.EPISODE_ID].tolist()) == list(range(32, 48))
         run.close()
 
-    def test_peft_and_transformers_load_what_sharded_ranks_saved(self, where, fsdp2):
-        for how in ("ddp", "fsdp2"):
-            path = max((where / how / "whole" / "checkpoints").glob("checkpoint-*"))
-            verify(path)
-            model = AutoModelForCausalLM.from_pretrained(path / "actor")
-            saved = fsdp2[0]["whole"]["weights"] if how == "fsdp2" else None
-            if saved is not None:
-                assert torch.equal(
-                    model.get_input_embeddings().weight, saved["actor_network.model.model.embed_tokens.weight"]
-                )
-                head = load_file(path / "critic" / "value_head.safetensors")
-                assert torch.equal(head["weight"], saved["critic_network.value_head.weight"])
+    def test_transformers_loads_what_sharded_ranks_saved(self, where, fsdp2):
+        path = max((where / "fsdp2" / "whole" / "checkpoints").glob("checkpoint-*"))
+        verify(path)
+        weights = fsdp2[0]["whole"]["weights"]
+        model = AutoModelForCausalLM.from_pretrained(path / "actor")
+        for name, value in model.named_parameters():
+            assert torch.equal(value, weights[f"actor_network.model.{name}"]), name
+        head = load_file(path / "critic" / "value_head.safetensors")
+        assert torch.equal(head["weight"], weights["critic_network.value_head.weight"])
 
     @BOTH
     def test_a_rank_that_dies_ends_the_run_with_an_error(self, tmp_path, how):

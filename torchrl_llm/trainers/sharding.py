@@ -6,6 +6,7 @@ heads need. accelerate's settings say how; its own wrapping takes a bare model f
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -126,13 +127,17 @@ class Sharded(nn.Module):
             if id(parameter) not in whole:
                 full = on_host(parameter)
                 whole[id(parameter)] = parameter, nn.Parameter(full, parameter.requires_grad) if here else parameter
+        # After a load_state_dict FSDP2 would look for its shards.
+        hooks = {module: module._load_state_dict_post_hooks for module, _, _ in places}
         for module, name, parameter in places:
             module._parameters[name] = whole[id(parameter)][1]
+            module._load_state_dict_post_hooks = OrderedDict()
         try:
             yield
         finally:
             for module, name, parameter in places:
                 module._parameters[name] = parameter
+                module._load_state_dict_post_hooks = hooks[module]
         if keep:
             with torch.no_grad():
                 for parameter, full in whole.values():
