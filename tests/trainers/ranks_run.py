@@ -1,4 +1,7 @@
-"""Runs for ``test_ranks.py``, started once alone and once on two processes: ``python ranks_run.py OUT WHAT``."""
+"""Runs for ``test_ranks.py``, started on one process and on two: ``python ranks_run.py OUT WHAT [NAME ...]``.
+
+Each rank leaves its results in ``OUT-WHAT.RANK.pt``.
+"""
 
 import os
 import signal
@@ -11,12 +14,13 @@ from accelerate import PartialState
 from torchrl_llm import keys
 from torchrl_llm.data import cat_rows
 from torchrl_llm.trainers import Callback, RunConfig, build_run
+from torchrl_llm.trainers.sharding import on_host
 
 COMMON = {
     "model_path": "tiny",
     "env_name": "game:GuessTheNumber-v0-easy",
     "num_envs": 8,
-    "batch_size": 32,
+    "batch_size": 16,
     "group_size": 4,
     "minibatch_size": 8,
     "max_tokens": 600,
@@ -38,8 +42,23 @@ LAWS = {
     "LLMPPO": {"algo": "LLMPPO", "dtype": "float64", "critic_warmup": 1, "whiten": True},
     "GRPO": {"algo": "GRPO", "dtype": "float64", "kl_coeff": 0.05},
     "LoRA": {"algo": "LLMPPO", "dtype": "float64", "lora_r": 4},
+    "adaptive": {
+        "algo": "LLMREINFORCE",
+        "dtype": "float64",
+        "env_name": ["game:GuessTheNumber-v0-easy", "game:GuessTheNumber-v0-hard"],
+        "adaptive_tasks": True,
+        "epochs": 1,
+    },
     "float32": {"algo": "GRPO", "dtype": "float32", "max_iterations": 1, "minibatch_size": None, "epochs": 1},
 }
+REPLAYED = {
+    "LLMPPO": {"algo": "LLMPPO", "whiten": True},
+    "LLMPPO-LoRA": {"algo": "LLMPPO", "lora_r": 4, "gradient_checkpointing": True},
+    "LLMREINFORCE": {"algo": "LLMREINFORCE", "kl_coeff": 0.05, "lora_r": 4},
+    "GRPO": {"algo": "GRPO", "kl_coeff": 0.05, "refresh_reference": 1},
+    "GRPO-LoRA": {"algo": "GRPO", "kl_coeff": 0.05, "lora_r": 4, "refresh_reference": 1},
+}
+REPLAY = {"dtype": "float64", "epochs": 1, "warmup_fraction": 0.0, "evaluation_interval": 0}
 UNEVEN = {
     "algo": "GRPO",
     "dtype": "float32",
@@ -48,6 +67,7 @@ UNEVEN = {
     "minibatch_size": 4,
     "max_iterations": 8,
 }
+RESUMED = {"algo": "LLMPPO", "dtype": "float32", "checkpoint_interval": 1, "overwrite": False, "resume": True}
 
 
 class Die(Callback):
@@ -61,49 +81,96 @@ class Die(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def build(out, *, callbacks=(), **settings):
+    """A run with small settings."""
+    return build_run(RunConfig(**COMMON | settings, output_dir=out), callbacks=callbacks)
+
+
+def whole_weights(trainer):
+    """Copies of the trained weights."""
+    return {name: on_host(value).clone() for name, value in trainer.loss.named_parameters() if value.requires_grad}
+
+
 def train(out, *, callbacks=(), **settings):
-    """Train; what was learned from, the gradient norms, and the weights at the end."""
-    run = build_run(RunConfig(**COMMON | settings, output_dir=out), callbacks=callbacks)
-    trainer, batches = run.trainer, []
-    learn = trainer.learn
+    """Train; what was learned from, the metrics, and weights and optimizer at the end."""
+    trainer = build(out, callbacks=callbacks, **settings).trainer
+    learn, update, batches, spoken = trainer.learn, trainer.update, [], []
 
     def recorded(batch):
         batches.append(batch.select(keys.TOKENS, keys.ATTENTION_MASK, keys.EPISODE_ID, keys.GROUP_ID))
         return learn(batch)
-
-    update, spoken = trainer.update, []
 
     def counted(batch):
         spoken.append(int((batch[keys.TURN_IDS] >= 0).any(-1).sum()))
         return update(batch)
 
     trainer.learn, trainer.update = recorded, counted
-    history = trainer.train()
     return {
-        "history": history,
+        "history": trainer.train(),
         "batches": cat_rows(batches) if batches else None,
-        "weights": {name: value.clone() for name, value in trainer.loss.named_parameters() if value.requires_grad},
+        "weights": whole_weights(trainer),
+        "optimizer": trainer.ranks.whole(trainer.optimizer.state_dict()),
         "ranks": trainer.ranks.count,
+        "sharded": trainer.ranks.sharded,
         "spoken": spoken,
-        "files": sorted(path.name for path in out.glob("checkpoints/*")),
+        "files": sorted(str(path.relative_to(out)) for path in out.glob("checkpoints/**/*")),
     }
+
+
+def play(out):
+    """The rows of one batch, as the collector delivers them."""
+    trainer = build(out, algo="GRPO", **REPLAY).trainer
+    rows = trainer.collect(iter(trainer.collector))
+    trainer.close()
+    return rows
+
+
+def replay(out, rows, **settings):
+    """Learn three times from this rank's groups of ``rows``; the first gradient, and the weights at the end."""
+    run = build(out, **REPLAY | settings)
+    trainer, gradients = run.trainer, []
+    step = trainer._optimizer_step
+
+    def recorded():
+        gradients.append({name: on_host(p.grad).clone() for name, p in trainer.loss.named_parameters() if p.requires_grad})
+        return step()
+
+    trainer._optimizer_step = recorded
+    own = rows[rows[keys.GROUP_ID] % trainer.ranks.count == trainer.ranks.index].to(trainer.accelerator.device)
+    for _ in range(3):
+        metrics = trainer.learn(own.clone())
+        trainer.iteration += 1
+        for callback in trainer.callbacks:
+            callback.on_iteration(trainer, metrics)
+    weights = whole_weights(trainer)
+    run.close()
+    return {"gradient": gradients[0], "weights": weights, "sharded": trainer.ranks.sharded, "metrics": metrics}
+
+
+def resume(out):
+    """A run of two iterations, the same in two parts, and the second part of what another number of ranks began."""
+    results = {"whole": train(out / "whole", max_iterations=2, **RESUMED)}
+    for part, iterations in (("parts", 1), ("parts", 2), ("others", 2)):
+        results[part] = train(out / part, max_iterations=iterations, accept_changes=["max_iterations"], **RESUMED)
+    return results
 
 
 def main():
     """Run what is asked for and save the results of this rank."""
-    out, what = Path(sys.argv[1]), sys.argv[2]
-    results = {}
+    out, what, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
+    device = os.environ.get("RANKS_RUN_DEVICE", "cpu")
+    COMMON["device"] = None if device == "cuda" else device
     if what == "laws":
-        for name, settings in LAWS.items():
-            results[name] = train(out / name, **settings)
+        results = {name: train(out / name, **LAWS[name]) for name in names or LAWS}
+    elif what == "replay":
+        rows = torch.load(out / "rows.pt", weights_only=False)
+        results = {name: replay(out / name, rows, **REPLAYED[name]) for name in names or REPLAYED}
     elif what == "uneven":
         results = train(out, **UNEVEN)
+    elif what == "resume":
+        results = resume(out)
     elif what == "dies":
         train(out, callbacks=[Die(1, 2)], algo="GRPO", dtype="float32", checkpoint_interval=1)
-    else:
-        resumed = {"max_iterations": int(what), "checkpoint_interval": 1, "overwrite": False, "resume": True}
-        resumed["accept_changes"] = ["max_iterations"]
-        results = train(out, algo="LLMPPO", dtype="float32", **resumed)
     torch.save(results, f"{out}-{what}.{PartialState().process_index}.pt")
 
 

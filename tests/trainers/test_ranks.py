@@ -1,93 +1,161 @@
-"""Training on several processes is the training of one: real processes, gloo."""
+"""Training on several processes is the training of one: real processes, gloo, DDP and FSDP2."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import ranks_run
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from torchrl_llm import keys
+from torchrl_llm.trainers.checkpoint import verify
 
 SCRIPT = Path(__file__).with_name("ranks_run.py")
+CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 LIMIT = 240
+BOTH = pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 
 
-def start(out, what, num_processes):
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(num_processes)]
-    launch += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
-    launch += ["--multi_gpu"] if num_processes > 1 else ["--cpu"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    command = [*launch, str(SCRIPT), str(out), what]
+def start(out, what, *names, how="ddp", device="cpu"):
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"accelerate_{how}.yaml")]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "RANKS_RUN_DEVICE": device}
+    command = [*launch, str(SCRIPT), str(out), what, *names]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
-def results(out, what, num_processes):
-    done = start(out, what, num_processes)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [torch.load(f"{out}-{what}.{rank}.pt", weights_only=False) for rank in range(num_processes)]
+def results(out, what, *names, how="ddp", device="cpu"):
+    done = start(out, what, *names, how=how, device=device)
+    assert done.returncode == 0, "\n".join(line for line in done.stderr.splitlines() if line.startswith("[rank"))[-5000:]
+    return [torch.load(f"{out}-{what}.{rank}.pt", weights_only=False) for rank in range(2)]
 
 
 def difference(a, b):
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
+    assert a.keys() == b.keys()
+    return max(float((a[name] - b[name]).detach().abs().max()) for name in a)
+
+
+def same_figures(mine, theirs):
+    names = {name for name in mine if not name.startswith(("time/", "data/padding", "policy/ESS"))}
+    for name in names - {"critic/explained_variance", "critic/update_explained_variance"}:
+        assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6, nan_ok=True), name
+
+
+@pytest.mark.slow
+class TestReplayed:
+    """The same rows, learned from by one process and by two."""
+
+    @pytest.fixture(scope="class")
+    def where(self, tmp_path_factory):
+        where = tmp_path_factory.mktemp("replayed")
+        torch.save(ranks_run.play(where / "played"), where / "rows.pt")
+        return where
+
+    @pytest.fixture(scope="class")
+    def one(self, where):
+        rows = torch.load(where / "rows.pt", weights_only=False)
+        return {name: ranks_run.replay(where / name, rows, **given) for name, given in ranks_run.REPLAYED.items()}
+
+    @pytest.fixture(scope="class")
+    def two(self, where):
+        found = {}
+        for how in ("ddp", "fsdp2"):
+            (where / how).mkdir()
+            shutil.copy(where / "rows.pt", where / how)
+            found[how] = results(where / how, "replay", how=how)
+        return found
+
+    @BOTH
+    @pytest.mark.parametrize("name", ranks_run.REPLAYED)
+    def test_gradient_and_weights_are_those_of_one_process(self, one, two, how, name):
+        alone, (first, second) = one[name], [result[name] for result in two[how]]
+        assert [each["sharded"] for each in (alone, first, second)] == [False] + 2 * [how == "fsdp2"]
+        assert max(float(gradient.abs().max()) for gradient in alone["gradient"].values()) > 1e-4
+        for what in ("gradient", "weights"):
+            assert difference(first[what], second[what]) == 0
+            assert difference(alone[what], first[what]) < 1e-9
+        same_figures(alone["metrics"], first["metrics"])
+
+    def test_weights_moved(self, one):
+        assert difference(one["LLMPPO-LoRA"]["weights"], one["LLMPPO-LoRA"]["weights"]) == 0
+        for name in ("LLMREINFORCE", "GRPO-LoRA"):
+            assert any(float(value.abs().max()) > 1e-3 for key, value in one[name]["weights"].items() if "lora_B" in key)
 
 
 @pytest.mark.slow
 class TestLaws:
+    """Whole runs, in which every process plays its own conversations."""
+
     @pytest.fixture(scope="class")
-    def both(self, tmp_path_factory):
-        where = tmp_path_factory.mktemp("laws")
-        return results(where / "one", "laws", 1)[0], results(where / "two", "laws", 2)
+    def one(self, tmp_path_factory):
+        where = tmp_path_factory.mktemp("one")
+        return {name: ranks_run.train(where / name, **given) for name, given in ranks_run.LAWS.items()}
 
-    @pytest.mark.parametrize("name", ["LLMREINFORCE", "LLMPPO", "GRPO", "LoRA"])
-    def test_weights_after_three_iterations(self, both, name):
-        one, two = both[0][name], [result[name] for result in both[1]]
-        assert [result["ranks"] for result in (one, *two)] == [1, 2, 2]
-        assert difference(two[0]["weights"], two[1]["weights"]) == 0
-        assert difference(one["weights"], two[0]["weights"]) < 1e-9
-        for mine, theirs in zip(one["history"], two[1]["history"], strict=True):
-            same = {metric for metric in mine if not metric.startswith(("time/", "data/padding", "policy/ESS"))}
-            for metric in same - {"critic/explained_variance", "critic/update_explained_variance"}:
-                assert mine[metric] == pytest.approx(theirs[metric], rel=1e-5, abs=1e-6, nan_ok=True), metric
+    @pytest.fixture(scope="class")
+    def two(self, tmp_path_factory):
+        where = tmp_path_factory.mktemp("two")
+        sharded = results(where / "fsdp2", "laws", "LLMPPO", "LoRA", how="fsdp2")
+        return {"ddp": results(where / "ddp", "laws"), "fsdp2": sharded}
 
-    def test_weights_moved(self, both):
-        first, second = (both[0][name]["weights"] for name in ("LLMREINFORCE", "GRPO"))
-        assert difference(first, second) > 1e-3
+    @pytest.mark.parametrize(
+        ("how", "name"),
+        [("ddp", name) for name in ranks_run.LAWS if name != "float32"] + [("fsdp2", "LLMPPO"), ("fsdp2", "LoRA")],
+    )
+    def test_weights_after_three_iterations(self, one, two, how, name):
+        alone, (first, second) = one[name], [result[name] for result in two[how]]
+        assert [each["ranks"] for each in (alone, first, second)] == [1, 2, 2]
+        assert difference(first["weights"], second["weights"]) == 0
+        assert difference(alone["weights"], first["weights"]) < 1e-9
+        for mine, theirs in zip(alone["history"], second["history"], strict=True):
+            same_figures(mine, theirs)
 
-    @pytest.mark.parametrize("name", ["GRPO", "float32"])
-    def test_the_ranks_play_the_tickets_of_one_process(self, both, name):
-        one, two = both[0][name]["batches"], [result[name]["batches"] for result in both[1]]
-        for rows in two:
-            assert (rows[keys.GROUP_ID].unique(return_counts=True)[1] % 4 == 0).all()
-        assert not set(two[0][keys.GROUP_ID].tolist()) & set(two[1][keys.GROUP_ID].tolist())
+    def test_weights_moved(self, one):
+        assert difference(one["LLMREINFORCE"]["weights"], one["GRPO"]["weights"]) > 1e-3
+
+    @pytest.mark.parametrize(
+        ("how", "name"), [("ddp", "GRPO"), ("ddp", "float32"), ("ddp", "adaptive"), ("fsdp2", "LoRA")]
+    )
+    def test_the_ranks_play_the_tickets_of_one_process(self, one, two, how, name):
+        alone, ranks = one[name]["batches"], [result[name]["batches"] for result in two[how]]
+        if name == "GRPO":
+            assert all((rows[keys.GROUP_ID].unique(return_counts=True)[1] % 4 == 0).all() for rows in ranks)
+        assert not set(ranks[0][keys.GROUP_ID].tolist()) & set(ranks[1][keys.GROUP_ID].tolist())
         said = [
             {
                 int(row[keys.EPISODE_ID]): row[keys.TOKENS][row[keys.ATTENTION_MASK]].tolist()
                 for rows in batches
                 for row in rows
             }
-            for batches in ([one], two)
+            for batches in ([alone], ranks)
         ]
         assert said[0] == said[1]
 
-    def test_a_gradient_in_float32(self, both):
-        one, two = both[0]["float32"], both[1][0]["float32"]
-        assert one["history"][0]["optim/grad_norm_actor"] == pytest.approx(
-            two["history"][0]["optim/grad_norm_actor"], rel=1e-5
+    def test_a_gradient_in_float32(self, one, two):
+        alone, first = one["float32"], two["ddp"][0]["float32"]
+        assert alone["history"][0]["optim/grad_norm_actor"] == pytest.approx(
+            first["history"][0]["optim/grad_norm_actor"], rel=1e-5
         )
 
-    def test_the_first_rank_writes(self, both):
-        assert both[1][0]["GRPO"]["files"] == both[0]["GRPO"]["files"]
+    @pytest.mark.parametrize(("how", "name"), [("ddp", "GRPO"), ("fsdp2", "LLMPPO"), ("fsdp2", "LoRA")])
+    def test_the_first_rank_writes_the_files_of_one_process(self, one, two, how, name):
+        def files(result):
+            return [file for file in result["files"] if "/components/collector/" not in file]
+
+        assert files(two[how][0][name]) == files(one[name])
 
 
 @pytest.mark.slow
 class TestUneven:
-    def test_ranks_with_nothing_to_learn_from_stay_in_step(self, tmp_path):
-        first, second = results(tmp_path / "run", "uneven", 2)
+    @BOTH
+    def test_ranks_with_nothing_to_learn_from_stay_in_step(self, tmp_path, how):
+        first, second = results(tmp_path / "run", "uneven", how=how)
         assert difference(first["weights"], second["weights"]) == 0
         assert 0 in first["spoken"] + second["spoken"]
         assert first["spoken"] != second["spoken"]
@@ -95,15 +163,72 @@ class TestUneven:
 
 @pytest.mark.slow
 class TestResume:
-    def test_as_many_ranks_go_on_in_the_same_bytes(self, tmp_path):
-        whole = results(tmp_path / "whole", "2", 2)[0]
-        results(tmp_path / "parts", "1", 2)
-        parts = results(tmp_path / "parts", "2", 2)[0]
-        assert difference(whole["weights"], parts["weights"]) == 0
+    @pytest.fixture(scope="class")
+    def where(self, tmp_path_factory):
+        return tmp_path_factory.mktemp("resume")
 
-    def test_a_rank_that_dies_ends_the_run_with_an_error(self, tmp_path):
+    @pytest.fixture(scope="class")
+    def ddp(self, where):
+        ranks_run.train(where / "ddp" / "others", max_iterations=1, **ranks_run.RESUMED)
+        return results(where / "ddp", "resume")
+
+    @pytest.fixture(scope="class")
+    def fsdp2(self, where, ddp):
+        # What DDP began: the first of its two checkpoints.
+        shutil.copytree(where / "ddp" / "parts", where / "fsdp2" / "others", symlinks=True)
+        latest = max((where / "fsdp2" / "others" / "checkpoints").glob("checkpoint-*"))
+        shutil.rmtree(latest)
+        return results(where / "fsdp2", "resume", how="fsdp2")
+
+    @BOTH
+    def test_as_many_ranks_go_on_in_the_same_bytes(self, how, request):
+        first = request.getfixturevalue(how)[0]
+        assert first["parts"]["history"][0]["rollout/episodes"] == 16
+        assert difference(first["whole"]["weights"], first["parts"]["weights"]) == 0
+
+    def test_sharded_ranks_go_on_with_what_others_began(self, ddp, fsdp2):
+        assert fsdp2[0]["others"]["sharded"]
+        assert len(fsdp2[0]["others"]["history"]) == 2
+        assert 0 < difference(ddp[0]["whole"]["weights"], ddp[0]["others"]["weights"])
+        assert difference(ddp[0]["whole"]["weights"], fsdp2[0]["others"]["weights"]) < 1e-4
+
+    def test_two_ranks_go_on_with_what_one_began(self, ddp):
+        history = ddp[0]["others"]["history"]
+        assert [metrics["rollout/episodes"] for metrics in history] == [16, 32]
+        played = [set(result["others"]["batches"][keys.EPISODE_ID].tolist()) for result in ddp]
+        assert played[0] | played[1] == set(range(16, 32))
+        assert not played[0] & played[1]
+
+    @BOTH
+    def test_one_process_goes_on_with_what_two_began(self, where, how, request, caplog):
+        first = request.getfixturevalue(how)[0]["parts"]
+        resumed = ranks_run.RESUMED | {"max_iterations": 3, "accept_changes": ["max_iterations"]}
+        run = ranks_run.build(where / how / "parts", **resumed)
+        assert "1 processes go on with what 2 began: from group 8" in caplog.text
+        assert difference(ranks_run.whole_weights(run.trainer), first["weights"]) == 0
+        mine, theirs = run.trainer.optimizer.state_dict(), first["optimizer"]
+        assert mine["param_groups"] == theirs["param_groups"]
+        for index, state in theirs["state"].items():
+            assert all(torch.equal(mine["state"][index][name], value) for name, value in state.items())
+        run.trainer.policy.drop_cache()
+        rows = run.trainer.collect(iter(run.trainer.collector))
+        assert sorted(rows[keys.EPISODE_ID].tolist()) == list(range(32, 48))
+        run.close()
+
+    def test_transformers_loads_what_sharded_ranks_saved(self, where, fsdp2):
+        path = max((where / "fsdp2" / "whole" / "checkpoints").glob("checkpoint-*"))
+        verify(path)
+        weights = fsdp2[0]["whole"]["weights"]
+        model = AutoModelForCausalLM.from_pretrained(path / "actor")
+        for name, value in model.named_parameters():
+            assert torch.equal(value, weights[f"actor_network.model.{name}"]), name
+        head = load_file(path / "critic" / "value_head.safetensors")
+        assert torch.equal(head["weight"], weights["critic_network.value_head.weight"])
+
+    @BOTH
+    def test_a_rank_that_dies_ends_the_run_with_an_error(self, tmp_path, how):
         began = time.monotonic()
-        done = start(tmp_path / "run", "dies", 2)
+        done = start(tmp_path / "run", "dies", how=how)
         assert done.returncode != 0
         assert "SIGKILL" in done.stderr or "exitcode: -9" in done.stderr or "Signal 9" in done.stderr
         assert time.monotonic() - began < LIMIT / 2

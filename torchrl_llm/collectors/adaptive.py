@@ -5,6 +5,8 @@ The rule is :class:`~torchrl_llm.envs.tickets.Tickets`'s; here lives what it lea
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tensordict import TensorDictBase
 
 from torchrl_llm import keys
@@ -12,7 +14,7 @@ from torchrl_llm.collectors._base import MASK
 from torchrl_llm.envs.gem import GEMEnv
 
 
-def adapt_tasks(env: GEMEnv, batch: TensorDictBase) -> None:
+def adapt_tasks(env: GEMEnv, batch: TensorDictBase, *, gather: Callable[[list], list] = list) -> None:
     """Let the tickets of a mixture learn from a batch which environments are won about half of the time.
 
     Those are dealt more often from the next batch on, by the rule of :class:`~torchrl_llm.envs.tickets.Tickets`. It is meant
@@ -22,6 +24,8 @@ def adapt_tasks(env: GEMEnv, batch: TensorDictBase) -> None:
     Args:
         env: plays the batches; its tickets are replaced.
         batch: ``[B, T]``, what the collector delivered.
+        gather: brings the lists of several processes together, such as :meth:`~torchrl_llm.trainers.ranks.Ranks.gather`, so
+            that all of them learn the same. Default: this process plays alone.
 
     Raises:
         ValueError: ``env`` is no mixture.
@@ -50,4 +54,5 @@ def adapt_tasks(env: GEMEnv, batch: TensorDictBase) -> None:
             f"adapt_tasks: {running} episodes are running, whose tickets would change. Collect with max_staleness=0."
         )
     won = (batch["next", keys.SUCCESS].squeeze(-1) & batch[MASK]).any(-1)
-    env.tickets = env.tickets.learn(batch[keys.ENV_ID][:, 0, 0].tolist(), won.tolist())
+    env_ids, won = gather(batch[keys.ENV_ID][:, 0, 0].tolist()), gather(won.tolist())
+    env.tickets = env.tickets.learn(env_ids, won)

@@ -126,7 +126,8 @@ def _switched(layers: Sequence[Any], states: Sequence[State]) -> Iterator[None]:
         _switch([(layer, state) for layer, state, _ in changes], flags)
         yield
     finally:
-        flags = [(p, p.requires_grad) for p, _ in flags]
+        # A forward of sharded weights may leave other parameters than it found.
+        flags = [(p, p.requires_grad) for layer, _, _ in changes for p in _adapter_parameters(layer)]
         _switch([(layer, before) for layer, _, before in changes], flags)
 
 

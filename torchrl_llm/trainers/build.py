@@ -34,7 +34,7 @@ from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss
 from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReference
-from torchrl_llm.trainers.checkpoint import CheckpointStore, config_changes, environment, rewind_csv, verify
+from torchrl_llm.trainers.checkpoint import CheckpointStore, Optimizer, config_changes, environment, rewind_csv, verify
 from torchrl_llm.trainers.config import GRPO_ONLY, HOW_TO_RUN, PPO_ONLY, REINFORCE_ONLY, ConfigError, RunConfig
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.ranks import Ranks
@@ -108,7 +108,8 @@ class Run:
         """Play ``config.final_episodes`` tasks that nothing else uses."""
         env = self.make_env(stream="test")
         try:
-            return evaluate(env, self.policy, self.config.final_episodes, greedy=greedy, ranks=self.trainer.ranks)
+            with self.trainer.playing():
+                return evaluate(env, self.policy, self.config.final_episodes, greedy=greedy, ranks=self.trainer.ranks)
         finally:
             env.close()
 
@@ -146,18 +147,24 @@ class Run:
         Raises:
             CheckpointError: the checkpoint is damaged, or has no optimizer to load.
         """
+        if merge_lora_configs and self.trainer.ranks.sharded:
+            raise ConfigError(
+                "load_checkpoint(merge_lora_configs=True) makes new parameters, but they are shared out (FSDP2) already: start "
+                "a run with init_from and merge_lora_configs."
+            )
         load_optimizer = load_optimizer and not merge_lora_configs
         manifest = verify(path)
         if load_optimizer and "optimizer" not in manifest["components"]:
             raise CheckpointError(f"{path} has no optimizer: pass load_optimizer=False.")
-        self.models.load_pretrained(
-            path,
-            overwrite_reference_adapter=overwrite_reference_adapter,
-            overwrite_critic_adapter=overwrite_critic_adapter,
-            merge_lora_configs=merge_lora_configs,
-        )
+        with self.trainer.ranks.weights_in_files(read=True):
+            self.models.load_pretrained(
+                path,
+                overwrite_reference_adapter=overwrite_reference_adapter,
+                overwrite_critic_adapter=overwrite_critic_adapter,
+                merge_lora_configs=merge_lora_configs,
+            )
         if load_optimizer:
-            Checkpoint(optimizer=self.trainer.optimizer).load(path)
+            Checkpoint(optimizer=Optimizer(self.trainer.optimizer, self.trainer.ranks)).load(path)
         elif merge_lora_configs:
             self.trainer.optimizer = self.trainer.accelerator.prepare(make_optimizer(self.config, self.models))
         if self.weight_sync is None:
@@ -200,6 +207,7 @@ def build_run(
         raise ConfigError("build_run got env and make_env: the second decides what is played, so leave env out.")
     accelerator = make_accelerator(config)
     ranks = Ranks(accelerator)
+    _check_sharding(config, ranks)
     path = _model_path(config)
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or path, trust_remote_code=config.trust_remote_code)
     make_env = make_env or partial(GEMEnv, env or config.env_name, weights=config.env_weights)
@@ -255,6 +263,21 @@ def build_run(
         evaluation_env=evaluation_env,
         make_env=make_env,
     )
+
+
+def _check_sharding(config: RunConfig, ranks: Ranks) -> None:
+    """Refuse what weights that are shared out (FSDP2) do not go with."""
+    instead = {
+        "policy": (config.policy == "vllm", "'hf', or DDP"),
+        "quantization": (config.quantization is not None, "None, or DDP"),
+        "compile": (config.compile, "false, or DDP"),
+    }
+    for name, (refused, expected) in instead.items():
+        if ranks.sharded and refused:
+            raise ConfigError(
+                f"{name} is {getattr(config, name)!r}, but the weights are shared out over {ranks.count} processes (FSDP2): "
+                f"expected {expected}."
+            )
 
 
 def _share(config: RunConfig, num_ranks: int) -> int:
@@ -492,11 +515,7 @@ def make_collector(
                 f"adaptive_tasks chooses among environments, and {env.names[0]!r} is the only one: leave it out, or play a "
                 "mixture."
             )
-        if ranks.count > 1:
-            raise ConfigError(
-                f"adaptive_tasks learns from the batches of one process, and there are {ranks.count}: leave it out."
-            )
-        common["post_collect_hook"] = partial(adapt_tasks, env)
+        common["post_collect_hook"] = partial(adapt_tasks, env, gather=ranks.gather)
     if config.max_faults is not None:
         common["max_faults"] = config.max_faults
     if config.collector == "turn":

@@ -19,7 +19,8 @@ import json
 import logging
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from torchrl.checkpoint import Checkpoint, CheckpointAdapter, CheckpointError, C
 
 from torchrl_llm.modules import ActorCritic
 from torchrl_llm.trainers.ranks import Ranks
+from torchrl_llm.trainers.sharding import shard_like
 
 if TYPE_CHECKING:
     from torchrl_llm.trainers.trainer import LLMTrainer
@@ -86,34 +88,102 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+class Optimizer:
+    """The optimizer of all ranks as one component of a checkpoint, in the same format however its state is shared out.
+
+    Args:
+        optimizer: this rank's.
+        ranks: all of them; each calls :meth:`gather` before the first one saves, and loads.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
+        self.optimizer, self.ranks = optimizer, ranks
+        self._state: dict[str, Any] = {}
+
+    def gather(self) -> None:
+        """Bring the state together on the first rank."""
+        self._state = self.ranks.whole(self.optimizer.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`gather` found."""
+        return self._state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state, or this rank's part of it."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        state = {
+            index: {name: shard_like(parameters[int(index)], value) for name, value in values.items()}
+            for index, values in state_dict["state"].items()
+        }
+        self.optimizer.load_state_dict(state_dict | {"state": state})
+
+
 class Collectors:
-    """The collectors of all ranks as one component of a checkpoint; making it, saving and loading are collective.
+    """The collectors of all ranks as one component of a checkpoint.
 
     Args:
         collector: this rank's.
-        ranks: all of them.
+        ranks: all of them; each calls :meth:`gather` before the first one saves, and loads.
     """
 
     def __init__(self, collector: Any, ranks: Ranks) -> None:
         self.collector, self.ranks = collector, ranks
-        self._states = ranks.gather([collector.state_dict()])
+        self._states: list[dict[str, Any]] = []
+
+    def gather(self) -> None:
+        """Bring the states together on the first rank."""
+        self._states = self.ranks.gather([self.collector.state_dict()])
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of each rank's collector."""
+        """What :meth:`gather` found, by rank."""
         return {str(rank): state for rank, state in enumerate(self._states)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with the ticket that comes next on this rank.
+        """Go on with the ticket that comes next on this rank; of another number of ranks, with one that none has dealt."""
+        if len(state_dict) == self.ranks.count:
+            state = state_dict[str(self.ranks.index)]
+        else:
+            state = redealt(list(state_dict.values()), self.collector.state_dict())
+        self.collector.load_state_dict(state)
 
-        Raises:
-            CheckpointError: the run had another number of ranks.
-        """
-        if len(state_dict) != self.ranks.count:
-            raise CheckpointError(
-                f"The checkpoint is of {len(state_dict)} processes, but this run has {self.ranks.count}: its tickets are dealt "
-                "otherwise. Resume with as many, or start a new run from its weights (init_from)."
-            )
-        self.collector.load_state_dict(state_dict[str(self.ranks.index)])
+
+def redealt(old: Sequence[Mapping[str, Any]], new: dict[str, Any]) -> dict[str, Any]:
+    """The state of a fresh collector so that it goes on after others whose tickets were dealt to another number of workers.
+
+    All new workers begin with the same round of groups, the first one that lies behind every group dealt: nothing is played
+    twice, and a few groups may be left out.
+
+    Args:
+        old: states of all collectors of the earlier run.
+        new: the state of one of this run.
+
+    Returns:
+        The new state, with the first ticket to deal and what the old ones have learnt.
+    """
+    own, first = _env_of(new), _env_of(old[0])
+    workers = own["tickets"]["num_workers"]
+    round_ = -(-max(_groups_dealt(_env_of(state)) for state in old) // workers)
+    logger.warning(
+        "%d processes go on with what %d began: from group %d, and not in the same bytes",
+        workers, len(old), round_ * workers,
+    )  # fmt: skip
+    own["num_dealt"] = round_ * own["tickets"]["group_size"]
+    own["tickets"]["success"] = first["tickets"]["success"]
+    return new | {"iter": old[0]["iter"]}
+
+
+def _groups_dealt(env: Mapping[str, Any]) -> int:
+    """How many of all workers' groups come before the first one behind those that ``env`` has dealt."""
+    tickets = env["tickets"]
+    rounds = -(-env["num_dealt"] // tickets["group_size"])
+    return max(0, tickets["worker"] + (rounds - 1) * tickets["num_workers"] + 1)
+
+
+def _env_of(state: Mapping[str, Any]) -> Any:
+    env = state["env_state_dict"]
+    while "base" in env:  # of a transformed environment
+        env = env["base"]
+    return env
 
 
 def verify(path: str | Path) -> dict[str, Any]:
@@ -191,14 +261,15 @@ class CheckpointStore:
         Returns:
             The new checkpoint's folder. ``last`` and ``best`` beside it are links. Of several ranks the first one writes.
         """
-        components, path = self._components(trainer), Path()
-        if trainer.ranks.first:
-            metadata = self._metadata(trainer, metrics)
-            path = self.rotation.save(components, step=trainer.iteration, metadata=metadata)
-            self._link("last", path)
-            best = self.best()
-            if best is not None and Checkpoint.manifest(best)["metadata"][SUCCESS] != NOT_EVALUATED:
-                self._link("best", best)
+        path = Path()
+        with self._gathered(trainer) as checkpoint:
+            if trainer.ranks.first:
+                metadata = self._metadata(trainer, metrics)
+                path = self.rotation.save(checkpoint, step=trainer.iteration, metadata=metadata)
+                self._link("last", path)
+                best = self.best()
+                if best is not None and Checkpoint.manifest(best)["metadata"][SUCCESS] != NOT_EVALUATED:
+                    self._link("best", best)
         return trainer.ranks.agree(path)
 
     def save_to(
@@ -206,10 +277,15 @@ class CheckpointStore:
     ) -> Path:
         """Save to a folder of the caller's choice; see :meth:`torchrl_llm.trainers.Run.save_checkpoint`."""
         merged = not lora_only and self.models.adapter is not None
-        checkpoint = self._components(trainer, Weights(self.tokenizer, merged=merged))
+        if merged and trainer.ranks.sharded:
+            raise CheckpointError(
+                "lora_only=False merges a copy of the model, which is shared out (FSDP2): save adapters, and merge them in a run "
+                "of one process."
+            )
         names = None if save_optimizer else ["models", "zz_sums"]
-        if trainer.ranks.first:
-            checkpoint.save(path, components=names, metadata=self._metadata(trainer, {}))
+        with self._gathered(trainer, Weights(self.tokenizer, merged=merged)) as checkpoint:
+            if trainer.ranks.first:
+                checkpoint.save(path, components=names, metadata=self._metadata(trainer, {}))
         trainer.accelerator.wait_for_everyone()
         return Path(path)
 
@@ -223,7 +299,8 @@ class CheckpointStore:
             CheckpointError: the checkpoint is damaged; the message names the file, and a whole one if there is one.
         """
         manifest = self.verify(path)
-        self._components(trainer).load(path)
+        with trainer.ranks.weights_in_files(read=True):
+            self._checkpoint(trainer, _shared(trainer), Weights()).load(path)
         return manifest
 
     def verify(self, path: str | Path) -> dict[str, Any]:
@@ -248,16 +325,20 @@ class CheckpointStore:
             "environment": environment(),
         }
 
-    def _components(self, trainer: LLMTrainer, weights: Weights | None = None) -> Checkpoint:
-        checkpoint = Checkpoint(
-            collector=trainer.collector if trainer.ranks.count == 1 else Collectors(trainer.collector, trainer.ranks),
-            optimizer=trainer.optimizer,
-            rng=GlobalRNGState(),
-            trainer=trainer,
-        )
+    @contextmanager
+    def _gathered(self, trainer: LLMTrainer, weights: Weights | None = None) -> Iterator[Checkpoint]:
+        """What the first rank saves; all ranks bring theirs together."""
+        shared = _shared(trainer)
+        for part in shared.values():
+            part.gather()
+        with trainer.ranks.weights_in_files():
+            yield self._checkpoint(trainer, shared, weights or Weights(self.tokenizer))
+
+    def _checkpoint(self, trainer: LLMTrainer, shared: Mapping[str, Any], weights: Weights) -> Checkpoint:
+        checkpoint = Checkpoint(**shared, rng=GlobalRNGState(), trainer=trainer)
         if (scaler := trainer.accelerator.scaler) is not None:
             checkpoint.register("scaler", scaler)
-        checkpoint.register("models", self.models, adapter=weights or Weights(self.tokenizer))
+        checkpoint.register("models", self.models, adapter=weights)
         return checkpoint.register("zz_sums", None, adapter=Sums())
 
     def _link(self, name: str, target: Path) -> None:
@@ -275,6 +356,12 @@ class CheckpointStore:
                     continue
                 return f"{path} is whole: resume from it with resume_from={str(path)!r}."
         return "There is no other whole checkpoint."
+
+
+def _shared(trainer: LLMTrainer) -> dict[str, Any]:
+    """The components that every rank has a part of."""
+    ranks = trainer.ranks
+    return {"collector": Collectors(trainer.collector, ranks), "optimizer": Optimizer(trainer.optimizer, ranks)}
 
 
 def environment() -> dict[str, Any]:

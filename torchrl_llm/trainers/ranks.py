@@ -13,12 +13,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import (
+    FullyShardedDataParallelPlugin,
+    broadcast_object_list,
+    gather_object,
+    parse_flag_from_env,
+)
 from tensordict import TensorDictBase
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_map_only
 
 from torchrl_llm import keys
 from torchrl_llm.data import cat_rows
+from torchrl_llm.trainers.sharding import Sharded, adopt, check_plugin, on_host
 
 
 class Ranks:
@@ -46,14 +55,51 @@ class Ranks:
         self.index, self.count = accelerator.process_index, accelerator.num_processes
         self.first = accelerator.is_main_process
         self.process_group: dist.ProcessGroup | None = dist.group.WORLD if self.count > 1 else None
+        self._plugin = _sharding(accelerator) if self.count > 1 else None
+        self._root: Sharded | None = None
 
-    def wrap(self, module: nn.Module) -> nn.Module:
-        """``module``, its gradients averaged over the ranks in every ``backward`` outside of :meth:`alone`."""
-        return self.accelerator.prepare_model(module) if self.count > 1 else module
+    @property
+    def sharded(self) -> bool:
+        """Whether weights, gradients and optimizer are shared out (FSDP2), and not copied to every rank (DDP)."""
+        return self._plugin is not None
+
+    def wrap(
+        self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """``loss``, its gradients averaged over the ranks, and the optimizer of its parameters, which has not stepped yet.
+
+        Args:
+            loss: what is trained.
+            optimizer: of parameters of ``loss``.
+            *others: what computes with weights without being trained; shared out with those of ``loss``.
+        """
+        if self._plugin is None:
+            module = self.accelerator.prepare_model(loss) if self.count > 1 else loss
+        else:
+            old = dict(loss.named_parameters())
+            mesh = init_device_mesh(self.accelerator.device.type, (self.count,))
+            module = self._root = Sharded(loss, *others, plugin=self._plugin, mesh=mesh)
+            adopt(optimizer, old, dict(loss.named_parameters()))
+        return module, self.accelerator.prepare_optimizer(optimizer)
 
     def alone(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Around forward and backward of all micro-batches but the last: gradients add up here before they are averaged."""
-        return self.accelerator.no_sync(module) if self.count > 1 else nullcontext()
+        """Around forward and backward of all micro-batches but the last: gradients add up here before they are averaged.
+
+        Sharded ones are averaged each time, for whole ones would take the memory that sharding saves.
+        """
+        return self.accelerator.no_sync(module) if self.count > 1 and not self.sharded else nullcontext()
+
+    def weights_here(self) -> AbstractContextManager[None]:
+        """Around scoring and playing with the trained weights: every rank has all of them, and none waits for another."""
+        return nullcontext() if self._root is None else self._root.gathered()
+
+    def weights_in_files(self, *, read: bool = False) -> AbstractContextManager[None]:
+        """Around writing the trained weights to files on the first rank, or reading them on all; nothing can compute inside."""
+        return nullcontext() if self._root is None else self._root.exported(here=self.first or read, keep=read)
+
+    def whole(self, tree: Any) -> Any:
+        """The tensors in nested containers whole and in the host's memory, on the first rank, where they are shared out."""
+        return tree_map_only(DTensor, lambda shard: on_host(shard) if self.first else on_host(shard).new_empty(0), tree)
 
     def sum(self, value: float) -> float:
         """The sum of a number over the ranks."""
@@ -61,6 +107,10 @@ class Ranks:
             return value
         total = torch.tensor(value, dtype=torch.float64, device=self.accelerator.device)
         return float(self.accelerator.reduce(total, "sum"))
+
+    def most(self, value: int) -> int:
+        """The largest of a number over the ranks."""
+        return value if self.count == 1 else max(self.gather([value]))
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""
@@ -81,6 +131,16 @@ class Ranks:
         parts = self.gather([(rows if names is None else rows.select(*names, strict=False)).cpu()])
         everyone = cat_rows(parts)
         return everyone[everyone[keys.EPISODE_ID].argsort()].to(rows.device)
+
+
+def _sharding(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None:
+    """accelerate's settings for FSDP, if it was started with any; on CPUs it does not look at them itself."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        plugin = FullyShardedDataParallelPlugin()
+    if plugin is not None:
+        check_plugin(plugin)
+    return plugin
 
 
 def silenced(rows: TensorDictBase) -> TensorDictBase:

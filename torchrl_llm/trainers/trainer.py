@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.config import ConfigError, TrainerConfig
 from torchrl_llm.trainers.ranks import Ranks, silenced
+from torchrl_llm.trainers.sharding import on_host
 from torchrl_llm.weight_update import RayWeightSync, VLLMWeightSync
 
 logger = logging.getLogger(__name__)
@@ -114,10 +115,9 @@ class LLMTrainer:
         self.loggers, self.callbacks = tuple(loggers), tuple(callbacks)
         self.accelerator = accelerator or Accelerator()
         self.ranks = Ranks(self.accelerator)
-        self.module = self.ranks.wrap(loss)
+        self.module, self.optimizer = self.ranks.wrap(loss, optimizer, *([] if reference is None else [reference]))
         if self.ranks.process_group is not None and hasattr(loss.value_estimator, "process_group"):
             loss.value_estimator.process_group = self.ranks.process_group
-        self.optimizer = self.accelerator.prepare(optimizer)
         self._learning_rates = [group["lr"] for group in optimizer.param_groups]
         self._check_options()
         self.generator = torch.Generator().manual_seed(config.seed)
@@ -221,7 +221,7 @@ class LLMTrainer:
         one batch's number of conversations is in groups that teach something.
         """
         played: list[TensorDictBase] = []
-        with self._timer("rollout"):
+        with self._timer("rollout"), self.playing():
             # A resumed run starts with no contexts cached; one that goes on must not have those of an evaluation.
             self.policy.drop_cache()
             while self._wants_more(played):
@@ -231,6 +231,10 @@ class LLMTrainer:
                 played.append(self.replay_buffer[:].contiguous().to(self.accelerator.device))
                 self.replay_buffer.empty(empty_write_count=False)
         return cat_rows(played) if played else None
+
+    def playing(self) -> AbstractContextManager[None]:
+        """Around whatever the policy plays: where it samples from the trained model, every rank needs all weights."""
+        return nullcontext() if self.weight_sync is not None else self.ranks.weights_here()
 
     def _wants_more(self, played: list[TensorDictBase]) -> bool:
         if not played:
@@ -281,7 +285,8 @@ class LLMTrainer:
         if sleeper is not None:
             sleeper.sleep()
         with self._timer("score"), self.accelerator.autocast():
-            self.score(batch)
+            with self.ranks.weights_here():
+                self.score(batch)
             if config.overlong_penalty:
                 buffer = config.overlong_buffer or limit
                 penalise_overlong(batch, config.overlong_penalty, max_response_length=limit, buffer=buffer)
@@ -339,6 +344,8 @@ class LLMTrainer:
             for minibatch in minibatches(batch, size, generator=self.generator, process_group=everyone):
                 rows = minibatch if minibatch.shape[0] else silenced(batch[:1])
                 parts = micro_batches(write_loss_weights(rows, self.loss, everyone), self.config.max_tokens)
+                # Every rank takes part in every backward.
+                parts += [silenced(parts[-1][:1])] * (self.ranks.most(len(parts)) - len(parts))
                 padding.append(padding_share(parts))
                 steps.append(self._backward(parts) | self._optimizer_step())
         means = {name: torch.stack([step[name] for step in steps]).mean().item() for name in steps[0]}
@@ -363,9 +370,9 @@ class LLMTrainer:
         if self.iteration >= self.config.critic_warmup:
             self._idle_parameters = []
             return total(out)
-        if self.ranks.count == 1:
+        if self.ranks.count == 1 or self.ranks.sharded:
             return out["loss_critic"]
-        # Several ranks wait for a gradient of every parameter; those that the critic does not reach get zeros, and no step.
+        # DDP's ranks wait for a gradient of every parameter; those that the critic does not reach get zeros, and no step.
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         if not self._idle_parameters:
             found = torch.autograd.grad(out["loss_critic"], parameters, retain_graph=True, allow_unused=True)
@@ -380,7 +387,7 @@ class LLMTrainer:
         self.accelerator.unscale_gradients()
         for name, group in zip(("actor", "critic"), self.optimizer.param_groups, strict=False):
             norm = torch.nn.utils.clip_grad_norm_(group["params"], self.config.max_grad_norm)
-            norms[f"optim/grad_norm_{name}"] = norm
+            norms[f"optim/grad_norm_{name}"] = on_host(norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norms
@@ -412,7 +419,7 @@ class LLMTrainer:
             self.stop_reason = f"max_seconds={config.max_seconds}"
 
     def _evaluate(self, evaluator: Evaluator) -> dict[str, float]:
-        with self._timer("evaluation"):
+        with self._timer("evaluation"), self.playing():
             metrics = evaluator()
         success = metrics["evaluation/success"]
         self.best_success = max(self.best_success, success)
