@@ -308,11 +308,12 @@ class RayPlayer:
     # ------------------------------------------------------------------ coming and going
 
     def _start(self, worker: _Worker) -> None:
-        worker.actor = self._actor_class.remote()
-        worker.coming, worker.since, worker.version = self._open(worker.actor), time.monotonic(), -1
+        worker.actor = self._actor()
+        worker.coming = worker.actor.open.remote(**self._make_worker)
+        worker.since, worker.version = time.monotonic(), -1
 
-    def _open(self, actor: Any) -> Any:
-        return actor.open.remote(**self._make_worker)
+    def _actor(self) -> Any:
+        return self._actor_class.remote()
 
     def _end(self, worker: _Worker) -> None:
         with suppress(Exception):  # it may be gone already
