@@ -1,8 +1,9 @@
-# Every target runs in a virtual environment made on first use: .venv, or .venv-vllm for what needs vLLM on CPUs.
+# Every target runs in a virtual environment made on first use: .venv, .venv-vllm for what needs vLLM on CPUs, or .venv-ray.
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
+RAY    := .venv-ray
 RUN    := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 ALGO   ?= LLMPPO
 OUT    ?= runs/demo
@@ -13,7 +14,7 @@ CONFIG_LLMREINFORCE := tiny_reinforce_llm
 CONFIG_GRPO         := tiny_grpo_multiturn
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-resume lint format typecheck docs dist clean
+.PHONY: help demo test test-vllm test-scale test-resume lint format typecheck docs dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -41,6 +42,11 @@ $(VLLM)/.demo $(VLLM)/.test: pyproject.toml
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	@touch $(VLLM)/.demo $(VLLM)/.test
 
+$(RAY)/.test: pyproject.toml
+	$(PYTHON) -m venv $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test,ray]"
+	@touch $@
+
 demo: $(PLAYER)/.demo ## train the shipped small model on GuessTheNumber (ALGO=LLMPPO|LLMREINFORCE|GRPO, POLICY=hf|vllm, OUT=runs/demo)
 	$(if $(CONFIG_$(ALGO)),,$(error ALGO=$(ALGO): expected LLMPPO, LLMREINFORCE or GRPO))
 	$(RUN) $(PLAYER)/bin/python examples/multiturn.py --config examples/configs/$(CONFIG_$(ALGO)).yaml --policy $(POLICY) --output-dir $(OUT) --overwrite
@@ -50,6 +56,9 @@ test: $(VENV)/.test ## run the test suite, doctests included
 
 test-vllm: $(VLLM)/.test ## run the tests that need vLLM, on CPUs (about 10 minutes, installs included)
 	$(RUN) $(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m "vllm and not gpu" tests
+
+test-scale: $(RAY)/.test ## run the tests that need Ray, on this machine (about 8 minutes, installs included)
+	$(RUN) $(RAY)/bin/python -m pytest -m "ray and not gpu" tests
 
 test-resume: $(VENV)/.test ## kill a run 21 times, in every phase; it must end in the same bytes (about 10 minutes)
 	KILLS=7 $(RUN) $(BIN)/python -m pytest -n 2 tests/trainers/test_checkpoint.py -k Killed -q
@@ -74,4 +83,4 @@ dist: $(VENV)/.test ## build wheel and sdist
 	$(BIN)/python -m build --quiet
 
 clean: ## remove the environments and everything built
-	rm -rf $(VENV) $(VLLM) dist build docs/_build runs .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(RAY) dist build docs/_build runs .mypy_cache .ruff_cache

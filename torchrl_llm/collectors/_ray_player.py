@@ -10,15 +10,15 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
 from torchrl_llm.collectors._episode import Episode
 from torchrl_llm.collectors._player import Deal, OnFault
-from torchrl_llm.collectors._worker import Facts, Report, RolloutWorker, Task
+from torchrl_llm.collectors._worker import Facts, Report, RolloutWorker, Task, portable
 from torchrl_llm.envs.tickets import Tickets
 from torchrl_llm.modules.vllm import EngineError
 
@@ -46,6 +46,38 @@ def import_ray() -> Any:
     except ImportError as error:
         raise ImportError("Rollouts on Ray need it: pip install 'torchrl-llm[ray]'.") from error
     return ray
+
+
+class RolloutActor:
+    """A process with a :class:`~torchrl_llm.collectors._worker.RolloutWorker`: what is an actor of Ray."""
+
+    worker: RolloutWorker
+
+    def open(self, **settings: Any) -> Facts:
+        """Make the worker."""
+        with _portable_errors():
+            self.worker = RolloutWorker(**settings)
+        return self.worker.facts()
+
+    def play(self, task: Task, weights: Any = None) -> Report:
+        """See :meth:`RolloutWorker.play`."""
+        with _portable_errors():
+            return self.worker.play(task, weights)
+
+    def close(self) -> None:
+        """Free what plays."""
+        self.worker.close()
+
+
+@contextmanager
+def _portable_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        sent = portable(error)
+        if sent is error:
+            raise
+        raise sent from None
 
 
 @dataclass(eq=False)
@@ -125,7 +157,7 @@ class RayPlayer:
         self._ray = import_ray()
         if not self._ray.is_initialized():
             raise RuntimeError("Ray is not running: call ray.init() first, or ray.init(address='auto') on a cluster.")
-        self._actor_class = self._ray.remote(RolloutWorker).options(max_restarts=0, max_task_retries=0, **options)
+        self._actor_class = self._ray.remote(RolloutActor).options(max_restarts=0, max_task_retries=0, **options)
         self._make_worker, self._tickets, self._weights = make_worker, tickets, weights
         self._on_fault, self._timeout, self._start_timeout = on_fault, timeout, start_timeout
         self._max_losses = max_losses
@@ -176,15 +208,13 @@ class RayPlayer:
 
     def close(self, timeout: float) -> None:
         """Let the workers free what they have, for ``timeout`` seconds at most; then end them."""
-        actors = [worker.actor for worker in self.workers if worker.actor is not None]
         if self._ray.is_initialized():
-            if timeout > 0:
-                up = [worker.actor for worker in self.workers if worker.facts is not None]
+            up = [worker.actor for worker in self.workers if worker.facts is not None]
+            if up and timeout > 0:
                 farewells = [actor.close.remote() for actor in up]
-                if farewells:
-                    self._ray.wait(farewells, num_returns=len(farewells), timeout=timeout)
-            for actor in actors:
-                self._ray.kill(actor)
+                self._ray.wait(farewells, num_returns=len(farewells), timeout=timeout)
+            for worker in self.workers:
+                self._end(worker)
         for worker in self.workers:
             worker.actor = worker.facts = worker.coming = None
             worker.calls.clear()
@@ -278,8 +308,16 @@ class RayPlayer:
     # ------------------------------------------------------------------ coming and going
 
     def _start(self, worker: _Worker) -> None:
-        worker.actor = self._actor_class.remote(**self._make_worker)
-        worker.coming, worker.since, worker.version = worker.actor.facts.remote(), time.monotonic(), -1
+        worker.actor = self._actor()
+        worker.coming = worker.actor.open.remote(**self._make_worker)
+        worker.since, worker.version = time.monotonic(), -1
+
+    def _actor(self) -> Any:
+        return self._actor_class.remote()
+
+    def _end(self, worker: _Worker) -> None:
+        with suppress(Exception):  # it may be gone already
+            self._ray.kill(worker.actor)
 
     def _start_all(self) -> None:
         for worker in self.workers:
@@ -292,8 +330,7 @@ class RayPlayer:
         self.lost += 1
         worker.losses += 1
         logger.warning("The %s was lost: %s. Its %d episodes are dealt again.", worker.name, cause, len(worker.held))
-        with suppress(Exception):  # it may be gone already
-            self._ray.kill(worker.actor)
+        self._end(worker)
         self._waiting.extendleft(sorted(worker.held.values(), key=lambda episode: -episode.index))
         worker.held, worker.fresh, worker.dropped, worker.facts = {}, [], [], None
         worker.calls.clear()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import pickle
 import platform
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import cloudpickle
 import torch
 
 from torchrl_llm.collectors._episode import Episode
@@ -95,7 +96,11 @@ class RolloutWorker:
         num_threads: int | None,
         step_timeout: float,
     ) -> None:
-        self.env, self.policy, self._install = make_env(), make_policy(), install
+        with _named("make_env"):
+            self.env = make_env()
+        with _named("make_policy"):
+            self.policy = make_policy()
+        self._install = install
         self._player = SlotPlayer(
             self.env,
             self.policy,
@@ -157,7 +162,9 @@ class RolloutWorker:
             return
         serial = next(serial for serial, each in self._playing.items() if each is episode)
         del self._playing[serial]
-        self._failed.append((serial, _portable(fault)))
+        cause = portable(fault.cause)
+        same = cause is fault.cause
+        self._failed.append((serial, fault if same else type(fault)(fault.name, fault.ticket, fault.turn, cause)))
 
     def _over(self) -> list[tuple[int, Episode]]:
         return [(serial, episode) for serial, episode in self._playing.items() if episode.finished]
@@ -171,11 +178,23 @@ class RolloutWorker:
         return Report(finished, failed, timeouts, difference)
 
 
-def _portable(fault: EnvironmentFault) -> EnvironmentFault:
-    """The fault, its cause replaced if it could not be read elsewhere."""
+def portable(error: BaseException) -> BaseException:
+    """An exception, or one with its text if it could not be read in another process."""
     try:
-        pickle.loads(pickle.dumps(fault.cause))
-    except Exception:  # noqa: BLE001 (an environment's exceptions may do anything when they are copied)
-        cause = RuntimeError(f"{type(fault.cause).__name__}: {fault.cause}")
-        return type(fault)(fault.name, fault.ticket, fault.turn, cause)
-    return fault
+        cloudpickle.loads(cloudpickle.dumps(error))
+    except Exception:  # noqa: BLE001 (exceptions may do anything when they are copied)
+        result = RuntimeError(f"{type(error).__name__}: {error}")
+        for note in getattr(error, "__notes__", ()):
+            result.add_note(note)
+        return result
+    return error
+
+
+@contextmanager
+def _named(part: str) -> Iterator[None]:
+    """Note at every error what raised it."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"It was raised by {part}.")
+        raise

@@ -69,6 +69,7 @@ class RayTurnCollector(StreamCollector):
     """
 
     _player: RayPlayer
+    _scheme: Any
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class RayTurnCollector(StreamCollector):
             max_losses=(max_losses >= 0, max_losses, ">= 0"),
             make_env=(make_env is not None, make_env, "a function, since env is the environment here and stays here"),
         )
-        scheme: Any = (self._weight_sync_schemes or {}).get("policy")
+        self._scheme = scheme = (self._weight_sync_schemes or {}).get("policy")
         make_worker = {
             "make_env": make_env,
             "make_policy": make_policy,
@@ -124,13 +125,17 @@ class RayTurnCollector(StreamCollector):
             num_workers=num_workers,
             options={"num_cpus": 1} if worker_options is None else worker_options,
             tickets=lambda: self.env.tickets,
-            weights=lambda: None if scheme is None else scheme.current,
+            weights=self._weights,
             on_fault=self._ledger.fault,
             timeout=worker_timeout,
             start_timeout=start_timeout,
             max_losses=max_losses,
         )
-        self._check_workers()
+        try:
+            self._check_workers()
+        except ValueError:
+            self._player.close(0.0)
+            raise
 
     @property
     def lost_workers(self) -> int:
@@ -151,6 +156,24 @@ class RayTurnCollector(StreamCollector):
         """Those of :class:`~torchrl_llm.collectors.AsyncTurnCollector`, and the workers lost."""
         return super().stats() | {"lost_workers": self.lost_workers}
 
+    def _weights(self) -> tuple[int, Any] | None:
+        """Version and reference of the weights to play with."""
+        current = None if self._scheme is None else self._scheme.current
+        wanted, sent = self.policy.policy_version, 0 if current is None else current[0]
+        if wanted - sent > self.max_staleness:
+            raise RuntimeError(
+                f"The policy's version is {wanted}, and the workers have been sent {sent}: nothing that they play would be new "
+                "enough. Pass weight_sync_schemes={'policy': RayWeightSync(...)}, and call update_policy_weights_() after "
+                "each update instead of policy.weights_changed()."
+            )
+        return current
+
+    def _maybe_fallback_update(self, policy_or_weights: Any = None, *, model_id: str | None = None) -> None:
+        raise RuntimeError(
+            "The workers have policies of their own, and nothing sends them weights: pass weight_sync_schemes={'policy': "
+            "RayWeightSync(...)}."
+        )
+
     def _check_workers(self) -> None:
         here = (self.env.group_size, self.env.max_model_len, self.policy.sampling)
         for worker in self._player.workers:
@@ -159,7 +182,6 @@ class RayTurnCollector(StreamCollector):
             there = (facts.group_size, facts.max_model_len, facts.sampling)
             for name, mine, theirs in zip(("group_size", "max_model_len", "sampling"), here, there, strict=True):
                 if mine != theirs:
-                    self._player.close(0.0)
                     raise ValueError(
                         f"The {worker.name} has {name} {theirs!r}, but here it is {mine!r}: make_env and make_policy have to "
                         "make there what is here."

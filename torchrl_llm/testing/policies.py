@@ -1,14 +1,18 @@
-"""Policies without a model, for tests and examples: :class:`ScriptedPolicy`."""
+"""Policies without a model, for tests, examples and benchmarks: :class:`ScriptedPolicy`, :class:`SleepingPolicy`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_llm.modules.policy import Generation, SamplingConfig, TurnPolicy
+from torchrl_llm.modules.policy import Generation, SamplingConfig, TurnPolicy, TurnRequest, TurnResponse
 
 Script = Callable[[int, int, str], str]
 
@@ -64,3 +68,57 @@ class ScriptedPolicy(TurnPolicy):
             tokens[i, : len(said)] = torch.tensor(said)
             sizes.append(len(said))
         return Generation(tokens, torch.tensor(sizes), torch.full(tokens.shape, self.log_prob))
+
+
+class SleepingPolicy(ScriptedPolicy):
+    """An engine of fixed speed that batches continuously: a step takes the same time for any number of requests.
+
+    Each :meth:`poll` sleeps, and adds a token to every response that is not finished; those that are come back. It has weights
+    of its own as far as collectors are concerned: each token carries the version at its step.
+
+    Args:
+        script: see :class:`ScriptedPolicy`.
+        seconds_per_step: how long a step takes; default 0.01.
+        kwargs: see :class:`ScriptedPolicy`.
+
+    Examples:
+        >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
+        >>> policy = SleepingPolicy(lambda *_: "hi", tokenizer=byte_tokenizer(), seconds_per_step=0.001)
+        >>> policy.submit(TurnRequest(0, np.array([5, 6]), episode_id=0, turn=0))
+        >>> [[response.tokens.tolist() for response in policy.poll()] for _ in range(3)]
+        [[], [], [[74, 75, 2]]]
+    """
+
+    concurrent = True
+
+    def __init__(self, script: Script, *, seconds_per_step: float = 0.01, **kwargs: Any) -> None:
+        super().__init__(script, **kwargs)
+        self.seconds_per_step = seconds_per_step
+        self._running: dict[int, tuple[npt.NDArray[np.int64], list[int]]] = {}
+
+    @property
+    def pending(self) -> int:
+        """Number of requests that are not answered yet."""
+        return len(self._running)
+
+    def submit(self, request: TurnRequest) -> None:
+        """Ask for one turn."""
+        ((_, tokens, _, _),) = self._answer([request], greedy=request.greedy)
+        self._running[request.slot] = tokens, []
+
+    def cancel(self, slots: Sequence[int] | None = None) -> None:
+        """Forget the requests of ``slots`` (default: all)."""
+        for slot in list(self._running) if slots is None else slots:
+            self._running.pop(slot, None)
+
+    def poll(self) -> list[TurnResponse]:
+        """Take a step; return the responses that it finished."""
+        time.sleep(self.seconds_per_step)
+        for _, versions in self._running.values():
+            versions.append(self.policy_version)
+        finished = {slot: said for slot, said in self._running.items() if len(said[1]) == len(said[0])}
+        self.cancel(list(finished))
+        return [
+            TurnResponse(slot, tokens, np.full(len(tokens), self.log_prob, np.float32), np.array(versions))
+            for slot, (tokens, versions) in finished.items()
+        ]

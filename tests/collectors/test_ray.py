@@ -1,0 +1,612 @@
+"""RayTurnCollector and RayWeightSync: real workers in processes of their own. Needs Ray."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+ray = pytest.importorskip("ray", reason="needs Ray: run make test-scale")
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+
+import ray_parts as parts  # noqa: E402
+from peft import LoraConfig  # noqa: E402
+from ray_parts import (  # noqa: E402
+    Doomed,
+    ReusingPlayer,
+    Sometimes,
+    SpendingPlayer,
+    Stamp,
+    length,
+    make_env,
+    make_script,
+    make_sleeper,
+)
+from torchrl.data import LazyTensorStorage, RayReplayBuffer, ReplayBuffer  # noqa: E402
+
+from torchrl_llm import keys  # noqa: E402
+from torchrl_llm.collectors import RayTurnCollector, TurnCollector, WorkerLostError, ray_turn  # noqa: E402
+from torchrl_llm.data import TurnsToSequence, turns_to_rows  # noqa: E402
+from torchrl_llm.envs import EnvironmentFault  # noqa: E402
+from torchrl_llm.modules import SamplingConfig, TokenScorer  # noqa: E402
+from torchrl_llm.testing.environments import Slow, StopOrGo  # noqa: E402
+from torchrl_llm.testing.tiny import load_tiny_model  # noqa: E402
+from torchrl_llm.weight_update import RayWeightSync, WeightSyncError  # noqa: E402
+
+HERE = Path(__file__).parent
+MASK = ("collector", "mask")
+
+
+def test_ray_has_to_run():
+    assert not ray.is_initialized()
+    with pytest.raises(RuntimeError, match=r"ray\.init"):
+        RayTurnCollector(make_env, make_script(), make_policy=make_script, num_workers=1, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        ReusingPlayer.warm_up(3)
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture
+def new(cluster):
+    """Makes collectors whose workers are new processes, and shuts them down."""
+    made = []
+
+    def make(env=make_env, policy=None, *, make_policy=make_script, num_workers=2, batch_size=8, **kwargs):
+        policy = make_script() if policy is None else policy
+        options = {"worker_options": {"num_cpus": 0}, "num_workers": num_workers, "batch_size": batch_size, **kwargs}
+        made.append(RayTurnCollector(env, policy, make_policy=make_policy, **options))
+        return made[-1]
+
+    yield make
+    for collector in made:
+        collector.shutdown(raise_on_error=False)
+
+
+@pytest.fixture
+def collect(new, monkeypatch):
+    """Makes collectors on processes that other tests have used, and shuts them down."""
+    monkeypatch.setattr(ray_turn, "RayPlayer", ReusingPlayer)
+    return new
+
+
+def episodes(batch):
+    return batch["episode_id"][:, 0, 0].tolist()
+
+
+def versions(batch):
+    return batch[keys.POLICY_VERSION][batch[keys.RESPONSE_MASK]]
+
+
+def same(batch, other):
+    """Whether two batches are equal; log-probs to 1e-5, for they depend on who else is in an engine's batch."""
+    assert set(batch.keys(True, True)) == set(other.keys(True, True))
+    for key in batch.keys(True, True):
+        assert batch[key].dtype == other[key].dtype, key
+        assert batch[key].shape == other[key].shape, key
+        if key == keys.RESPONSE_LOG_PROBS:
+            torch.testing.assert_close(batch[key], other[key], rtol=0, atol=1e-5)
+        else:
+            assert batch[key].equal(other[key]), key
+    return True
+
+
+def pids(collector):
+    return [worker.facts.pid for worker in collector._player.workers if worker.facts is not None]
+
+
+def gone(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def wait_until(holds, patience=30.0):
+    end = time.monotonic() + patience
+    while not holds():
+        assert time.monotonic() < end, "it never came true"
+        time.sleep(0.02)
+
+
+class TestBatches:
+    """The batches of TurnCollector, whoever plays."""
+
+    @pytest.mark.parametrize("workers", [1, 2, 3])
+    def test_a_model_says_the_same_on_any_number_of_workers(self, collect, workers):
+        env = partial(parts.make_guess, group_size=2)
+        barrier = TurnCollector(env(), parts.make_hf(), batch_size=12)
+        collector = collect(env, parts.make_hf(), make_policy=parts.make_hf, num_workers=workers, batch_size=12)
+        for i in range(3):
+            batch = collector.rollout()
+            assert same(batch, barrier.rollout())
+            assert episodes(batch) == list(range(12 * i, 12 * i + 12))
+        assert len(set(pids(collector))) == workers
+
+    @pytest.mark.parametrize(("env", "group"), [(make_env, 4), (parts.make_sliding, 1)], ids=["groups", "sliding"])
+    def test_groups_and_sliding_windows(self, collect, env, group):
+        env = partial(env, group_size=group, num_envs=4)
+        barrier = TurnCollector(env(), make_script(), batch_size=8)
+        collector = collect(env, batch_size=8, num_workers=2)
+        for _ in range(3):
+            batch = collector.rollout()
+            assert same(batch, barrier.rollout())
+            assert (batch["group_id"][:, 0].unique(return_counts=True)[1] == group).all()
+        assert (keys.SEGMENT in batch.keys(True)) == (env.func is parts.make_sliding)
+        if keys.SEGMENT in batch.keys(True):
+            assert batch[keys.SEGMENT].any(), "no window slid"
+
+    def test_each_worker_plays_and_a_group_has_one_worker(self, collect):
+        env = partial(make_env, group_size=2)
+        collector = collect(env, make_policy=partial(make_script, log_prob=-1.0), batch_size=16)
+        homes = {}
+        deal = collector._player._deal
+
+        def watched(tickets):
+            deal(tickets)
+            for worker in collector._player.workers:
+                for episode in worker.held.values():
+                    homes.setdefault(episode.ticket.group_id, set()).add(worker.index)
+
+        collector._player._deal = watched
+        collector.rollout()
+        assert {len(home) for home in homes.values()} == {1}
+        assert set.union(*homes.values()) == {0, 1}
+
+    def test_greedy(self, collect):
+        from torchrl.envs.utils import ExplorationType
+
+        batches = [
+            collect(
+                parts.make_guess,
+                parts.make_hf(),
+                make_policy=parts.make_hf,
+                num_workers=1,
+                batch_size=4,
+                exploration_type=mode,
+            ).rollout()
+            for mode in (ExplorationType.RANDOM, ExplorationType.DETERMINISTIC)
+        ]
+        expected = TurnCollector(
+            parts.make_guess(), parts.make_hf(), batch_size=4, exploration_type=ExplorationType.DETERMINISTIC
+        ).rollout()
+        assert same(batches[1], expected)
+        assert batches[0].shape != expected.shape or not batches[0][keys.RESPONSE].equal(expected[keys.RESPONSE])
+
+
+class TestWeights:
+    """What is trained here is what plays there."""
+
+    def follow(self, collect, model, adapter, make_policy, change):
+        """Play, change the weights, send them, play; TurnCollector with the trained model itself says the same."""
+        policy = parts.make_hf(model, adapter)
+        sync = RayWeightSync(model, adapter, policy=policy)
+        collector = collect(
+            parts.make_guess, policy, make_policy=make_policy, batch_size=8, weight_sync_schemes={"policy": sync}
+        )
+        barrier = TurnCollector(parts.make_guess(), policy, batch_size=8)
+        for version in range(3):
+            batch = collector.rollout()
+            assert same(batch, barrier.rollout())
+            assert versions(batch).unique().tolist() == [version]
+            assert collector._player.canary_difference < 1e-4
+            change()
+            collector.update_policy_weights_()
+        return sync, policy
+
+    def test_a_whole_model(self, collect):
+        model = load_tiny_model()
+        sync, policy = self.follow(collect, model, None, parts.make_hf, partial(shake, model))
+        assert policy.policy_version == 3
+        assert sync.seconds > 0
+
+    def test_a_lora_adapter(self, collect):
+        models = parts.make_lora_models(lora=parts.LORA)
+        sync, _ = self.follow(collect, models.model, models.adapter, parts.make_lora_policy, partial(shake, models.model))
+        assert not sync.merged
+        assert all("lora_" in name for name in ray.get(sync.current[1]).tensors)
+
+    def test_an_adapter_that_cannot_be_served_is_sent_merged(self, collect):
+        models = parts.make_lora_models(lora=LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=True))
+        sync, _ = self.follow(collect, models.model, models.adapter, parts.make_hf, partial(shake, models.model))
+        assert sync.merged
+
+    def test_the_canary_finds_another_base_at_a_worker(self, collect):
+        models = parts.make_lora_models(lora=parts.LORA)
+        policy = parts.make_hf(models.model, models.adapter)
+        sync = RayWeightSync(models.model, models.adapter, policy=policy)
+        collector = collect(
+            parts.make_guess,
+            policy,
+            make_policy=partial(parts.make_lora_policy, spoil=0.5),
+            num_workers=1,
+            weight_sync_schemes={"policy": sync},
+        )
+        with pytest.raises(WeightSyncError, match="canary") as caught:
+            collector.rollout()
+        assert "rollout worker 0" in " ".join(caught.value.__notes__)
+        assert collector.closed
+
+    def test_each_token_has_the_log_prob_of_the_weights_it_is_stamped_with(self, collect):
+        model = load_tiny_model()
+        policy = parts.make_hf(model)
+        collector = collect(
+            partial(parts.make_guess, env=partial(Slow, parts.EASY, mean=0.02, sigma=1.0)),
+            policy,
+            make_policy=parts.make_hf,
+            max_staleness=1,
+            batch_size=16,
+            total_batches=4,
+            weight_sync_schemes={"policy": RayWeightSync(model, policy=policy)},
+        )
+        scorers, seen = {}, set()
+        for batch in collector:
+            scorers[policy.policy_version] = load_tiny_model()
+            scorers[policy.policy_version].load_state_dict(model.state_dict())
+            rows = turns_to_rows(batch)
+            stamped = rows[keys.POLICY_VERSION][rows[keys.TURN_IDS] >= 0]
+            assert stamped.min() >= policy.policy_version - 1
+            for version in set(stamped.tolist()):
+                with torch.no_grad():
+                    scored = TokenScorer(scorers[version], policy.sampling)(rows.clone())[keys.LOG_PROB]
+                gap = (scored - rows[keys.SAMPLE_LOG_PROB])[rows[keys.TURN_IDS] >= 0].abs()
+                assert gap[stamped == version].max() <= 1e-5
+                seen.add((policy.policy_version, version))
+            shake(model)
+            collector.update_policy_weights_()
+        assert len(seen) > 4, "no batch has tokens of two versions"
+
+    def test_weights_that_were_not_sent_are_an_error(self, collect):
+        policy = make_script()
+        collector = collect(policy=policy, num_workers=1, weight_sync_schemes={"policy": Stamp(policy)})
+        collector.rollout()
+        policy.weights_changed()
+        with pytest.raises(RuntimeError, match="update_policy_weights_"):
+            collector.rollout()
+
+    def test_without_a_scheme_there_are_no_updates(self, collect):
+        collector = collect(num_workers=1)
+        with pytest.raises(RuntimeError, match="weight_sync_schemes"):
+            collector.update_policy_weights_()
+        assert episodes(collector.rollout()) == list(range(8))
+
+
+def shake(model):
+    """Move all weights that train."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
+
+
+class TestStaleness:
+    @pytest.mark.parametrize("staleness", [1, 2])
+    def test_in_order_nothing_lost_nothing_twice_and_not_too_old(self, collect, staleness):
+        policy = make_script()
+        collector = collect(
+            partial(make_env, group_size=2),
+            policy,
+            make_policy=partial(make_sleeper, seconds_per_step=0.01),
+            max_staleness=staleness,
+            total_batches=8,
+            weight_sync_schemes={"policy": Stamp(policy)},
+        )
+        seen, turns, mixed = [], [], 0
+        for batch in collector:
+            age = policy.policy_version - versions(batch)
+            assert 0 <= int(age.min()) <= int(age.max()) <= staleness
+            assert collector.env.num_dealt - len(seen) <= (staleness + 1) * 8
+            mixed += len(versions(batch).unique()) > 1
+            seen += episodes(batch)
+            turns += batch[MASK].sum(-1).tolist()
+            collector.update_policy_weights_()
+        assert seen == list(range(64))
+        assert turns == [length(episode) for episode in seen], "short episodes are favoured"
+        assert mixed
+        assert not collector.dropped
+
+    def test_a_jump_of_the_version_drops_whole_groups_and_counts_them(self, collect):
+        policy = make_script()
+        collector = collect(
+            partial(make_env, group_size=2),
+            policy,
+            make_policy=partial(make_sleeper, seconds_per_step=0.01),
+            max_staleness=1,
+            batch_size=8,
+            total_batches=4,
+            weight_sync_schemes={"policy": Stamp(policy)},
+        )
+        seen = []
+        for batch in collector:
+            assert int((policy.policy_version - versions(batch)).max()) <= 1
+            ids = episodes(batch)
+            assert [i // 2 for i in ids[::2]] == [i // 2 for i in ids[1::2]], "whole groups"
+            seen += ids
+            time.sleep(0.3)  # the next batch is being played
+            for _ in range(3):
+                collector.update_policy_weights_()
+        dropped = collector.dropped["stale"]
+        assert dropped > 0
+        assert dropped % 2 == 0
+        assert seen == sorted(set(seen))
+        missing = set(range(max(seen) + 1)) - set(seen)
+        assert len(seen) == 32
+        assert len(missing) <= dropped
+        assert collector.stats()["dropped/stale"] == dropped
+
+    def test_playing_goes_on_while_the_caller_sleeps(self, collect):
+        collector = collect(make_policy=partial(make_sleeper, seconds_per_step=0.01), max_staleness=1)
+        assert collector.background
+        collector.rollout()
+        wait_until(lambda: collector.in_flight == 0, 10.0)
+        assert sum(episode.finished for episode in collector._ledger.episodes.values()) == 8
+        start = time.monotonic()
+        assert episodes(collector.rollout()) == list(range(8, 16))
+        assert time.monotonic() - start < 0.2
+
+    def test_on_policy_nothing_is_in_flight_between_batches(self, collect):
+        policy = make_script()
+        collector = collect(policy=policy, make_policy=make_sleeper, weight_sync_schemes={"policy": Stamp(policy)})
+        for i in range(3):
+            batch = collector.rollout()
+            assert collector.in_flight == 0
+            assert collector.env.num_dealt == 8 * (i + 1)
+            assert versions(batch).unique().tolist() == [i]
+            collector.update_policy_weights_()
+
+
+class TestLosses:
+    """A worker that is lost changes nothing but the time."""
+
+    def play(self, collector, expected):
+        for _ in range(2):
+            assert same(collector.rollout(), expected.rollout())
+
+    @pytest.mark.parametrize("moment", [0.02, 0.25, 0.6])
+    def test_a_worker_is_killed_in_mid_batch(self, collect, moment):
+        env = partial(make_env, group_size=2)
+        collector = collect(env, make_policy=partial(make_sleeper, seconds_per_step=0.01), batch_size=32)
+        victim = random.Random(moment).choice(pids(collector))
+        timer = threading.Timer(moment, os.kill, (victim, signal.SIGKILL))
+        timer.start()
+        self.play(collector, TurnCollector(env(), make_script(), batch_size=32))
+        timer.join()
+        assert collector.lost_workers == 1
+        assert collector.stats()["lost_workers"] == 1
+        assert gone(victim)
+
+    def test_all_workers_are_killed_at_once(self, collect):
+        collector = collect(make_policy=partial(make_sleeper, seconds_per_step=0.01), batch_size=32)
+
+        def kill():
+            for pid in pids(collector):
+                os.kill(pid, signal.SIGKILL)
+
+        timer = threading.Timer(0.3, kill)
+        timer.start()
+        self.play(collector, TurnCollector(make_env(), make_script(), batch_size=32))
+        assert collector.lost_workers == 2
+
+    def test_a_worker_is_killed_between_batches_of_a_background_run(self, collect):
+        policy = make_script()
+        collector = collect(
+            policy=policy,
+            make_policy=partial(make_sleeper, seconds_per_step=0.01),
+            max_staleness=1,
+            weight_sync_schemes={"policy": Stamp(policy)},
+        )
+        seen = []
+        for i in range(6):
+            batch = collector.rollout()
+            assert int((policy.policy_version - versions(batch)).max()) <= 1
+            seen += episodes(batch)
+            if i == 2:
+                os.kill(pids(collector)[0], signal.SIGKILL)
+            collector.update_policy_weights_()
+        assert seen == list(range(48))
+        assert not collector.dropped
+
+    def test_a_worker_that_dies_again_and_again(self, collect):
+        doomed = partial(make_script, Doomed, deed=parts.die)
+        collector = collect(make_policy=doomed, num_workers=1, max_losses=1)
+        with pytest.raises(WorkerLostError, match="rollout worker 0 .*lost 2 times"):
+            collector.rollout()
+        assert collector.closed
+
+    def test_one_that_hangs_is_replaced(self, collect, tmp_path):
+        doomed = partial(make_script, Doomed, deed=parts.hang, episode=5, once=tmp_path / "hung")
+        collector = collect(make_policy=doomed, worker_timeout=2.0)
+        before = pids(collector)
+        self.play(collector, TurnCollector(make_env(), make_script(), batch_size=8))
+        assert collector.lost_workers == 1
+        wait_until(lambda: any(gone(pid) for pid in before))
+
+
+class TestErrors:
+    """What fails on a worker fails here, and says where."""
+
+    def error(self, call, kind, match):
+        with pytest.raises(kind, match=match) as caught:
+            call()
+        return caught.value, " ".join(caught.value.__notes__)
+
+    def test_the_policy_raises(self, collect):
+        deed = partial(parts.fail, parts.OutOfLuckError, "no luck", 7)
+        collector = collect(make_policy=partial(make_script, Doomed, deed=deed), num_workers=1)
+        error, notes = self.error(collector.rollout, parts.OutOfLuckError, "no luck")
+        assert type(error) is parts.OutOfLuckError
+        assert error.luck == 7
+        assert "rollout worker 0 (process" in notes
+        assert collector.closed
+        with pytest.raises(RuntimeError, match="shut down"):
+            collector.rollout()
+
+    def test_the_policy_raises_what_cannot_be_pickled(self, collect):
+        deed = partial(parts.fail, parts.LockedError, "locked up")
+        collector = collect(make_policy=partial(make_script, Doomed, deed=deed), num_workers=1)
+        _, notes = self.error(collector.rollout, RuntimeError, "LockedError: locked up")
+        assert "rollout worker 0" in notes
+
+    @pytest.mark.parametrize("name", ["make_env", "make_policy"])
+    @pytest.mark.parametrize("kind", [ValueError, parts.LockedError])
+    def test_making_fails(self, collect, name, kind):
+        here = os.getpid()
+        broken = {
+            "make_env": {"env": partial(parts.fail_elsewhere, here, make_env, kind)},
+            "make_policy": {"make_policy": partial(parts.fail_elsewhere, here, make_script, kind)},
+        }[name]
+        expected = kind if kind is ValueError else RuntimeError
+        _, notes = self.error(lambda: collect(**broken, num_workers=1), expected, "no paper")
+        assert f"by {name}" in notes
+        assert "rollout worker 0" in notes
+
+    def faulty(self, deed, bad, **kwargs):
+        seeds = {make_env(**kwargs).tickets[index].seed for index in bad}
+        return partial(make_env, partial(Sometimes, seeds, deed), max_turns=8, **kwargs)
+
+    @pytest.mark.parametrize(
+        ("deed", "reason"),
+        [
+            (partial(parts.fail, parts.OutOfLuckError, "no luck", 7), "error"),
+            (partial(parts.fail, parts.LockedError, "locked up"), "error"),
+            (parts.hang, "timeout"),
+        ],
+        ids=["raises", "raises what cannot be pickled", "hangs"],
+    )
+    def test_an_environment_that_fails_ends_its_group_only(self, collect, deed, reason, caplog):
+        env = self.faulty(deed, [2], group_size=2)
+        collector = collect(env, batch_size=8, step_timeout=0.5)
+        assert episodes(collector.rollout()) == [0, 1, *range(4, 10)]
+        assert 1 <= collector.faults[reason] == sum(collector.faults.values()) <= 2
+        assert collector.dropped[reason] == 2
+        assert {"raises": "OutOfLuckError: no luck"}.get(reason, "group 1") in caplog.text
+
+    def test_too_many_faults_raise_the_first(self, collect):
+        env = self.faulty(partial(parts.fail, parts.OutOfLuckError, "no luck", 7), range(2, 8))
+        collector = collect(env, max_faults=3)
+        error, notes = self.error(collector.rollout, EnvironmentFault, "OutOfLuckError: no luck")
+        assert "max_faults=3" in notes
+        assert error.cause.luck == 7
+        assert collector.closed
+
+    def test_too_few_resources(self, new):
+        start = time.monotonic()
+        with pytest.raises(WorkerLostError, match="not up after") as caught:
+            new(worker_options={"num_cpus": 64}, start_timeout=2.0)
+        assert "'CPU'" in str(caught.value)
+        assert time.monotonic() - start < 20
+
+    @pytest.mark.parametrize(
+        ("there", "name"),
+        [
+            ({"env": partial(parts.differently, os.getpid(), make_env, group_size=2)}, "group_size"),
+            ({"env": partial(parts.differently, os.getpid(), make_env, max_model_len=77)}, "max_model_len"),
+            ({"make_policy": partial(make_script, max_output_tokens=17)}, "sampling"),
+        ],
+        ids=["group_size", "max_model_len", "sampling"],
+    )
+    def test_workers_that_are_not_like_here(self, collect, there, name):
+        with pytest.raises(ValueError, match=f"rollout worker 0 .* has {name}"):
+            collect(**there, num_workers=1)
+
+    @pytest.mark.parametrize(
+        "wrong", [{"num_workers": 0}, {"worker_timeout": 0.0}, {"start_timeout": 0.0}, {"max_losses": -1}]
+    )
+    def test_wrong_settings_are_named(self, collect, wrong):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            collect(**wrong)
+
+
+class TestTorchRL:
+    def test_a_replay_buffer_on_ray(self, collect):
+        buffer = RayReplayBuffer(
+            storage=partial(LazyTensorStorage, 64),
+            transform_factory=partial(TurnsToSequence, max_model_len=1024, max_turns=8),
+            batch_size=4,
+            remote_config={"num_cpus": 0},
+        )
+        collector = collect(batch_size=8, total_batches=2, replay_buffer=buffer)
+        try:
+            assert list(collector) == [None, None]
+            assert len(buffer) == 16
+            assert buffer[:16][keys.EPISODE_ID].flatten().tolist() == list(range(16))
+            assert buffer.sample()[keys.TOKENS].shape == (4, 1024)
+        finally:
+            buffer.close()
+
+    def test_a_replay_buffer_here(self, collect):
+        transform = TurnsToSequence(max_model_len=1024, max_turns=8)
+        buffer = ReplayBuffer(storage=LazyTensorStorage(64), transform=transform, batch_size=4)
+        collector = collect(batch_size=8, total_batches=2, replay_buffer=buffer, max_staleness=1)
+        assert list(collector) == [None, None]
+        assert buffer[:][keys.EPISODE_ID].flatten().tolist() == list(range(16))
+
+
+class TestState:
+    @pytest.mark.parametrize("staleness", [0, 2])
+    def test_a_new_collector_with_other_workers_goes_on_with_the_next_ticket(self, collect, staleness):
+        first = collect(make_policy=make_sleeper, max_staleness=staleness, num_workers=1)
+        second = collect(partial(make_env, seed=9), make_policy=make_sleeper, max_staleness=staleness)
+        first.rollout(), second.rollout(), second.rollout()
+        state = first.state_dict()
+        second.load_state_dict(state)
+        barrier = TurnCollector(make_env(), make_script(), batch_size=8)
+        barrier.rollout()
+        for _ in range(2):
+            assert same(second.rollout(), barrier.rollout())
+        assert second.stats()["batches"] == 3
+
+    def test_set_seed_forgets_what_is_in_flight(self, collect):
+        collector = collect(make_policy=make_sleeper, max_staleness=2)
+        collector.rollout()
+        assert collector.in_flight
+        collector.set_seed(3)
+        barrier = TurnCollector(make_env(seed=3), make_script(), batch_size=8)
+        for _ in range(2):
+            assert same(collector.rollout(), barrier.rollout())
+
+    def test_a_shutdown_in_mid_flight_leaves_no_process(self, new, monkeypatch):
+        monkeypatch.setattr(ray_turn, "RayPlayer", SpendingPlayer)
+        collector = new(make_policy=partial(make_sleeper, seconds_per_step=0.05), max_staleness=2)
+        collector.rollout()
+        assert collector.in_flight
+        workers = pids(collector)
+        start = time.monotonic()
+        collector.shutdown()
+        collector.shutdown()
+        assert time.monotonic() - start < 15
+        assert len(set(workers)) == 2
+        wait_until(lambda: all(gone(pid) for pid in workers), 20.0)
+        assert collector.env.is_closed
+        with pytest.raises(RuntimeError, match="shut down"):
+            collector.rollout()
+
+    @pytest.mark.slow
+    def test_workers_end_with_a_driver_that_is_killed(self, cluster):
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        script = [sys.executable, str(HERE / "ray_driver.py")]
+        driver = subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, text=True)
+        try:
+            workers = [int(pid) for pid in driver.stdout.readline().split()]
+            assert len(set(workers)) == 2
+            assert not any(gone(pid) for pid in workers)
+        finally:
+            driver.kill()
+            driver.wait()
+        wait_until(lambda: all(gone(pid) for pid in workers), 60.0)
