@@ -132,7 +132,9 @@ def replay(out, rows, **settings):
     step = trainer._optimizer_step
 
     def recorded():
-        gradients.append({name: on_host(p.grad).clone() for name, p in trainer.loss.named_parameters() if p.requires_grad})
+        gradients.append(
+            {name: on_host(p.grad).clone() for name, p in trainer.loss.named_parameters() if p.requires_grad}
+        )
         return step()
 
     trainer._optimizer_step = recorded

@@ -5,11 +5,14 @@ How it is carried is not known here; on Ray, :class:`~torchrl_llm.weight_update.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from peft import LoraConfig
 from torch import Tensor, nn
@@ -68,6 +71,25 @@ class Snapshot:
             tensors = {name: tensor.cpu() for name, tensor in adapter_tensors(model, adapter).items()}
         lora: Any = model.peft_config
         return cls(version, tensors, lora[adapter], canary)
+
+    # As NumPy's bytes, tensors are pickled out of band: who reads them from shared memory need not copy them first.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"tensors": {name: _as_bytes(tensor) for name, tensor in self.tensors.items()}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        tensors = {name: _as_tensor(*packed) for name, packed in state["tensors"].items()}
+        vars(self).update(state | {"tensors": tensors})
+
+
+def _as_bytes(tensor: Tensor) -> tuple[npt.NDArray[np.uint8], torch.dtype, torch.Size]:
+    return tensor.contiguous().flatten().view(torch.uint8).numpy(), tensor.dtype, tensor.shape
+
+
+def _as_tensor(data: npt.NDArray[np.uint8], dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable")  # it is only read
+        return torch.from_numpy(data).view(dtype).view(shape)
 
 
 @singledispatch
