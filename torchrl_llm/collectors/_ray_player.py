@@ -272,7 +272,7 @@ class RayPlayer:
             if worker.calls and now - worker.since > self._timeout:
                 self._lose(worker, TimeoutError(f"no report for {now - worker.since:.0f} s"))
             elif worker.coming is not None and now - worker.since > self._start_timeout:
-                self._give_up(worker, TimeoutError(f"not up after {now - worker.since:.0f} s"))
+                self._is_late(worker, now)
 
     def _hear(self, worker: _Worker, done: set[Any]) -> None:
         errors = self._ray.exceptions
@@ -337,6 +337,14 @@ class RayPlayer:
         if worker.losses > self._max_losses:
             self._give_up(worker, cause)
         self._start(worker)
+
+    def _is_late(self, worker: _Worker, now: float) -> None:
+        """The run begins with all workers, and goes on with those that it has."""
+        late = f"not up after {now - worker.since:.0f} s"
+        if self.lost == 0 or all(each.facts is None for each in self.workers):
+            self._give_up(worker, TimeoutError(late))
+        logger.warning("The %s that was to be replaced is %s. The others go on without it.", worker.name, late)
+        worker.since = now
 
     def _give_up(self, worker: _Worker, cause: BaseException) -> None:
         up = sum(each.facts is not None for each in self.workers)

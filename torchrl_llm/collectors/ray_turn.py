@@ -41,7 +41,7 @@ class RayTurnCollector(StreamCollector):
             worker's own.
         worker_timeout: seconds without a sign of life, such as one step of its policy, after which a worker counts as lost.
             Default 600.
-        start_timeout: seconds that a worker may take to come up. Default 600.
+        start_timeout: seconds that a worker may take to come up; later ones are only waited for if no other is up. Default 600.
         max_losses: how often in a row a worker may be lost without having finished an episode. Default 3.
         background: a thread keeps dealing while the caller trains. Default: ``max_staleness > 0``.
         weight_sync_schemes: ``{"policy": RayWeightSync(...)}``, see :class:`~torchrl_llm.weight_update.RayWeightSync`;
