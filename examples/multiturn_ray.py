@@ -14,10 +14,10 @@ import argparse
 import logging
 import os
 
-import ray
 from multiturn import main
 from transformers.utils.logging import disable_progress_bar
 
+from torchrl_llm.optional import import_ray
 from torchrl_llm.trainers import parse_run_config
 
 if __name__ == "__main__":
@@ -32,6 +32,7 @@ if __name__ == "__main__":
         if own.address
         else {"num_cpus": max(os.cpu_count() or 1, config.ray_workers or 2), "include_dashboard": False}
     )
+    ray = import_ray()
     ray.init(address=own.address, **local)
     try:
         main(config)

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from torchrl_llm.trainers import Callback, RunConfig, build_run
 
@@ -116,20 +115,16 @@ class TestRun:
 
 @pytest.mark.slow
 class TestExample:
-    def test_it_runs_and_reports(self, tmp_path):
-        command = [sys.executable, str(ROOT / "examples" / "multiturn_ray.py"), "--output-dir", str(tmp_path / "run")]
+    @pytest.mark.parametrize("num_processes", [1, 2])
+    def test_it_runs_and_reports(self, tmp_path, num_processes):
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(num_processes)]
+        launch += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
+        launch += ["--multi_gpu"] if num_processes > 1 else ["--cpu"]
+        command = [*launch, str(ROOT / "examples" / "multiturn_ray.py"), "--output-dir", str(tmp_path / "run")]
         command += ["--config", str(ROOT / "examples" / "configs" / "tiny_reinforce_llm.yaml"), "--max-iterations", "2"]
-        command += [
-            "--final-episodes",
-            "16",
-            "--evaluation-episodes",
-            "16",
-            "--ray-workers",
-            "2",
-            "--max-staleness",
-            "1",
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+        command += ["--final-episodes", "16", "--evaluation-episodes", "16", "--ray-workers", "1", "--batch-size", "32"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
-        assert json.loads((tmp_path / "run" / "result.json").read_text())["iterations"] == 2
-        assert torch.isfinite(torch.tensor(json.loads((tmp_path / "run" / "result.json").read_text())["success_after"]))
+        result = json.loads((tmp_path / "run" / "result.json").read_text())
+        assert (result["iterations"], result["episodes"]) == (2, 64)
+        assert 0 <= result["success_after"] <= 1

@@ -21,6 +21,7 @@ from torchrl_llm.collectors._player import Deal, OnFault
 from torchrl_llm.collectors._worker import Facts, Report, RolloutWorker, Task, portable
 from torchrl_llm.envs.tickets import Tickets
 from torchrl_llm.modules.vllm import EngineError
+from torchrl_llm.optional import running_ray
 
 logger = logging.getLogger(__name__)
 
@@ -33,19 +34,6 @@ _AHEAD = 2  # tasks that a worker has at a time: the next one is there when it i
 
 class WorkerLostError(RuntimeError):
     """A rollout worker was lost again and again, or never came up; the message says why and what to do."""
-
-
-def import_ray() -> Any:
-    """The module ``ray``.
-
-    Raises:
-        ImportError: it is not installed; the message says how to.
-    """
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError("Rollouts on Ray need it: pip install 'torchrl-llm[ray]'.") from error
-    return ray
 
 
 class RolloutActor:
@@ -154,9 +142,7 @@ class RayPlayer:
         start_timeout: float,
         max_losses: int,
     ) -> None:
-        self._ray = import_ray()
-        if not self._ray.is_initialized():
-            raise RuntimeError("Ray is not running: call ray.init() first, or ray.init(address='auto') on a cluster.")
+        self._ray = running_ray()
         self._actor_class = self._ray.remote(RolloutActor).options(max_restarts=0, max_task_retries=0, **options)
         self._make_worker, self._tickets, self._weights = make_worker, tickets, weights
         self._on_fault, self._timeout, self._start_timeout = on_fault, timeout, start_timeout

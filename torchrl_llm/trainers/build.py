@@ -32,6 +32,7 @@ from torchrl_llm.modules import ActorCritic, HFPolicy, TurnPolicy, VLLMPolicy, l
 from torchrl_llm.modules.lm import end_ids
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss
+from torchrl_llm.optional import running_ray
 from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReference
 from torchrl_llm.trainers.checkpoint import CheckpointStore, Optimizer, config_changes, environment, rewind_csv, verify
@@ -202,9 +203,12 @@ def build_run(
 
     Raises:
         ConfigError: settings that contradict each other or an earlier run; both ``env`` and ``make_env``.
+        ImportError, RuntimeError: with ``collector="ray"``, Ray is not installed, or not running.
     """
     if env is not None and make_env is not None:
         raise ConfigError("build_run got env and make_env: the second decides what is played, so leave env out.")
+    if config.collector == "ray":
+        running_ray()  # before the models are loaded
     accelerator = make_accelerator(config)
     ranks = Ranks(accelerator)
     _check_sharding(config, ranks)

@@ -9,6 +9,7 @@ from torch import nn
 from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_llm.modules.policy import TurnPolicy
+from torchrl_llm.optional import running_ray
 from torchrl_llm.weight_update.broadcast import Snapshot, install
 from torchrl_llm.weight_update.canary import Canary
 from torchrl_llm.weight_update.tensors import why_not_servable
@@ -38,7 +39,8 @@ class RayWeightSync(WeightSyncScheme):
         seconds: that the last sync took.
 
     Raises:
-        ImportError: Ray is not installed.
+        ImportError: Ray is not installed (from a call).
+        RuntimeError: Ray is not running (from a call).
         AdapterError: the model has no such adapter.
 
     Examples:
@@ -88,8 +90,7 @@ class RayWeightSync(WeightSyncScheme):
     __call__ = update_weights = send
 
     def _offer(self) -> None:
-        import ray
-
+        ray = running_ray()
         start, version = time.perf_counter(), self.policy.policy_version
         canary = Canary.of(
             self.trained,
