@@ -67,6 +67,11 @@ UNEVEN = {
     "minibatch_size": 4,
     "max_iterations": 8,
 }
+HALF = {
+    "bfloat16": {"algo": "LLMPPO", "dtype": "bfloat16", "max_iterations": 2},
+    "mixed": {"algo": "LLMPPO", "dtype": "float32", "mixed_precision": "bf16", "max_iterations": 2},
+    "LoRA-bfloat16": {"algo": "LLMPPO", "dtype": "bfloat16", "lora_r": 4, "max_iterations": 2},
+}
 RESUMED = {"algo": "LLMPPO", "dtype": "float32", "checkpoint_interval": 1, "overwrite": False, "resume": True}
 
 
@@ -105,8 +110,9 @@ def train(out, *, callbacks=(), **settings):
         return update(batch)
 
     trainer.learn, trainer.update = recorded, counted
+    history = trainer.train()
     return {
-        "history": trainer.train(),
+        "history": history,
         "batches": cat_rows(batches) if batches else None,
         "weights": whole_weights(trainer),
         "optimizer": trainer.ranks.whole(trainer.optimizer.state_dict()),
@@ -165,6 +171,8 @@ def main():
     elif what == "replay":
         rows = torch.load(out / "rows.pt", weights_only=False)
         results = {name: replay(out / name, rows, **REPLAYED[name]) for name in names or REPLAYED}
+    elif what == "half":
+        results = {name: train(out / name, **HALF[name]) for name in names}
     elif what == "uneven":
         results = train(out, **UNEVEN)
     elif what == "resume":
