@@ -65,7 +65,8 @@ UNEVEN = {
     "dynamic_sampling": 1,
     "batch_size": 8,
     "minibatch_size": 4,
-    "max_iterations": 8,
+    "max_tokens": 150,
+    "max_iterations": 6,
 }
 HALF = {
     "bfloat16": {"algo": "LLMPPO", "dtype": "bfloat16", "max_iterations": 2},
@@ -99,7 +100,8 @@ def whole_weights(trainer):
 def train(out, *, callbacks=(), **settings):
     """Train; what was learned from, the metrics, and weights and optimizer at the end."""
     trainer = build(out, callbacks=callbacks, **settings).trainer
-    learn, update, batches, spoken = trainer.learn, trainer.update, [], []
+    learn, update, backward = trainer.learn, trainer.update, trainer._backward
+    batches, spoken, parts = [], [], []
 
     def recorded(batch):
         batches.append(batch.select(keys.TOKENS, keys.ATTENTION_MASK, keys.EPISODE_ID, keys.GROUP_ID))
@@ -109,7 +111,11 @@ def train(out, *, callbacks=(), **settings):
         spoken.append(int((batch[keys.TURN_IDS] >= 0).any(-1).sum()))
         return update(batch)
 
-    trainer.learn, trainer.update = recorded, counted
+    def cut(micro_batches):
+        parts.append(sum(bool((part[keys.TURN_IDS] >= 0).any()) for part in micro_batches))
+        return backward(micro_batches)
+
+    trainer.learn, trainer.update, trainer._backward = recorded, counted, cut
     history = trainer.train()
     return {
         "history": history,
@@ -119,6 +125,7 @@ def train(out, *, callbacks=(), **settings):
         "ranks": trainer.ranks.count,
         "sharded": trainer.ranks.sharded,
         "spoken": spoken,
+        "parts": parts,
         "files": sorted(str(path.relative_to(out)) for path in out.glob("checkpoints/**/*")),
     }
 
@@ -138,7 +145,9 @@ def replay(out, rows, **settings):
     step = trainer._optimizer_step
 
     def recorded():
-        gradients.append({name: on_host(p.grad).clone() for name, p in trainer.loss.named_parameters() if p.requires_grad})
+        gradients.append(
+            {name: on_host(p.grad).clone() for name, p in trainer.loss.named_parameters() if p.requires_grad}
+        )
         return step()
 
     trainer._optimizer_step = recorded

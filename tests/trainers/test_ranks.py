@@ -29,7 +29,13 @@ BOTH = pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 
 
 def start(out, what, *names, how="ddp", device="cpu"):
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / f"accelerate_{how}.yaml")]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        str(CONFIGS / f"accelerate_{how}.yaml"),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RANKS_RUN_DEVICE": device}
     command = [*launch, str(SCRIPT), str(out), what, *names]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
@@ -37,7 +43,9 @@ def start(out, what, *names, how="ddp", device="cpu"):
 
 def results(out, what, *names, how="ddp", device="cpu"):
     done = start(out, what, *names, how=how, device=device)
-    assert done.returncode == 0, "\n".join(line for line in done.stderr.splitlines() if line.startswith("[rank"))[-5000:]
+    assert done.returncode == 0, "\n".join(line for line in done.stderr.splitlines() if line.startswith("[rank"))[
+        -5000:
+    ]
     return [torch.load(f"{out}-{what}.{rank}.pt", weights_only=False) for rank in range(2)]
 
 
@@ -60,7 +68,15 @@ def collector_state(worker, num_workers, num_dealt, *, group_size=4, **rest):
 class TestRedealt:
     @pytest.mark.parametrize(
         ("dealt", "workers", "first"),
-        [([16, 16], 1, 8), ([32], 2, 8), ([16, 20], 1, 10), ([20, 16], 1, 9), ([20, 16], 4, 12), ([18, 16], 1, 9), ([0, 0], 3, 0)],
+        [
+            ([16, 16], 1, 8),
+            ([32], 2, 8),
+            ([16, 20], 1, 10),
+            ([20, 16], 1, 9),
+            ([20, 16], 4, 12),
+            ([18, 16], 1, 9),
+            ([0, 0], 3, 0),
+        ],
     )
     def test_no_group_is_dealt_twice(self, dealt, workers, first):
         old = [collector_state(worker, len(dealt), count, iter=3) for worker, count in enumerate(dealt)]
@@ -88,7 +104,11 @@ class TestSettings:
 
     @pytest.fixture(autouse=True)
     def plugin(self, monkeypatch):
-        for name, value in {"VERSION": 2, "RESHARD_AFTER_FORWARD": "true", "CPU_RAM_EFFICIENT_LOADING": "false"}.items():
+        for name, value in {
+            "VERSION": 2,
+            "RESHARD_AFTER_FORWARD": "true",
+            "CPU_RAM_EFFICIENT_LOADING": "false",
+        }.items():
             monkeypatch.setenv(f"FSDP_{name}", str(value))
 
     def test_the_shipped_ones_are_accepted(self):
@@ -215,13 +235,20 @@ class TestLaws:
 
 
 @pytest.mark.slow
-class TestUneven:
+class TestInStep:
     @BOTH
     def test_ranks_with_nothing_to_learn_from_stay_in_step(self, tmp_path, how):
         first, second = results(tmp_path / "run", "uneven", how=how)
         assert difference(first["weights"], second["weights"]) == 0
         assert 0 in first["spoken"] + second["spoken"]
         assert first["spoken"] != second["spoken"]
+        assert any(a != b and a and b for a, b in zip(first["parts"], second["parts"], strict=True))
+
+    def test_half_precision_keeps_the_ranks_together(self, tmp_path):
+        first, second = (result["mixed"] for result in results(tmp_path / "run", "half", "mixed", how="fsdp2"))
+        assert difference(first["weights"], second["weights"]) == 0
+        assert {value.dtype for value in first["weights"].values()} == {torch.float32}
+        assert all(metrics["policy/log_prob_gap"] < 0.01 for metrics in first["history"])
 
 
 @pytest.mark.slow
@@ -252,7 +279,7 @@ class TestResume:
     def test_sharded_ranks_go_on_with_what_others_began(self, ddp, fsdp2):
         assert fsdp2[0]["others"]["sharded"]
         assert len(fsdp2[0]["others"]["history"]) == 2
-        assert 0 < difference(ddp[0]["whole"]["weights"], ddp[0]["others"]["weights"])
+        assert difference(ddp[0]["whole"]["weights"], ddp[0]["others"]["weights"]) > 0
         assert difference(ddp[0]["whole"]["weights"], fsdp2[0]["others"]["weights"]) < 1e-4
 
     def test_two_ranks_go_on_with_what_one_began(self, ddp):
