@@ -254,6 +254,7 @@ def _check_sharding(config: RunConfig, ranks: Ranks) -> None:
         "policy": (config.policy == "vllm", "'hf', or DDP"),
         "quantization": (config.quantization is not None, "None, or DDP"),
         "compile": (config.compile, "false, or DDP"),
+        "export_merged": (config.export_merged, "false, and to merge the checkpoint's adapter in one process"),
     }
     for name, (refused, expected) in instead.items():
         if ranks.sharded and refused:
