@@ -66,7 +66,7 @@ UNEVEN = {
     "batch_size": 8,
     "minibatch_size": 4,
     "max_tokens": 150,
-    "max_iterations": 6,
+    "max_iterations": 5,
 }
 HALF = {
     "bfloat16": {"algo": "LLMPPO", "dtype": "bfloat16", "max_iterations": 2},
@@ -176,14 +176,13 @@ def main():
     device = os.environ.get("RANKS_RUN_DEVICE", "cpu")
     COMMON["device"] = None if device == "cuda" else device
     if what == "laws":
-        results = {name: train(out / name, **LAWS[name]) for name in names or LAWS}
+        given = LAWS | {"uneven": UNEVEN}
+        results = {name: train(out / name, **given[name]) for name in names or given}
     elif what == "replay":
         rows = torch.load(out / "rows.pt", weights_only=False)
         results = {name: replay(out / name, rows, **REPLAYED[name]) for name in names or REPLAYED}
     elif what == "half":
         results = {name: train(out / name, **HALF[name]) for name in names}
-    elif what == "uneven":
-        results = train(out, **UNEVEN)
     elif what == "resume":
         results = resume(out)
     elif what == "dies":
