@@ -3,7 +3,7 @@
     python examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml
     python examples/multiturn.py --algo GRPO --config examples/configs/grpo_multiturn.yaml --wandb
     python examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml --resume
-    accelerate launch --multi_gpu --num_processes 2 examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml
+    accelerate launch --config_file examples/configs/accelerate_fsdp2.yaml examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml
 
 ``--help`` documents every setting; ``--resume`` goes on where a run was stopped. The report goes to ``--output-dir``:
 ``result.json``, ``learning_curve.png``, ``conversations_before.md``, ``conversations_after.md``, the metrics as CSV, and

@@ -89,6 +89,14 @@ class TestUseAdapter:
         flags = {name: p.requires_grad for name, p in model.named_parameters() if "lora_" in name}
         assert flags == {name: ".critic." in name for name in flags}
 
+    def test_parameters_that_are_exchanged_inside_keep_their_flags(self):
+        model = two_adapters()
+        layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+        with use_adapter(model, "critic"):
+            for layer in layers:
+                layer.lora_A["critic"].weight = nn.Parameter(layer.lora_A["critic"].weight.detach().clone())
+        assert all(p.requires_grad for name, p in model.named_parameters() if "lora_" in name)
+
     def test_one_graph_gives_both_adapters_their_own_gradient(self):
         model, ids = two_adapters(), tokens()
 

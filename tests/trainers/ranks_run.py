@@ -65,7 +65,13 @@ UNEVEN = {
     "dynamic_sampling": 1,
     "batch_size": 8,
     "minibatch_size": 4,
-    "max_iterations": 8,
+    "max_tokens": 150,
+    "max_iterations": 5,
+}
+HALF = {
+    "bfloat16": {"algo": "LLMPPO", "dtype": "bfloat16", "max_iterations": 2},
+    "mixed": {"algo": "LLMPPO", "dtype": "float32", "mixed_precision": "bf16", "max_iterations": 2},
+    "LoRA-bfloat16": {"algo": "LLMPPO", "dtype": "bfloat16", "lora_r": 4, "max_iterations": 2},
 }
 RESUMED = {"algo": "LLMPPO", "dtype": "float32", "checkpoint_interval": 1, "overwrite": False, "resume": True}
 
@@ -94,7 +100,8 @@ def whole_weights(trainer):
 def train(out, *, callbacks=(), **settings):
     """Train; what was learned from, the metrics, and weights and optimizer at the end."""
     trainer = build(out, callbacks=callbacks, **settings).trainer
-    learn, update, batches, spoken = trainer.learn, trainer.update, [], []
+    learn, update, backward = trainer.learn, trainer.update, trainer._backward
+    batches, spoken, parts = [], [], []
 
     def recorded(batch):
         batches.append(batch.select(keys.TOKENS, keys.ATTENTION_MASK, keys.EPISODE_ID, keys.GROUP_ID))
@@ -104,15 +111,21 @@ def train(out, *, callbacks=(), **settings):
         spoken.append(int((batch[keys.TURN_IDS] >= 0).any(-1).sum()))
         return update(batch)
 
-    trainer.learn, trainer.update = recorded, counted
+    def cut(micro_batches):
+        parts.append(sum(bool((part[keys.TURN_IDS] >= 0).any()) for part in micro_batches))
+        return backward(micro_batches)
+
+    trainer.learn, trainer.update, trainer._backward = recorded, counted, cut
+    history = trainer.train()
     return {
-        "history": trainer.train(),
+        "history": history,
         "batches": cat_rows(batches) if batches else None,
         "weights": whole_weights(trainer),
         "optimizer": trainer.ranks.whole(trainer.optimizer.state_dict()),
         "ranks": trainer.ranks.count,
         "sharded": trainer.ranks.sharded,
         "spoken": spoken,
+        "parts": parts,
         "files": sorted(str(path.relative_to(out)) for path in out.glob("checkpoints/**/*")),
     }
 
@@ -163,12 +176,13 @@ def main():
     device = os.environ.get("RANKS_RUN_DEVICE", "cpu")
     COMMON["device"] = None if device == "cuda" else device
     if what == "laws":
-        results = {name: train(out / name, **LAWS[name]) for name in names or LAWS}
+        given = LAWS | {"uneven": UNEVEN}
+        results = {name: train(out / name, **given[name]) for name in names or given}
     elif what == "replay":
         rows = torch.load(out / "rows.pt", weights_only=False)
         results = {name: replay(out / name, rows, **REPLAYED[name]) for name in names or REPLAYED}
-    elif what == "uneven":
-        results = train(out, **UNEVEN)
+    elif what == "half":
+        results = {name: train(out / name, **HALF[name]) for name in names}
     elif what == "resume":
         results = resume(out)
     elif what == "dies":

@@ -138,6 +138,8 @@ def _sharding(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None and parse_flag_from_env("ACCELERATE_USE_FSDP"):
         plugin = FullyShardedDataParallelPlugin()
+        if accelerator.mixed_precision != "no":
+            plugin.set_mixed_precision(accelerator.mixed_precision)
     if plugin is not None:
         check_plugin(plugin)
     return plugin

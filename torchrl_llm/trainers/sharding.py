@@ -74,11 +74,11 @@ class Sharded(nn.Module):
         # Trainable weights that are gathered together have one dtype; a value head has its own.
         for critic in [module for module in self.modules() if isinstance(module, TurnCritic)]:
             fully_shard(critic.value_head, mesh=mesh, reshard_after_forward=self._reshard)
-        fully_shard(self, mesh=mesh, mp_policy=half, reshard_after_forward=False)
+        root: Any = fully_shard(self, mesh=mesh, mp_policy=half, reshard_after_forward=False)
         # The first that runs is taken for the root: it must not be a layer.
         register_fsdp_forward_method(self, "_be_root")
         self._be_root()
-        self.reshard()
+        root.reshard()
 
     def _be_root(self) -> None:
         pass
@@ -94,15 +94,16 @@ class Sharded(nn.Module):
     @contextmanager
     def gathered(self) -> Iterator[None]:
         """Inside, this process has all weights on its device, and forwards without a graph wait for nobody."""
+        root: Any = self
         units = [module for module in self.modules() if isinstance(module, FSDPModule)]
-        self.set_reshard_after_forward(False)
+        root.set_reshard_after_forward(False)
         for unit in units:
             unit.unshard()
         try:
             yield
         finally:
-            self.set_reshard_after_forward(self._reshard)
-            self.set_reshard_after_forward(False, recurse=False)
+            root.set_reshard_after_forward(self._reshard)
+            root.set_reshard_after_forward(False, recurse=False)
             for unit in units:
                 unit.reshard()
 
@@ -116,13 +117,13 @@ class Sharded(nn.Module):
             here: whether this process gets them; the others only take part.
             keep: take over what is written to the parameters inside, which has to be the same on all processes.
         """
-        places = [
+        places: list[tuple[nn.Module, str, Any]] = [
             (module, name, parameter)
             for module in self.modules()
             for name, parameter in module._parameters.items()
             if isinstance(parameter, DTensor)
         ]
-        whole: dict[int, tuple[Tensor, nn.Parameter]] = {}
+        whole: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         for _, _, parameter in places:
             if id(parameter) not in whole:
                 full = on_host(parameter)
@@ -140,8 +141,8 @@ class Sharded(nn.Module):
                 module._load_state_dict_post_hooks = hooks[module]
         if keep:
             with torch.no_grad():
-                for parameter, full in whole.values():
-                    parameter.copy_(shard_like(parameter, full))
+                for own, full in whole.values():
+                    own.copy_(shard_like(own, full))
 
 
 def _layers(root: nn.Module, names: list[str] | None) -> list[nn.Module]:
