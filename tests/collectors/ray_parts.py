@@ -203,7 +203,9 @@ def make_sliding(**kwargs):
 
 
 def make_hf(model=None, adapter=None):
-    return HFPolicy(load_tiny_model() if model is None else model, load_tiny_tokenizer(), SAMPLING, adapter=adapter, seed=3)
+    return HFPolicy(
+        load_tiny_model() if model is None else model, load_tiny_tokenizer(), SAMPLING, adapter=adapter, seed=3
+    )
 
 
 def make_lora_models(**kwargs):

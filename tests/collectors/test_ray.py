@@ -37,8 +37,8 @@ from torchrl_llm import keys  # noqa: E402
 from torchrl_llm.collectors import RayTurnCollector, TurnCollector, WorkerLostError, ray_turn  # noqa: E402
 from torchrl_llm.data import TurnsToSequence, turns_to_rows  # noqa: E402
 from torchrl_llm.envs import EnvironmentFault  # noqa: E402
-from torchrl_llm.modules import SamplingConfig, TokenScorer  # noqa: E402
-from torchrl_llm.testing.environments import Slow, StopOrGo  # noqa: E402
+from torchrl_llm.modules import TokenScorer  # noqa: E402
+from torchrl_llm.testing.environments import Slow  # noqa: E402
 from torchrl_llm.testing.tiny import load_tiny_model  # noqa: E402
 from torchrl_llm.weight_update import RayWeightSync, WeightSyncError  # noqa: E402
 
@@ -217,7 +217,9 @@ class TestWeights:
 
     def test_a_lora_adapter(self, collect):
         models = parts.make_lora_models(lora=parts.LORA)
-        sync, _ = self.follow(collect, models.model, models.adapter, parts.make_lora_policy, partial(shake, models.model))
+        sync, _ = self.follow(
+            collect, models.model, models.adapter, parts.make_lora_policy, partial(shake, models.model)
+        )
         assert not sync.merged
         assert all("lora_" in name for name in ray.get(sync.current[1]).tensors)
 
@@ -425,7 +427,7 @@ class TestLosses:
     def test_a_worker_that_dies_again_and_again(self, collect):
         doomed = partial(make_script, Doomed, deed=parts.die)
         collector = collect(make_policy=doomed, num_workers=1, max_losses=1)
-        with pytest.raises(WorkerLostError, match="rollout worker 0 .*lost 2 times"):
+        with pytest.raises(WorkerLostError, match=r"rollout worker 0 .*lost 2 times"):
             collector.rollout()
         assert collector.closed
 
