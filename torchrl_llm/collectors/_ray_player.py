@@ -35,16 +35,19 @@ class WorkerLostError(RuntimeError):
     """A rollout worker was lost again and again, or never came up; the message says why and what to do."""
 
 
-def import_ray() -> Any:
+def running_ray() -> Any:
     """The module ``ray``.
 
     Raises:
         ImportError: it is not installed; the message says how to.
+        RuntimeError: it does not run. Nothing may be asked of it then: it would start itself, on this machine alone.
     """
     try:
         import ray
     except ImportError as error:
         raise ImportError("Rollouts on Ray need it: pip install 'torchrl-llm[ray]'.") from error
+    if not ray.is_initialized():
+        raise RuntimeError("Ray is not running: call ray.init() first, or ray.init(address='auto') on a cluster.")
     return ray
 
 
@@ -154,9 +157,7 @@ class RayPlayer:
         start_timeout: float,
         max_losses: int,
     ) -> None:
-        self._ray = import_ray()
-        if not self._ray.is_initialized():
-            raise RuntimeError("Ray is not running: call ray.init() first, or ray.init(address='auto') on a cluster.")
+        self._ray = running_ray()
         self._actor_class = self._ray.remote(RolloutActor).options(max_restarts=0, max_task_retries=0, **options)
         self._make_worker, self._tickets, self._weights = make_worker, tickets, weights
         self._on_fault, self._timeout, self._start_timeout = on_fault, timeout, start_timeout
@@ -263,8 +264,9 @@ class RayPlayer:
     def _listen(self, seconds: float) -> None:
         refs = [ref for worker in self.workers for ref in (*worker.calls, worker.coming) if ref is not None]
         if refs:
-            self._ray.wait(refs, num_returns=1, timeout=seconds)
-            done = set(self._ray.wait(refs, num_returns=len(refs), timeout=0)[0])
+            # A report that is there counts, wherever it lies: after a long pause nobody is lost who has answered.
+            self._ray.wait(refs, num_returns=1, timeout=seconds, fetch_local=False)
+            done = set(self._ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0])
             for worker in self.workers:
                 self._hear(worker, done)
         now = time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchrl_llm.collectors._ray_player import RayPlayer, WorkerLostError
+from torchrl_llm.collectors._ray_player import RayPlayer, WorkerLostError, running_ray
 from torchrl_llm.collectors._stream import StreamCollector
 from torchrl_llm.envs.gem import GEMEnv
 from torchrl_llm.modules.policy import TurnPolicy
@@ -94,6 +94,7 @@ class RayTurnCollector(StreamCollector):
         background: bool | None = None,
         **kwargs: Any,
     ) -> None:
+        running_ray()
         background = max_staleness > 0 if background is None else background
         make_env = make_env or (None if isinstance(env, GEMEnv) else env)
         super().__init__(
