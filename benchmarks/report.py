@@ -3,10 +3,11 @@
     python benchmarks/report.py --learning runs/learning
     python benchmarks/report.py --iteration runs/iteration
     python benchmarks/report.py --rollout runs/rollout
+    python benchmarks/report.py --scaling runs/scaling.json
 
-Reads ``<learning>/*/result.json`` with their metrics, ``<iteration>/*.json`` and ``<rollout>/*.json``; writes
-``docs/results/learning.md``, ``docs/results/learning.png``, ``docs/results/iteration.md``, ``docs/results/rollout.md``, and
-the tables of ``README.md``.
+Reads ``<learning>/*/result.json`` with their metrics, ``<iteration>/*.json``, ``<rollout>/*.json`` and ``<scaling>``; writes
+``docs/results/learning.md``, ``docs/results/learning.png``, ``docs/results/iteration.md``, ``docs/results/rollout.md``,
+``docs/results/scaling.md``, and the tables of ``README.md``.
 """
 
 import argparse
@@ -143,6 +144,35 @@ def rollout_table(result: dict) -> str:
     return "\n".join(lines)
 
 
+def scaling_table(result: dict) -> str:
+    """One line a number of workers of each world."""
+    lines = [
+        "| | workers | conversations | wall s | tokens per s | of linear | of the engines | CPU-ms here, per conversation |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for world in ("on_policy", "same_batch", "stale"):
+        for workers, r in result["worlds"][world].items():
+            lines.append(
+                f"| {world} | {workers} | {r['episodes']} | {r['wall_s']:.1f} | {r['tokens_per_s']:,.0f} | "
+                f"{r['of_linear']:.2f} | {r['of_engine']:.2f} | {r['driver_cpu_ms']:.1f} |"
+            )
+    alone = result["worlds"]["in_process"]["1"]
+    lines.append(
+        f"| in_process | none | {alone['episodes']} | {alone['wall_s']:.1f} | {alone['tokens_per_s']:,.0f} | | "
+        f"{alone['of_engine']:.2f} | {alone['driver_cpu_ms']:.1f} |"
+    )
+    return "\n".join(lines)
+
+
+def scaling_targets(result: dict) -> str:
+    """One line a target."""
+    lines = ["| | target | measured | met |", "|---|---|---|---|"]
+    for world, verdict in result["targets"].items():
+        met = "yes" if verdict["met"] else "**no**"
+        lines.append(f"| {world} | {verdict['target']} | {verdict['value']:.2f} | {met} |")
+    return "\n".join(lines)
+
+
 def fill(path: Path, marker: str, table: str) -> None:
     """Put ``table`` behind the comment ``<!-- marker -->``, in place of the table that stood there."""
     text = path.read_text()
@@ -158,6 +188,7 @@ def main() -> None:
     parser.add_argument("--learning", type=Path)
     parser.add_argument("--iteration", type=Path)
     parser.add_argument("--rollout", type=Path)
+    parser.add_argument("--scaling", type=Path)
     arguments = parser.parse_args()
     if arguments.learning:
         write_learning(arguments.learning)
@@ -165,6 +196,8 @@ def main() -> None:
         write_iteration(arguments.iteration)
     if arguments.rollout:
         write_rollout(arguments.rollout)
+    if arguments.scaling:
+        write_scaling(arguments.scaling)
 
 
 def write_learning(folder: Path) -> None:
@@ -203,6 +236,22 @@ def write_rollout(folder: Path) -> None:
         short_table=rollout_table(short),
     )
     (RESULTS / "rollout.md").write_text(text)
+
+
+def write_scaling(path: Path) -> None:
+    """The page."""
+    result = json.loads(path.read_text())
+    most = max(result["workers"])
+    figures = {name: result[name] for name in ("machine", "slots", "per_slot", "stale_per_slot", "update_s", "rounds")}
+    tables = {"table": scaling_table(result), "targets": scaling_targets(result)}
+    text = SCALING.format(
+        **figures,
+        **tables,
+        most=most,
+        step_ms=1000 * result["step_s"],
+        same=most * result["slots"] * result["per_slot"],
+    )
+    (RESULTS / "scaling.md").write_text(text)
 
 
 def mean_length(result: dict) -> str:
@@ -303,6 +352,43 @@ doing without the barrier could gain, and a turn's fixed costs are spread over f
 Medians of {rounds} rounds (`stock` and `hf` in *slow*: one round); ratios are medians of the rounds' ratios, seconds are seconds per round. Machine: {machine}.
 Absolute figures depend on it and on its load. On a GPU a step takes nearly as long for one response as for many, so that a batch which waits for its
 longest response wastes more than it does here.
+"""
+
+SCALING = """# What do more workers gain?
+
+```bash
+OMP_NUM_THREADS=1 python benchmarks/scaling.py --output runs/scaling.json
+python benchmarks/report.py --scaling runs/scaling.json
+```
+
+Rollouts on Ray with {{py:class}}`~torchrl_llm.collectors.RayTurnCollector`, on one machine with two cores. Every worker has an engine that
+only sleeps: a step takes {step_ms:.0f} ms for any number of requests up to {slots} slots, and adds a token to each. So workers do not take
+each other's CPUs, and what is measured is everything but the engine: dealing, messages, collating, slots that wait. Conversations have 1 to 4 turns of 8 to 16
+tokens with an environment that answers at once.
+
+| | |
+|---|---|
+| on_policy | `max_staleness=0`, {per_slot} conversations for each slot in a batch, so more workers play larger batches; nothing is in flight between batches |
+| same_batch | `max_staleness=0`, {same} conversations for any number of workers: strong scaling |
+| stale | `max_staleness=1`, {stale_per_slot} conversations for each slot in a batch, an update of {update_s} s after each |
+| in_process | on_policy with `AsyncTurnCollector` in one process: what Ray costs at all |
+
+Tokens per second with {most} workers, over {most} times those with one:
+
+{targets}
+
+{table}
+
+*Of the engines*: the share of the tokens that the engines could have said if no slot had ever been free. What is missing is the sleep's
+own inaccuracy, the Python between two steps (a GPU engine has it too), and slots without work at the end of a batch. The more
+conversations a slot plays in a batch, the less its end weighs: with {per_slot} a worker waits for the longest conversation once in about {per_slot} times
+its length. On-policy batches with one or two conversations a slot scale as their longest conversation lets them, here as anywhere; `max_staleness` is
+for these.
+
+*CPU-ms here*: what a conversation costs in the process that collects. It bounds how many workers one such process can feed: at 2 ms, 500
+conversations a second.
+
+Medians of {rounds} rounds; ratios are medians of the rounds' ratios. Machine: {machine}, busy with other work meanwhile.
 """
 
 if __name__ == "__main__":

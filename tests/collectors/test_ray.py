@@ -48,14 +48,24 @@ MASK = ("collector", "mask")
 
 def test_ray_has_to_run():
     assert not ray.is_initialized()
-    with pytest.raises(RuntimeError, match=r"ray\.init"):
-        RayTurnCollector(make_env, make_script(), make_policy=make_script, num_workers=1, batch_size=4)
+    for schemes in (None, {"policy": Stamp(make_script())}):
+        with pytest.raises(RuntimeError, match=r"ray\.init"):
+            RayTurnCollector(
+                make_env,
+                make_script(),
+                make_policy=make_script,
+                num_workers=1,
+                batch_size=4,
+                weight_sync_schemes=schemes,
+            )
+    assert not ray.is_initialized(), "it was started by the way"
 
 
 @pytest.fixture(scope="module")
 def cluster():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("RAY_worker_niceness", "0")
         ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
         ReusingPlayer.warm_up(3)
         yield
@@ -281,6 +291,12 @@ class TestWeights:
         with pytest.raises(RuntimeError, match="update_policy_weights_"):
             collector.rollout()
 
+    def test_other_weights_than_those_of_the_model_are_refused(self):
+        policy = make_script()
+        with pytest.raises(ValueError, match="without arguments"):
+            Stamp(policy).send({"weight": torch.zeros(1)})
+        assert policy.policy_version == 0
+
     def test_without_a_scheme_there_are_no_updates(self, collect):
         collector = collect(num_workers=1)
         with pytest.raises(RuntimeError, match="weight_sync_schemes"):
@@ -424,10 +440,17 @@ class TestLosses:
         assert seen == list(range(48))
         assert not collector.dropped
 
+    def test_a_worker_is_killed_that_has_nothing_to_do(self, collect):
+        collector, expected = collect(), TurnCollector(make_env(), make_script(), batch_size=8)
+        self.play(collector, expected)
+        os.kill(pids(collector)[1], signal.SIGKILL)
+        self.play(collector, expected)
+        assert collector.lost_workers == 1
+
     def test_a_worker_that_dies_again_and_again(self, collect):
         doomed = partial(make_script, Doomed, deed=parts.die)
         collector = collect(make_policy=doomed, num_workers=1, max_losses=1)
-        with pytest.raises(WorkerLostError, match="rollout worker 0 .*lost 2 times"):
+        with pytest.raises(WorkerLostError, match=r"rollout worker 0 .*lost 2 times"):
             collector.rollout()
         assert collector.closed
 

@@ -249,8 +249,9 @@ class RayPlayer:
     def _listen(self, seconds: float) -> None:
         refs = [ref for worker in self.workers for ref in (*worker.calls, worker.coming) if ref is not None]
         if refs:
-            self._ray.wait(refs, num_returns=1, timeout=seconds)
-            done = set(self._ray.wait(refs, num_returns=len(refs), timeout=0)[0])
+            # A report that is there counts, wherever it lies: after a long pause nobody is lost who has answered.
+            self._ray.wait(refs, num_returns=1, timeout=seconds, fetch_local=False)
+            done = set(self._ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0])
             for worker in self.workers:
                 self._hear(worker, done)
         now = time.monotonic()

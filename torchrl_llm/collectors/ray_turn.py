@@ -9,6 +9,7 @@ from torchrl_llm.collectors._ray_player import RayPlayer, WorkerLostError
 from torchrl_llm.collectors._stream import StreamCollector
 from torchrl_llm.envs.gem import GEMEnv
 from torchrl_llm.modules.policy import TurnPolicy
+from torchrl_llm.optional import running_ray
 
 __all__ = ["RayTurnCollector", "WorkerLostError"]
 
@@ -91,6 +92,7 @@ class RayTurnCollector(StreamCollector):
         background: bool | None = None,
         **kwargs: Any,
     ) -> None:
+        running_ray()
         background = max_staleness > 0 if background is None else background
         make_env = make_env or (None if isinstance(env, GEMEnv) else env)
         super().__init__(

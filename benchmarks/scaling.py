@@ -1,0 +1,277 @@
+"""What more workers gain: rollouts on Ray with an engine of fixed speed.
+
+    OMP_NUM_THREADS=1 python benchmarks/scaling.py --output runs/scaling.json
+
+Every worker has an engine that sleeps (:class:`~torchrl_llm.testing.policies.SleepingPolicy`): a step takes 10 ms for any
+number of requests up to 8 slots, and adds a token to each. So a few CPUs do for many workers, and what is measured is everything but
+the engine: dealing, messages, collating, and slots that wait. Conversations have 1 to 4 turns of 8 to 16 tokens, which their ticket
+tells. The worlds:
+
+- ``on_policy``: ``max_staleness=0``, a batch of 16 conversations for each slot: 128 with one worker, 512 with four. Nothing is in
+  flight between batches, so at the end of each batch slots run dry;
+- ``same_batch``: the same, but 512 conversations for any number of workers: more workers have less to do each, and the end of a
+  batch weighs more;
+- ``in_process``: ``on_policy`` with ``AsyncTurnCollector`` in this process instead of one worker: what Ray costs at all;
+- ``stale``: ``max_staleness=1``, a batch of 4 conversations for each slot, and an update of 0.2 s after each, in which the
+  caller sleeps and then sends new weights.
+
+Everyone plays in turns on one machine. Of each number of workers: tokens per second of the wall clock, ``of_linear`` (its tokens per
+second over those of one worker times their number), ``of_engine`` (the share of the tokens that engines could have said whose
+slots are never free), and ``driver_cpu_ms``, the milliseconds of CPU that an episode takes in the process that collects. Medians over
+the rounds, each of figures of one round.
+
+Prints one JSON object.
+"""
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from torchrl_llm import keys
+from torchrl_llm.collectors import AsyncTurnCollector, RayTurnCollector
+from torchrl_llm.envs import GEMEnv
+from torchrl_llm.testing.environments import StopOrGo
+from torchrl_llm.testing.policies import SleepingPolicy
+from torchrl_llm.testing.tokenizers import byte_tokenizer
+from torchrl_llm.weight_update import RayWeightSync
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from report import machine  # noqa: E402
+
+TARGET = 0.9  # of linear, with the most workers
+TURNS, TOKENS = (1, 4), (8, 16)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is the same for everyone.
+
+    Attributes:
+        workers: numbers of workers.
+        slots: of each worker.
+        step_s: seconds of an engine's step.
+        per_slot: conversations for each slot in a batch of ``on_policy``.
+        stale_per_slot: those of ``stale``.
+        stale_batches: batches that are measured in ``stale``, after one that is not.
+        update_s: seconds of an update in ``stale``.
+        rounds: how often everyone plays.
+    """
+
+    workers: tuple[int, ...] = (1, 2, 4)
+    slots: int = 8
+    step_s: float = 0.01
+    per_slot: int = 16
+    stale_per_slot: int = 4
+    stale_batches: int = 4
+    update_s: float = 0.2
+    rounds: int = 3
+
+
+class Versions(RayWeightSync):
+    """Sends versions: there are no weights."""
+
+    def __init__(self, policy: SleepingPolicy) -> None:
+        super().__init__(None, policy=policy)
+
+    def _offer(self) -> None:
+        self.current = self.policy.policy_version, ray.put(self.policy.policy_version)
+
+    @staticmethod
+    def install(policy: SleepingPolicy, version: int) -> float:
+        """Stamp the version on later tokens."""
+        policy.policy_version = version
+        return math.nan
+
+
+def script(episode: int, turn: int, _: str) -> str:
+    """A response; with its end-of-turn token it has as many tokens as it has to."""
+    turns = random.Random(episode).randint(*TURNS)
+    tokens = random.Random(f"{episode} {turn}").randint(*TOKENS)
+    return ("stop" if turn == turns - 1 else "go").ljust(tokens - 1, ".")
+
+
+def make_env(slots: int) -> GEMEnv:
+    """What workers play."""
+    return GEMEnv(StopOrGo, tokenizer=byte_tokenizer(), num_envs=slots, max_output_tokens=TOKENS[1], max_model_len=512)
+
+
+def make_policy(step_s: float) -> SleepingPolicy:
+    """The engine."""
+    return SleepingPolicy(script, tokenizer=byte_tokenizer(), max_output_tokens=TOKENS[1], seconds_per_step=step_s)
+
+
+def make_collector(setting: Setting, workers: int, *, per_slot: int, max_staleness: int) -> RayTurnCollector:
+    """A collector on so many workers."""
+    policy = make_policy(setting.step_s)
+    return RayTurnCollector(
+        partial(make_env, setting.slots),
+        policy,
+        make_policy=partial(make_policy, setting.step_s),
+        num_workers=workers,
+        batch_size=per_slot * setting.slots * workers,
+        max_staleness=max_staleness,
+        worker_options={"num_cpus": 0},
+        weight_sync_schemes={"policy": Versions(policy)},
+    )
+
+
+# ---------------------------------------------------------------------- rounds
+
+
+@dataclass
+class Run:
+    """What one contender did in one round."""
+
+    tokens: int
+    episodes: int
+    wall_s: float
+    cpu_s: float
+
+
+class Clock:
+    """From when it is made: what was delivered, and how long it took."""
+
+    def __init__(self) -> None:
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+        self.tokens = self.episodes = 0
+
+    def hear(self, batch: Any) -> None:
+        """Count a batch."""
+        self.tokens += int(batch[keys.RESPONSE_MASK].sum())
+        self.episodes += len(batch)
+
+    def stop(self) -> Run:
+        """What it was."""
+        wall, cpu = time.perf_counter() - self._wall, time.process_time() - self._cpu
+        return Run(self.tokens, self.episodes, wall, cpu)
+
+
+def play_on_policy(collector: AsyncTurnCollector | RayTurnCollector, batch_size: int) -> Run:
+    """One batch."""
+    collector.batch_size = batch_size
+    clock = Clock()
+    clock.hear(collector.rollout())
+    return clock.stop()
+
+
+def play_stale(collector: RayTurnCollector, batches: int, update_s: float) -> Run:
+    """Some batches in a row, with updates between them; nothing is in flight before and after."""
+    collector.rollout()
+    clock = Clock()
+    for _ in range(batches):
+        time.sleep(update_s)
+        collector.update_policy_weights_()
+        clock.hear(collector.rollout())
+    run = clock.stop()
+    while collector.in_flight:
+        time.sleep(0.05)
+    return run
+
+
+class Rig:
+    """Every collector that is measured."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        make = partial(make_collector, setting)
+        self._alone = AsyncTurnCollector(
+            make_env(setting.slots), make_policy(setting.step_s), batch_size=setting.per_slot * setting.slots
+        )
+        self._direct = {n: make(n, per_slot=setting.per_slot, max_staleness=0) for n in setting.workers}
+        self._stale = {n: make(n, per_slot=setting.stale_per_slot, max_staleness=1) for n in setting.workers}
+
+    def play(self) -> dict[str, dict[int, Run]]:
+        """One round: every world, every number of workers."""
+        result: dict[str, dict[int, Run]] = {"on_policy": {}, "same_batch": {}, "stale": {}}
+        setting = self.setting
+        size = setting.per_slot * setting.slots
+        alone = play_on_policy(self._alone, size)
+        for n in setting.workers:
+            result["on_policy"][n] = play_on_policy(self._direct[n], size * n)
+            result["stale"][n] = play_stale(self._stale[n], setting.stale_batches, setting.update_s)
+            result["same_batch"][n] = play_on_policy(self._direct[n], size * max(setting.workers))
+            for world, runs in result.items():
+                print(f"{world}, {n} workers: {runs[n].tokens / runs[n].wall_s:.0f} tokens/s", file=sys.stderr)
+        return result | {"in_process": {1: alone}}
+
+    def close(self) -> None:
+        """End the workers."""
+        for collector in (self._alone, *self._direct.values(), *self._stale.values()):
+            collector.shutdown()
+
+
+def digest(rounds: list[dict[int, Run]], setting: Setting) -> dict[str, dict[str, float]]:
+    """Medians of a world's figures, by number of workers."""
+    result = {}
+    for n in rounds[0]:
+        speed = [runs[n].tokens / runs[n].wall_s for runs in rounds]
+        linear = [n * runs[1].tokens / runs[1].wall_s for runs in rounds]
+        figures = {
+            "tokens_per_s": speed,
+            "of_linear": [mine / theirs for mine, theirs in zip(speed, linear, strict=True)],
+            "of_engine": [mine * setting.step_s / (n * setting.slots) for mine in speed],
+            "wall_s": [runs[n].wall_s for runs in rounds],
+            "driver_cpu_ms": [1000 * runs[n].cpu_s / runs[n].episodes for runs in rounds],
+        }
+        medians = {name: round(statistics.median(values), 3) for name, values in figures.items()}
+        result[str(n)] = medians | {"episodes": rounds[0][n].episodes, "tokens": rounds[0][n].tokens}
+    return result
+
+
+def run(setting: Setting) -> dict[str, Any]:
+    """All rounds."""
+    rig = Rig(setting)
+    try:
+        rounds = [rig.play() for _ in range(setting.rounds)]
+    finally:
+        rig.close()
+    worlds = {world: digest([each[world] for each in rounds], setting) for world in rounds[0]}
+    most = str(max(setting.workers))
+    targets = {
+        world: {"value": (value := figures[most]["of_linear"]), "target": f">= {TARGET}", "met": value >= TARGET}
+        for world, figures in worlds.items()
+        if most in figures
+    }
+    return {"machine": f"{machine()}, Ray {ray.__version__}", **asdict(setting), "worlds": worlds, "targets": targets}
+
+
+def main() -> None:
+    """Measure and print JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=Setting.rounds)
+    parser.add_argument(
+        "--quick", action="store_true", help="one and two workers, small batches, one round: does it run?"
+    )
+    parser.add_argument("--output", type=Path, help="write the JSON here too")
+    arguments = parser.parse_args()
+    setting = Setting(rounds=arguments.rounds)
+    if arguments.quick:
+        setting = Setting(workers=(1, 2), per_slot=2, stale_per_slot=1, stale_batches=1, rounds=1)
+    # Ray's workers are nice to others by default. Here they are what is measured.
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        results = run(setting)
+    finally:
+        ray.shutdown()
+    print(json.dumps(results, indent=2))
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
