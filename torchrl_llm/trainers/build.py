@@ -273,7 +273,6 @@ def _check_sharding(config: RunConfig, ranks: Ranks) -> None:
     """Refuse what weights that are shared out (FSDP2) do not go with."""
     instead = {
         "policy": (config.policy == "vllm", "'hf', or DDP"),
-        "max_staleness": (bool(config.max_staleness), "0, or DDP"),
         "quantization": (config.quantization is not None, "None, or DDP"),
         "compile": (config.compile, "false, or DDP"),
         "export_merged": (config.export_merged, "false, and to merge the checkpoint's adapter in one process"),
