@@ -176,8 +176,8 @@ def main():
     device = os.environ.get("RANKS_RUN_DEVICE", "cpu")
     COMMON["device"] = None if device == "cuda" else device
     if what == "laws":
-        given = LAWS | {"uneven": UNEVEN}
-        results = {name: train(out / name, **given[name]) for name in names or given}
+        given = LAWS | {"uneven": UNEVEN, "bfloat16": HALF["bfloat16"]}
+        results = {name: train(out / name, **given[name]) for name in names}
     elif what == "replay":
         rows = torch.load(out / "rows.pt", weights_only=False)
         results = {name: replay(out / name, rows, **REPLAYED[name]) for name in names or REPLAYED}

@@ -9,6 +9,7 @@ import sys
 import time
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import ranks_run
@@ -18,7 +19,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from torchrl_llm import keys
-from torchrl_llm.trainers import ConfigError
+from torchrl_llm.trainers import ConfigError, RunConfig
+from torchrl_llm.trainers.build import _check_sharding
 from torchrl_llm.trainers.checkpoint import redealt, verify
 from torchrl_llm.trainers.sharding import check_plugin
 
@@ -130,6 +132,17 @@ class TestSettings:
         with pytest.raises(ConfigError, match=f"fsdp_{name} is not supported"):
             check_plugin(FullyShardedDataParallelPlugin())
 
+    @pytest.mark.parametrize(
+        "given",
+        [{"compile": True}, {"export_merged": True}, {"quantization": "nf4"}],
+        ids=lambda given: next(iter(given)),
+    )
+    def test_settings_that_sharded_weights_do_not_go_with(self, tmp_path, given):
+        config = RunConfig(algo="LLMPPO", model_path="tiny", max_model_len=256, output_dir=tmp_path, **given)
+        _check_sharding(config, SimpleNamespace(sharded=False, count=2))
+        with pytest.raises(ConfigError, match=f"{next(iter(given))} is .* over 2 processes"):
+            _check_sharding(config, SimpleNamespace(sharded=True, count=2))
+
 
 @pytest.mark.slow
 class TestReplayed:
@@ -184,8 +197,14 @@ class TestLaws:
 
     @pytest.fixture(scope="class")
     def two(self, tmp_path_factory):
-        where, fewer = tmp_path_factory.mktemp("two"), {"ddp": [], "fsdp2": ["LLMPPO", "LoRA", "uneven"]}
-        return cache(lambda how: results(where / how, "laws", *fewer[how], how=how))
+        where, names = (
+            tmp_path_factory.mktemp("two"),
+            {
+                "ddp": [*ranks_run.LAWS, "uneven"],
+                "fsdp2": ["LLMPPO", "LoRA", "uneven", "bfloat16"],
+            },
+        )
+        return cache(lambda how: results(where / how, "laws", *names[how], how=how))
 
     @pytest.mark.parametrize(
         ("how", "name"),
@@ -239,6 +258,14 @@ class TestLaws:
         assert difference(first["weights"], second["weights"]) == 0
         assert 0 in first["spoken"] + second["spoken"]
         assert any(a != b and a and b for a, b in zip(first["parts"], second["parts"], strict=True))
+
+    def test_a_value_head_in_float32_on_weights_in_bfloat16(self, two):
+        first, second = (result["bfloat16"] for result in two("fsdp2"))
+        assert difference(first["weights"], second["weights"]) == 0
+        assert {name for name, value in first["weights"].items() if value.dtype != torch.bfloat16} == {
+            "critic_network.value_head.weight",
+            "critic_network.value_head.bias",
+        }
 
 
 @pytest.mark.slow
