@@ -242,7 +242,10 @@ def write_scaling(path: Path) -> None:
     """The page."""
     result = json.loads(path.read_text())
     most = max(result["workers"])
-    figures = {name: result[name] for name in ("machine", "slots", "per_slot", "stale_per_slot", "update_s", "rounds")}
+    figures = {
+        name: result[name]
+        for name in ("machine", "slots", "per_slot", "same_batch", "stale_per_slot", "update_s", "rounds")
+    }
     tables = {"table": scaling_table(result), "targets": scaling_targets(result)}
     text = SCALING.format(
         **figures,
@@ -369,7 +372,7 @@ tokens with an environment that answers at once.
 | | |
 |---|---|
 | on_policy | `max_staleness=0`, {per_slot} conversations for each slot in a batch, so more workers play larger batches; nothing is in flight between batches |
-| same_batch | `max_staleness=0`, {same} conversations for any number of workers: strong scaling |
+| same_batch | `max_staleness=0`, {same_batch} conversations for any number of workers: strong scaling |
 | stale | `max_staleness=1`, {stale_per_slot} conversations for each slot in a batch, an update of {update_s} s after each |
 | in_process | on_policy with `AsyncTurnCollector` in one process: what Ray costs at all |
 
