@@ -241,16 +241,9 @@ def write_rollout(folder: Path) -> None:
 def write_scaling(path: Path) -> None:
     """The page."""
     result = json.loads(path.read_text())
-    most = max(result["workers"])
-    figures = {name: result[name] for name in ("machine", "slots", "per_slot", "stale_per_slot", "update_s", "rounds")}
     tables = {"table": scaling_table(result), "targets": scaling_targets(result)}
-    text = SCALING.format(
-        **figures,
-        **tables,
-        most=most,
-        step_ms=1000 * result["step_s"],
-        same=most * result["slots"] * result["per_slot"],
-    )
+    numbers = {"most": max(result["workers"]), "step_ms": 1000 * result["step_s"]}
+    text = SCALING.format(**result | tables | numbers)
     (RESULTS / "scaling.md").write_text(text)
 
 
@@ -369,7 +362,7 @@ tokens with an environment that answers at once.
 | | |
 |---|---|
 | on_policy | `max_staleness=0`, {per_slot} conversations for each slot in a batch, so more workers play larger batches; nothing is in flight between batches |
-| same_batch | `max_staleness=0`, {same} conversations for any number of workers: strong scaling |
+| same_batch | `max_staleness=0`, {same_batch} conversations for any number of workers: strong scaling |
 | stale | `max_staleness=1`, {stale_per_slot} conversations for each slot in a batch, an update of {update_s} s after each |
 | in_process | on_policy with `AsyncTurnCollector` in one process: what Ray costs at all |
 
@@ -381,9 +374,9 @@ Tokens per second with {most} workers, over {most} times those with one:
 
 *Of the engines*: the share of the tokens that the engines could have said if no slot had ever been free. What is missing is the sleep's
 own inaccuracy, the Python between two steps (a GPU engine has it too), and slots without work at the end of a batch. The more
-conversations a slot plays in a batch, the less its end weighs: with {per_slot} a worker waits for the longest conversation once in about {per_slot} times
-its length. On-policy batches with one or two conversations a slot scale as their longest conversation lets them, here as anywhere; `max_staleness` is
-for these.
+conversations a slot plays in a batch, the less its end weighs: {per_slot} in on_policy for any number of workers, but in same_batch fewer with each
+worker more. On-policy batches with one or two conversations a slot take as long as their longest conversation, here as anywhere;
+`max_staleness` is for these.
 
 *CPU-ms here*: what a conversation costs in the process that collects. It bounds how many workers one such process can feed: at 2 ms, 500
 conversations a second.

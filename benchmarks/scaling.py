@@ -2,15 +2,15 @@
 
     OMP_NUM_THREADS=1 python benchmarks/scaling.py --output runs/scaling.json
 
-Every worker has an engine that sleeps (:class:`~torchrl_llm.testing.policies.SleepingPolicy`): a step takes 10 ms for any
-number of requests up to 8 slots, and adds a token to each. So a few CPUs do for many workers, and what is measured is everything but
+Every worker has an engine that sleeps (:class:`~torchrl_llm.testing.policies.SleepingPolicy`): a step takes 20 ms for any
+number of requests up to 8 slots, and adds a token to each. So two CPUs do for four workers, and what is measured is everything but
 the engine: dealing, messages, collating, and slots that wait. Conversations have 1 to 4 turns of 8 to 16 tokens, which their ticket
 tells. The worlds:
 
 - ``on_policy``: ``max_staleness=0``, a batch of 16 conversations for each slot: 128 with one worker, 512 with four. Nothing is in
   flight between batches, so at the end of each batch slots run dry;
-- ``same_batch``: the same, but 512 conversations for any number of workers: more workers have less to do each, and the end of a
-  batch weighs more;
+- ``same_batch``: the same, but 256 conversations for any number of workers, 8 for each slot of four: more workers have less to do
+  each, and the end of a batch weighs more;
 - ``in_process``: ``on_policy`` with ``AsyncTurnCollector`` in this process instead of one worker: what Ray costs at all;
 - ``stale``: ``max_staleness=1``, a batch of 4 conversations for each slot, and an update of 0.2 s after each, in which the
   caller sleeps and then sends new weights.
@@ -64,6 +64,7 @@ class Setting:
         slots: of each worker.
         step_s: seconds of an engine's step.
         per_slot: conversations for each slot in a batch of ``on_policy``.
+        same_batch: conversations in a batch of ``same_batch``.
         stale_per_slot: those of ``stale``.
         stale_batches: batches that are measured in ``stale``, after one that is not.
         update_s: seconds of an update in ``stale``.
@@ -72,8 +73,9 @@ class Setting:
 
     workers: tuple[int, ...] = (1, 2, 4)
     slots: int = 8
-    step_s: float = 0.01
+    step_s: float = 0.02
     per_slot: int = 16
+    same_batch: int = 256
     stale_per_slot: int = 4
     stale_batches: int = 4
     update_s: float = 0.2
@@ -202,7 +204,7 @@ class Rig:
         for n in setting.workers:
             result["on_policy"][n] = play_on_policy(self._direct[n], size * n)
             result["stale"][n] = play_stale(self._stale[n], setting.stale_batches, setting.update_s)
-            result["same_batch"][n] = play_on_policy(self._direct[n], size * max(setting.workers))
+            result["same_batch"][n] = play_on_policy(self._direct[n], setting.same_batch)
             for world, runs in result.items():
                 print(f"{world}, {n} workers: {runs[n].tokens / runs[n].wall_s:.0f} tokens/s", file=sys.stderr)
         return result | {"in_process": {1: alone}}
@@ -259,7 +261,7 @@ def main() -> None:
     arguments = parser.parse_args()
     setting = Setting(rounds=arguments.rounds)
     if arguments.quick:
-        setting = Setting(workers=(1, 2), per_slot=2, stale_per_slot=1, stale_batches=1, rounds=1)
+        setting = Setting(workers=(1, 2), per_slot=2, same_batch=32, stale_per_slot=1, stale_batches=1, rounds=1)
     # Ray's workers are nice to others by default. Here they are what is measured.
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)

@@ -8,6 +8,7 @@ import random
 import signal
 import threading
 import time
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -39,6 +40,15 @@ class ReusingPlayer(RayPlayer):
     def warm_up(cls, count):
         actor_class = ray.remote(RolloutActor).options(num_cpus=0)
         cls.spare = [actor_class.remote() for _ in range(count)]
+
+    @classmethod
+    @contextmanager
+    def none_spare(cls):
+        kept, cls.spare = cls.spare, []
+        try:
+            yield
+        finally:
+            cls.spare += kept
 
     def _actor(self):
         return self.spare.pop(0) if self.spare else super()._actor()

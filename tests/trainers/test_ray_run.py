@@ -16,6 +16,7 @@ from torchrl_llm.trainers import Callback, RunConfig, build_run
 pytestmark = pytest.mark.ray
 ray = pytest.importorskip("ray", reason="needs Ray: run make test-scale")
 ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "examples" / "configs"
 COMMON = {
     "model_path": "tiny",
     "device": "cpu",
@@ -115,14 +116,13 @@ class TestRun:
 
 @pytest.mark.slow
 class TestExample:
-    @pytest.mark.parametrize("num_processes", [1, 2])
-    def test_it_runs_and_reports(self, tmp_path, num_processes):
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(num_processes)]
-        launch += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no", "--main_process_port=0"]
-        launch += ["--multi_gpu"] if num_processes > 1 else ["--cpu"]
-        command = [*launch, str(ROOT / "examples" / "multiturn_ray.py"), "--output-dir", str(tmp_path / "run")]
-        command += ["--config", str(ROOT / "examples" / "configs" / "tiny_reinforce_llm.yaml"), "--max-iterations", "2"]
+    @pytest.mark.parametrize("config", [None, "accelerate_fsdp2.yaml"], ids=["one process", "two, sharded weights"])
+    def test_it_runs_and_reports(self, tmp_path, config):
+        launch = ["-m", "accelerate.commands.launch", "--config_file", str(CONFIGS / config)] if config else []
+        command = [sys.executable, *launch, str(ROOT / "examples" / "multiturn_ray.py")]
+        command += ["--config", str(CONFIGS / "tiny_reinforce_llm.yaml"), "--output-dir", str(tmp_path / "run")]
         command += ["--final-episodes", "16", "--evaluation-episodes", "16", "--ray-workers", "1", "--batch-size", "32"]
+        command += ["--max-iterations", "2", "--lora-r", "4"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         result = json.loads((tmp_path / "run" / "result.json").read_text())

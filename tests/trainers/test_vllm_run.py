@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from test_trainer import small_config, weights
@@ -12,6 +16,7 @@ from torchrl_llm.weight_update import WeightSyncError
 pytest.importorskip("vllm", reason="needs vLLM: run make test-vllm")
 pytestmark = pytest.mark.vllm
 
+ROOT = Path(__file__).parents[2]
 VLLM = {"policy": "vllm", "save_checkpoints": True, "checkpoint_interval": 1}
 
 
@@ -84,3 +89,21 @@ class TestRay:
         assert [row["policy/version"] for row in history] == [1, 2]
         assert all(row["policy/log_prob_gap"] <= 1e-5 for row in history)
         assert all(row["policy/canary_gap"] <= 1e-5 for row in history)
+
+
+@pytest.mark.slow
+class TestSharded:
+    def test_engines_of_two_processes_get_weights_that_are_shared_out(self, tmp_path):
+        config = ROOT / "examples" / "configs"
+        command = [sys.executable, "-m", "accelerate.commands.launch"]
+        command += ["--config_file", str(config / "accelerate_fsdp2.yaml"), str(ROOT / "examples" / "multiturn.py")]
+        command += ["--config", str(config / "tiny_reinforce_llm.yaml"), "--output-dir", str(tmp_path / "run")]
+        command += ["--policy", "vllm", "--lora-r", "4", "--max-iterations", "2", "--batch-size", "32"]
+        command += ["--final-episodes", "16", "--evaluation-episodes", "16"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        for name in ("canary_gap", "log_prob_gap"):
+            (found,) = (tmp_path / "run").rglob(f"{name}.csv")
+            gaps = [float(line.partition(",")[2]) for line in found.read_text().splitlines()]
+            assert len(gaps) == 2
+            assert max(gaps) <= 1e-5

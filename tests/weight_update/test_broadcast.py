@@ -30,6 +30,14 @@ def snapshot(models, *, version=1, merged=False, canary=2):
     return Snapshot.of(models.model, models.adapter, version=version, canary=seen, merged=merged)
 
 
+def carried(sent):
+    """What arrives in another process: read-only memory, as in Ray's object store."""
+    buffers = []
+    data = pickle.dumps(sent, protocol=5, buffer_callback=buffers.append)
+    assert buffers, "nothing is out of band"
+    return pickle.loads(data, buffers=[bytes(buffer.raw()) for buffer in buffers])
+
+
 @pytest.fixture
 def make_policy(words):
     """Policies with a model of their own, that of a worker."""
@@ -53,7 +61,7 @@ class TestHFPolicy:
         for version in (1, 2, 7):
             train(models, version)
             assert gap(policy, models) > 1e-3
-            sent = pickle.loads(pickle.dumps(snapshot(models, version=version, merged=merged)))
+            sent = carried(snapshot(models, version=version, merged=merged))
             assert install(policy, sent) <= 1e-4
             assert policy.policy_version == version
             assert gap(policy, models) <= 1e-5
@@ -80,6 +88,16 @@ class TestHFPolicy:
             for parameter in policy.model.parameters():
                 parameter.mul_(2)
         assert all(torch.equal(held.tensors[name], tensor) for name, tensor in tensors.items())
+
+    def test_a_snapshot_arrives_as_it_was(self):
+        models = make_models(tiny_model_path(), lora=None)
+        models.model.bfloat16()
+        held = snapshot(models)
+        arrived = carried(held)
+        assert arrived.tensors.keys() == held.tensors.keys()
+        for name, tensor in held.tensors.items():
+            assert tensor.dtype == arrived.tensors[name].dtype == torch.bfloat16
+            assert torch.equal(tensor, arrived.tensors[name])
 
     def test_the_trained_model_stays_as_it_is(self, make_policy):
         models = make_models(tiny_model_path())
@@ -181,7 +199,7 @@ class TestVLLMPolicy:
         models = make_models(tiny_model_path())
         for version in (1, 2, 7):
             train(models, version)
-            sent = pickle.loads(pickle.dumps(snapshot(models, version=version, merged=merged)))
+            sent = carried(snapshot(models, version=version, merged=merged))
             tensors = {name: tensor.clone() for name, tensor in sent.tensors.items()}
             assert install(policy, sent) <= 1e-4
             assert policy.policy_version == version

@@ -25,9 +25,7 @@ from torchrl_llm.optional import running_ray
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = (
-    0.5  # seconds; workers report at least so often, so that new weights need not wait for the end of an episode
-)
+_PATIENCE = 0.5  # seconds; workers report at least so often, and new weights wait no longer for them
 _SLICE = 0.2  # seconds; so long a round waits for a report
 _AHEAD = 2  # tasks that a worker has at a time: the next one is there when it is through with one
 

@@ -272,7 +272,7 @@ def build_run(
 def _check_sharding(config: RunConfig, ranks: Ranks) -> None:
     """Refuse what weights that are shared out (FSDP2) do not go with."""
     instead = {
-        "policy": (config.policy == "vllm", "'hf', or DDP"),
+        "weight_sync": (config.weight_sync == "nccl", "another, or DDP"),
         "quantization": (config.quantization is not None, "None, or DDP"),
         "compile": (config.compile, "false, or DDP"),
         "export_merged": (config.export_merged, "false, and to merge the checkpoint's adapter in one process"),

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map_only
 from torchrl_llm import keys
 from torchrl_llm.data import cat_rows
 from torchrl_llm.trainers.sharding import Sharded, adopt, check_plugin, on_host
+from torchrl_llm.weight_update.tensors import AT_HAND, Access
 
 
 class Ranks:
@@ -96,6 +97,14 @@ class Ranks:
     def weights_in_files(self, *, read: bool = False) -> AbstractContextManager[None]:
         """Around writing the trained weights to files on the first rank, or reading them on all; nothing can compute inside."""
         return nullcontext() if self._root is None else self._root.exported(here=self.first or read, keep=read)
+
+    @property
+    def access(self) -> Access:
+        """How weight syncs get at the trained weights: every rank copies all of them."""
+        root = self._root
+        if root is None:
+            return AT_HAND
+        return Access(lambda everything: root.exported(frozen=everything), root.gathered)
 
     def whole(self, tree: Any) -> Any:
         """The tensors in nested containers whole and in the host's memory, on the first rank, where they are shared out."""

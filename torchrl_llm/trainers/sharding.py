@@ -108,7 +108,7 @@ class Sharded(nn.Module):
                 unit.reshard()
 
     @contextmanager
-    def exported(self, *, here: bool = True, keep: bool = False) -> Iterator[None]:
+    def exported(self, *, here: bool = True, keep: bool = False, frozen: bool = True) -> Iterator[None]:
         """Inside, the parameters are whole tensors in the host's memory, to be written to files or read from them.
 
         Nothing can compute inside: forwards would take the shards.
@@ -116,12 +116,13 @@ class Sharded(nn.Module):
         Args:
             here: whether this process gets them; the others only take part.
             keep: take over what is written to the parameters inside, which has to be the same on all processes.
+            frozen: those that are not trained too; otherwise they stay shards.
         """
         places: list[tuple[nn.Module, str, Any]] = [
             (module, name, parameter)
             for module in self.modules()
             for name, parameter in module._parameters.items()
-            if isinstance(parameter, DTensor)
+            if isinstance(parameter, DTensor) and (frozen or parameter.requires_grad)
         ]
         whole: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
         for _, _, parameter in places:

@@ -118,6 +118,8 @@ class LLMTrainer:
         self.module, self.optimizer = self.ranks.wrap(loss, optimizer, *([] if reference is None else [reference]))
         if self.ranks.process_group is not None and hasattr(loss.value_estimator, "process_group"):
             loss.value_estimator.process_group = self.ranks.process_group
+        if weight_sync is not None:
+            weight_sync.access = self.ranks.access
         self._learning_rates = [group["lr"] for group in optimizer.param_groups]
         self._check_options()
         self.generator = torch.Generator().manual_seed(config.seed)
@@ -221,7 +223,7 @@ class LLMTrainer:
         one batch's number of conversations is in groups that teach something.
         """
         played: list[TensorDictBase] = []
-        with self._timer("rollout"), self.playing():
+        with self._timer("rollout"), self.playing(here=not isinstance(self.collector, RayTurnCollector)):
             # A resumed run starts with no contexts cached; one that goes on must not have those of an evaluation.
             self.policy.drop_cache()
             while self._wants_more(played):
@@ -232,9 +234,9 @@ class LLMTrainer:
                 self.replay_buffer.empty(empty_write_count=False)
         return cat_rows(played) if played else None
 
-    def playing(self) -> AbstractContextManager[None]:
-        """Around whatever the policy plays: where it samples from the trained model, every rank needs all weights."""
-        return nullcontext() if self.weight_sync is not None else self.ranks.weights_here()
+    def playing(self, *, here: bool = True) -> AbstractContextManager[None]:
+        """Around whatever the policy plays ``here``: where it samples from the trained model, every rank needs all weights."""
+        return self.ranks.weights_here() if here and not self.policy.concurrent else nullcontext()
 
     def _wants_more(self, played: list[TensorDictBase]) -> bool:
         if not played:

@@ -6,9 +6,10 @@ from torchrl_llm.weight_update.engine import NCCLTransfer
 from torchrl_llm.weight_update.errors import WeightSyncError
 from torchrl_llm.weight_update.ray_scheme import RayWeightSync
 from torchrl_llm.weight_update.scheme import SyncFigures, VLLMWeightSync, choose_method
-from torchrl_llm.weight_update.tensors import adapter_tensors, merged_tensors
+from torchrl_llm.weight_update.tensors import Access, adapter_tensors, merged_tensors
 
 __all__ = [
+    "Access",
     "Canary",
     "NCCLTransfer",
     "RayWeightSync",

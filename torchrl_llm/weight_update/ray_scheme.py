@@ -12,7 +12,7 @@ from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.optional import running_ray
 from torchrl_llm.weight_update.broadcast import Snapshot, install
 from torchrl_llm.weight_update.canary import Canary
-from torchrl_llm.weight_update.tensors import why_not_servable
+from torchrl_llm.weight_update.tensors import AT_HAND, why_not_servable
 
 
 class RayWeightSync(WeightSyncScheme):
@@ -37,6 +37,7 @@ class RayWeightSync(WeightSyncScheme):
     Attributes:
         current: version and Ray's reference of the weights to play with; ``None`` before the first sync.
         seconds: that the last sync took.
+        access: how to get at weights that are shared out over processes; a trainer that shares them out sets it.
 
     Raises:
         ImportError: Ray is not installed (from a call).
@@ -68,6 +69,7 @@ class RayWeightSync(WeightSyncScheme):
         self.canary, self.canary_length = canary, canary_length
         self.current: tuple[int, Any] | None = None
         self.seconds = 0.0
+        self.access = AT_HAND
 
     install = staticmethod(install)
 
@@ -92,14 +94,16 @@ class RayWeightSync(WeightSyncScheme):
     def _offer(self) -> None:
         ray = running_ray()
         start, version = time.perf_counter(), self.policy.policy_version
-        canary = Canary.of(
-            self.trained,
-            self.adapter,
-            temperature=self.policy.sampling.temperature,
-            prompts=self.canary,
-            length=self.canary_length,
-        )
-        snapshot = Snapshot.of(self.trained, self.adapter, version=version, canary=canary, merged=self.merged)
+        with self.access.computing():
+            canary = Canary.of(
+                self.trained,
+                self.adapter,
+                temperature=self.policy.sampling.temperature,
+                prompts=self.canary,
+                length=self.canary_length,
+            )
+        with self.access.copying(self.merged or self.adapter is None):
+            snapshot = Snapshot.of(self.trained, self.adapter, version=version, canary=canary, merged=self.merged)
         self.current = version, ray.put(snapshot)
         self.seconds = time.perf_counter() - start
 

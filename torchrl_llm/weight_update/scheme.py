@@ -14,7 +14,7 @@ from torchrl_llm.modules.lm import causal_lm
 from torchrl_llm.weight_update import engine
 from torchrl_llm.weight_update.canary import Canary, canary_length
 from torchrl_llm.weight_update.errors import WeightSyncError, part
-from torchrl_llm.weight_update.tensors import adapter_tensors, merged_tensors, why_not_servable
+from torchrl_llm.weight_update.tensors import AT_HAND, adapter_tensors, merged_tensors, why_not_servable
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +78,7 @@ class VLLMWeightSync(WeightSyncScheme):
     Attributes:
         method: the method taken.
         figures: the :class:`SyncFigures` of the last sync, or ``None``.
+        access: how to get at weights that are shared out over processes; a trainer that shares them out sets it.
 
     Raises:
         ValueError: a method that the set-up does not allow.
@@ -116,6 +117,7 @@ class VLLMWeightSync(WeightSyncScheme):
         self.canary, self.canary_tolerance = canary, canary_tolerance
         self._transfer: engine.NCCLTransfer | None = None
         self._asleep = self._base_known = False
+        self.access = AT_HAND
 
     def send(self, weights: Any = None, worker_ids: Any = None) -> None:
         """Bring the engine to the weights that the model has now.
@@ -137,7 +139,8 @@ class VLLMWeightSync(WeightSyncScheme):
         with policy.exclusive():
             policy.invalidate("a weight sync began and did not end well. Sync again before sampling.")
             known, self._base_known = self._base_known, False
-            self._push(policy.policy_version + 1, send_base=not known)
+            with self.access.copying(self.method != "adapter" or not known):
+                self._push(policy.policy_version + 1, send_base=not known)
             policy.weights_changed()
             pushed = time.perf_counter()
             difference = self._check()
@@ -196,13 +199,14 @@ class VLLMWeightSync(WeightSyncScheme):
         policy = self.policy
         policy.validate()
         try:
-            canary = Canary.of(
-                self.trained,
-                self.adapter,
-                temperature=policy.sampling.temperature,
-                prompts=self.canary,
-                length=canary_length(policy),
-            )
+            with self.access.computing():
+                canary = Canary.of(
+                    self.trained,
+                    self.adapter,
+                    temperature=policy.sampling.temperature,
+                    prompts=self.canary,
+                    length=canary_length(policy),
+                )
             return canary.check(policy, self.canary_tolerance)
         except BaseException as error:
             policy.cancel()

@@ -6,8 +6,9 @@ Nothing here knows an engine. The live model is only read.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora import Linear
@@ -19,6 +20,22 @@ from torchrl_llm.modules.adapters import AdapterError, adapter_layers, use_adapt
 from torchrl_llm.modules.lm import causal_lm
 from torchrl_llm.modules.weights import WeightsError, adapter_of
 from torchrl_llm.weight_update.errors import part
+
+
+class Access(NamedTuple):
+    """How to get at trained weights that are shared out over processes; all of them do it at the same time.
+
+    Attributes:
+        copying: entered around reading them, with whether the frozen ones are read too.
+        computing: entered around forwards of the trained model.
+    """
+
+    copying: Callable[[bool], AbstractContextManager[None]]
+    computing: Callable[[], AbstractContextManager[None]]
+
+
+AT_HAND = Access(lambda _: nullcontext(), nullcontext)
+"""Of weights that are all in this process."""
 
 
 def merged_tensors(model: nn.Module, adapter: str | None = None) -> Iterator[tuple[str, Tensor]]:
