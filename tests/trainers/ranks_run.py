@@ -38,17 +38,15 @@ COMMON = {
     "final_episodes": 9,
 }
 LAWS = {
-    "LLMREINFORCE": {"algo": "LLMREINFORCE", "dtype": "float64"},
-    "LLMPPO": {"algo": "LLMPPO", "dtype": "float64", "critic_warmup": 1, "whiten": True},
-    "GRPO": {"algo": "GRPO", "dtype": "float64", "kl_coeff": 0.05},
-    "LoRA": {"algo": "LLMPPO", "dtype": "float64", "lora_r": 4},
-    "adaptive": {
+    "LLMREINFORCE": {
         "algo": "LLMREINFORCE",
         "dtype": "float64",
         "env_name": ["game:GuessTheNumber-v0-easy", "game:GuessTheNumber-v0-hard"],
         "adaptive_tasks": True,
-        "epochs": 1,
     },
+    "LLMPPO": {"algo": "LLMPPO", "dtype": "float64", "critic_warmup": 1, "whiten": True},
+    "GRPO": {"algo": "GRPO", "dtype": "float64", "kl_coeff": 0.05},
+    "LoRA": {"algo": "LLMPPO", "dtype": "float64", "lora_r": 4},
     "float32": {"algo": "GRPO", "dtype": "float32", "max_iterations": 1, "minibatch_size": None, "epochs": 1},
 }
 REPLAYED = {
@@ -180,7 +178,7 @@ def main():
         results = {name: train(out / name, **given[name]) for name in names}
     elif what == "replay":
         rows = torch.load(out / "rows.pt", weights_only=False)
-        results = {name: replay(out / name, rows, **REPLAYED[name]) for name in names or REPLAYED}
+        results = {name: replay(out / name, rows, **REPLAYED[name]) for name in names}
     elif what == "half":
         results = {name: train(out / name, **HALF[name]) for name in names}
     elif what == "resume":

@@ -10,6 +10,7 @@ import time
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import ranks_run
@@ -148,6 +149,8 @@ class TestSettings:
 class TestReplayed:
     """The same rows, learned from by one process and by two."""
 
+    RUNS: ClassVar = {"ddp": ["LLMPPO-LoRA", "LLMREINFORCE", "GRPO"], "fsdp2": list(ranks_run.REPLAYED)}
+
     @pytest.fixture(scope="class")
     def where(self, tmp_path_factory):
         where = tmp_path_factory.mktemp("replayed")
@@ -165,12 +168,11 @@ class TestReplayed:
         def replayed(how):
             (where / how).mkdir()
             shutil.copy(where / "rows.pt", where / how)
-            return results(where / how, "replay", how=how)
+            return results(where / how, "replay", *self.RUNS[how], how=how)
 
         return replayed
 
-    @BOTH
-    @pytest.mark.parametrize("name", ranks_run.REPLAYED)
+    @pytest.mark.parametrize(("how", "name"), [(how, name) for how, names in RUNS.items() for name in names])
     def test_gradient_and_weights_are_those_of_one_process(self, one, two, how, name):
         alone, (first, second) = one[name], [result[name] for result in two(how)]
         assert [each["sharded"] for each in (alone, first, second)] == [False] + 2 * [how == "fsdp2"]
@@ -190,6 +192,11 @@ class TestReplayed:
 class TestLaws:
     """Whole runs, in which every process plays its own conversations."""
 
+    RUNS: ClassVar = {
+        "ddp": ["LLMPPO", "LLMREINFORCE", "GRPO", "float32", "uneven"],
+        "fsdp2": ["LLMPPO", "LoRA", "uneven", "bfloat16"],
+    }
+
     @pytest.fixture(scope="class")
     def one(self, tmp_path_factory):
         where = tmp_path_factory.mktemp("one")
@@ -197,18 +204,18 @@ class TestLaws:
 
     @pytest.fixture(scope="class")
     def two(self, tmp_path_factory):
-        where, names = (
-            tmp_path_factory.mktemp("two"),
-            {
-                "ddp": [*ranks_run.LAWS, "uneven"],
-                "fsdp2": ["LLMPPO", "LoRA", "uneven", "bfloat16"],
-            },
-        )
-        return cache(lambda how: results(where / how, "laws", *names[how], how=how))
+        where = tmp_path_factory.mktemp("two")
+        return cache(lambda how: results(where / how, "laws", *self.RUNS[how], how=how))
 
     @pytest.mark.parametrize(
         ("how", "name"),
-        [("ddp", name) for name in ranks_run.LAWS if name != "float32"] + [("fsdp2", "LLMPPO"), ("fsdp2", "LoRA")],
+        [
+            ("ddp", "LLMPPO"),
+            ("ddp", "LLMREINFORCE"),
+            ("ddp", "GRPO"),
+            ("fsdp2", "LLMPPO"),
+            ("fsdp2", "LoRA"),
+        ],
     )
     def test_weights_after_three_iterations(self, one, two, how, name):
         alone, (first, second) = one[name], [result[name] for result in two(how)]
@@ -222,7 +229,7 @@ class TestLaws:
         assert difference(one["LLMREINFORCE"]["weights"], one["GRPO"]["weights"]) > 1e-3
 
     @pytest.mark.parametrize(
-        ("how", "name"), [("ddp", "GRPO"), ("ddp", "float32"), ("ddp", "adaptive"), ("fsdp2", "LoRA")]
+        ("how", "name"), [("ddp", "GRPO"), ("ddp", "float32"), ("ddp", "LLMREINFORCE"), ("fsdp2", "LoRA")]
     )
     def test_the_ranks_play_the_tickets_of_one_process(self, one, two, how, name):
         alone, ranks = one[name]["batches"], [result[name]["batches"] for result in two(how)]
@@ -367,7 +374,7 @@ class TestGPUs:
         rows = torch.load(where / "rows.pt", weights_only=False)
         (where / how).mkdir()
         shutil.copy(where / "rows.pt", where / how)
-        ranks = results(where / how, "replay", how=how, device="cuda")
+        ranks = results(where / how, "replay", *ranks_run.REPLAYED, how=how, device="cuda")
         for name, given in ranks_run.REPLAYED.items():
             alone = ranks_run.replay(where / how / "one" / name, rows, **given)
             for what in ("gradient", "weights"):
