@@ -344,7 +344,7 @@ class TestStaleness:
         collector = collect(
             partial(make_env, group_size=2),
             policy,
-            make_policy=partial(make_sleeper, seconds_per_step=0.01),
+            make_policy=partial(make_sleeper, seconds_per_step=0.03),
             max_staleness=1,
             batch_size=8,
             total_batches=4,
@@ -356,7 +356,7 @@ class TestStaleness:
             ids = episodes(batch)
             assert [i // 2 for i in ids[::2]] == [i // 2 for i in ids[1::2]], "whole groups"
             seen += ids
-            time.sleep(0.3)  # the next batch is being played
+            time.sleep(0.02)  # most of the next batch are half played
             for _ in range(3):
                 collector.update_policy_weights_()
         dropped = collector.dropped["stale"]
