@@ -264,7 +264,7 @@ def main() -> None:
         setting = Setting(workers=(1, 2), per_slot=2, same_batch=32, stale_per_slot=1, stale_batches=1, rounds=1)
     # Ray's workers are nice to others by default. Here they are what is measured.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         results = run(setting)
     finally:

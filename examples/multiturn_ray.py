@@ -12,28 +12,36 @@ process does: on a cluster, from a path or a hub that all machines see.
 
 import argparse
 import logging
+import math
 import os
+from typing import Any
 
 from multiturn import main
 from transformers.utils.logging import disable_progress_bar
 
 from torchrl_llm.optional import import_ray
-from torchrl_llm.trainers import parse_run_config
+from torchrl_llm.trainers import RunConfig, parse_run_config
+
+
+def start_ray(config: RunConfig, address: str | None) -> Any:
+    """Ray, connected to the cluster at ``address``, or to one of its own that has CPUs to give to all workers."""
+    ray = import_ray()
+    if address is not None:
+        ray.init(address=address)
+    else:
+        asked = math.ceil((config.ray_workers or 2) * (config.ray_worker_cpus or 1))
+        ray.init(address="local", num_cpus=max(os.cpu_count() or 1, asked), include_dashboard=False)
+    return ray
+
 
 if __name__ == "__main__":
     disable_progress_bar()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     flags = argparse.ArgumentParser(add_help=False)
-    flags.add_argument("--address", help="of a running cluster, such as auto")
+    flags.add_argument("--address")
     own, rest = flags.parse_known_args()
     config = parse_run_config([*rest, "--collector=ray"], description=__doc__)
-    local = (
-        {}
-        if own.address
-        else {"num_cpus": max(os.cpu_count() or 1, config.ray_workers or 2), "include_dashboard": False}
-    )
-    ray = import_ray()
-    ray.init(address=own.address, **local)
+    ray = start_ray(config, own.address)
     try:
         main(config)
     finally:

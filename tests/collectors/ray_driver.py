@@ -8,7 +8,7 @@ from ray_parts import make_env, make_script, make_sleeper
 from torchrl_llm.collectors import RayTurnCollector
 
 if __name__ == "__main__":
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     collector = RayTurnCollector(
         make_env, make_script(), make_policy=make_sleeper, num_workers=2, batch_size=8, max_staleness=1
     )

@@ -72,7 +72,7 @@ class TestRay:
     @pytest.fixture(scope="class")
     def cluster(self):
         ray = pytest.importorskip("ray", reason="needs Ray: pip install 'torchrl-llm[ray]'")
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
         yield
         ray.shutdown()
 
