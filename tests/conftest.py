@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import pytest
 from hypothesis import settings
 
 from torchrl_llm.testing.tokenizers import byte_tokenizer
+
+# What tests start in processes of its own is imported too, to look for doctests.
+collect_ignore_glob = [] if find_spec("ray") else ["collectors/ray_*.py"]
 
 # A busy machine is no failure; pytest-timeout catches what hangs.
 settings.register_profile("default_without_deadline", deadline=None)
