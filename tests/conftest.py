@@ -9,7 +9,7 @@ from hypothesis import settings
 
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 
-# What tests start in processes of its own is imported too, to look for doctests.
+# What tests start in other processes is imported too, to look for doctests.
 collect_ignore_glob = [] if find_spec("ray") else ["collectors/ray_*.py"]
 
 # A busy machine is no failure; pytest-timeout catches what hangs.
