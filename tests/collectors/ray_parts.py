@@ -84,8 +84,8 @@ class Stamp(RayWeightSync):
     def __init__(self, policy):
         super().__init__(None, policy=policy)
 
-    def _offer(self):
-        self.current = self.policy.policy_version, ray.put(self.policy.policy_version)
+    def _offer(self, version):
+        self.current = version, ray.put(version)
 
     @staticmethod
     def install(policy, version):
