@@ -88,8 +88,9 @@ class Versions(RayWeightSync):
     def __init__(self, policy: SleepingPolicy) -> None:
         super().__init__(None, policy=policy)
 
-    def _offer(self) -> None:
-        self.current = self.policy.policy_version, ray.put(self.policy.policy_version)
+    def publish(self, version: int) -> None:
+        """Offer the version alone."""
+        self.current = version, ray.put(version)
 
     @staticmethod
     def install(policy: SleepingPolicy, version: int) -> float:

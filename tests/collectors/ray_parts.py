@@ -84,7 +84,7 @@ class Stamp(RayWeightSync):
     def __init__(self, policy):
         super().__init__(None, policy=policy)
 
-    def _offer(self, version):
+    def publish(self, version):
         self.current = version, ray.put(version)
 
     @staticmethod

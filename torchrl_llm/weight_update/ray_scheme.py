@@ -86,12 +86,13 @@ class RayWeightSync(WeightSyncScheme):
                 f"RayWeightSync sends the model that it was made with; it was given {type(weights).__name__}. Call "
                 "update_policy_weights_() without arguments."
             )
-        self._offer(self.policy.policy_version + 1)
+        self.publish(self.policy.policy_version + 1)
         self.policy.weights_changed()
 
     __call__ = update_weights = send
 
-    def _offer(self, version: int) -> None:
+    def publish(self, version: int) -> None:
+        """Put the weights that the model has now into the object store, for tokens of ``version``; that is no update yet."""
         ray, start = running_ray(), time.perf_counter()
         with self.access.computing():
             canary = Canary.of(
@@ -122,5 +123,5 @@ class RayWeightSync(WeightSyncScheme):
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
         """Offer the weights as they are; that is no update, and the version stays."""
         del worker_idx, weights
-        self._offer(self.policy.policy_version)
+        self.publish(self.policy.policy_version)
         self.synchronized_on_sender = True
