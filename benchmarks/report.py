@@ -267,7 +267,7 @@ weights. CPU-seconds are those of the whole process, evaluations included.
 
 ![Learning curves](learning.png)
 
-Machine: {machine}, which makes CPU-seconds about half as many again. A seed fixes a run on one machine and one set of versions; elsewhere other roundings lead to other games. A run that
+Machine: {machine}, busy with other work meanwhile, which makes CPU-seconds about half as many again. A seed fixes a run on one machine and one set of versions; elsewhere other roundings lead to other games. A run that
 ends near 0.9 has settled early on a policy that never tries one of the ten numbers: the returns of a group no longer differ, and nothing is left to compare.
 The entropy bonus of these settings, 0.005, makes that rarer: without it LLMREINFORCE's seed 0 ended at 0.895, and 3 of 12 GRPO runs
 [with vLLM](../rollouts.md#policies) at 0.89 to 0.94.
