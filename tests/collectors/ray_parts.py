@@ -112,6 +112,11 @@ def make_script(kind=ScriptedPolicy, max_output_tokens=16, **kwargs):
     return kind(script, tokenizer=byte_tokenizer(), max_output_tokens=max_output_tokens, **kwargs)
 
 
+def make_constant():
+    """Says the same number, whatever is said to it."""
+    return ScriptedPolicy(lambda *_: "\\boxed{5}", tokenizer=byte_tokenizer(), max_output_tokens=16)
+
+
 make_sleeper = partial(make_script, SleepingPolicy)
 
 

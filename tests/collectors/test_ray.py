@@ -616,6 +616,21 @@ class TestState:
         for _ in range(2):
             assert same(collector.rollout(), barrier.rollout())
 
+    def test_what_is_reported_of_forgotten_episodes_is_not_heard(self, collect):
+        game = partial(make_env, parts.EASY, max_turns=3, max_model_len=2048)
+        guess = parts.make_constant
+        one, other = (TurnCollector(game(seed=seed), guess(), batch_size=8).rollout() for seed in (0, 3))
+        assert not one[keys.PROMPT].equal(other[keys.PROMPT])
+        collector = collect(game, policy=guess(), make_policy=guess)
+        player = collector._player
+        player._deal(partial(collector._ledger.deal, 8))
+        for worker in player.workers:
+            player._tell(worker)
+        calls = [ref for worker in player.workers for ref in worker.calls]
+        assert len(ray.wait(calls, num_returns=len(calls), timeout=30.0)[0]) == len(calls)
+        collector.set_seed(3)
+        assert same(collector.rollout(), other)
+
     def test_a_shutdown_in_mid_flight_leaves_no_process(self, new, monkeypatch):
         monkeypatch.setattr(ray_turn, "RayPlayer", SpendingPlayer)
         collector = new(make_policy=partial(make_sleeper, seconds_per_step=0.05), max_staleness=2)
