@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from torchrl_llm.collectors._episode import Episode
-from torchrl_llm.envs._pool import LOOK, Call, Pool
+from torchrl_llm.envs._pool import LOOK, MAX_THREADS, Call, Pool
 from torchrl_llm.envs.game import EnvironmentFault, kept_global_rng, revoke_global_rng
 from torchrl_llm.envs.gem import GEMEnv, Reply
 from torchrl_llm.modules.policy import TurnPolicy, TurnRequest, TurnResponse
@@ -29,7 +29,8 @@ class SlotPlayer:
         env: nobody else plays it meanwhile.
         policy: answers single turns.
         greedy: decode greedily.
-        num_threads: of the pool that calls environments; 0: they are called in this thread, without a time limit.
+        num_threads: of the pool that calls environments; 0: they are called in this thread, without a time limit; ``None``: one
+            a slot, 32 at most.
         step_timeout: seconds that a call of an environment may take.
         on_fault: called with an episode whose environment failed and its :class:`~torchrl_llm.envs.EnvironmentFault`; with
             ``None`` and a ``TimeoutError`` for one that was vacated before.
@@ -41,12 +42,12 @@ class SlotPlayer:
         policy: TurnPolicy,
         *,
         greedy: bool,
-        num_threads: int,
+        num_threads: int | None,
         step_timeout: float,
         on_fault: OnFault,
     ) -> None:
         self.env, self.policy, self.greedy, self.step_timeout = env, policy, greedy, step_timeout
-        self.pool = Pool(num_threads)
+        self.pool = Pool(min(env.batch_size[0], MAX_THREADS) if num_threads is None else num_threads)
         self._on_fault = on_fault
         self._seats: list[Episode | None] = [None] * env.batch_size[0]
         self._free = deque(range(env.batch_size[0]))

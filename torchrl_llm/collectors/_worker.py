@@ -82,8 +82,7 @@ class RolloutWorker:
         make_env: makes the environment.
         make_policy: makes the policy.
         install: puts the weights that come with a task into the policy; returns the canary's difference in nats.
-        greedy, num_threads, step_timeout: see :class:`~torchrl_llm.collectors._player.SlotPlayer`; ``num_threads=None`` is a
-            thread for each slot, 32 at most.
+        greedy, num_threads, step_timeout: see :class:`~torchrl_llm.collectors._player.SlotPlayer`.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class RolloutWorker:
             self.env,
             self.policy,
             greedy=greedy,
-            num_threads=min(self.env.batch_size[0], 32) if num_threads is None else num_threads,
+            num_threads=num_threads,
             step_timeout=step_timeout,
             on_fault=self._fault,
         )

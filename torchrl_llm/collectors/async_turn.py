@@ -10,8 +10,6 @@ from torchrl_llm.collectors._stream import StreamCollector
 from torchrl_llm.envs.gem import GEMEnv
 from torchrl_llm.modules.policy import TurnPolicy
 
-_MAX_THREADS = 32
-
 
 class AsyncTurnCollector(StreamCollector):
     """Plays every slot at its own pace: an environment steps as soon as its own turn is done.
@@ -94,10 +92,9 @@ class AsyncTurnCollector(StreamCollector):
             background=background,
             **kwargs,
         )
-        threads = min(self.env.batch_size[0], _MAX_THREADS) if num_threads is None else num_threads
         shared = "False: the policy's weights are the trainer's (policy.concurrent is False)"
         self._check(
-            num_threads=(threads >= 0, threads, ">= 0"),
+            num_threads=(num_threads is None or num_threads >= 0, num_threads, ">= 0"),
             step_timeout=(step_timeout > 0, step_timeout, "> 0 seconds"),
             background=(policy.concurrent or not background, background, shared),
         )
@@ -105,7 +102,7 @@ class AsyncTurnCollector(StreamCollector):
             self.env,
             policy,
             greedy=self._greedy,
-            num_threads=threads,
+            num_threads=num_threads,
             step_timeout=step_timeout,
             on_fault=self._ledger.fault,
         )

@@ -14,6 +14,9 @@ from typing import Any
 
 from torchrl_llm.envs.game import revoke_global_rng
 
+MAX_THREADS = 32
+"""Threads for any number of slots, unless more are asked for."""
+
 LOOK = 0.5
 """Seconds between two looks at calls that may hang, at most."""
 

@@ -25,7 +25,7 @@ from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_llm import keys
-from torchrl_llm.envs._pool import Call, Pool
+from torchrl_llm.envs._pool import MAX_THREADS, Call, Pool
 from torchrl_llm.envs.chat import ChatFormatter, History, Template
 from torchrl_llm.envs.game import (
     EnvironmentFault,
@@ -50,7 +50,6 @@ SuccessBy = Literal["last", "return"]
 _NO_TICKET = Ticket(-1, -1, 0, 0)
 TERMINATED = (StopReason.WON, StopReason.LOST, StopReason.TURN_LIMIT)
 FAILED = (StopReason.ERROR, StopReason.TIMEOUT)
-_MAX_THREADS = 32
 _PATIENCE = 1.0  # seconds that threads may take to end
 
 
@@ -304,7 +303,7 @@ class GEMEnv(EnvBase):
         if step_timeout is not None and step_timeout <= 0:
             raise ValueError(f"GEMEnv: step_timeout is {step_timeout!r}; expected seconds > 0, or None.")
         if num_threads is None:
-            return 0 if step_timeout is None else min(len(self._slots), _MAX_THREADS)
+            return 0 if step_timeout is None else min(len(self._slots), MAX_THREADS)
         if num_threads < (step_timeout is not None):
             raise ValueError(
                 f"GEMEnv: num_threads is {num_threads!r}; expected >= 0, and >= 1 with a step_timeout: a call in the "
