@@ -57,7 +57,7 @@ test: $(VENV)/.test ## run the test suite, doctests included
 test-vllm: $(VLLM)/.test ## run the tests that need vLLM, on CPUs (about 10 minutes, installs included)
 	$(RUN) $(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m "vllm and not gpu" tests
 
-test-scale: $(RAY)/.test ## run the tests that need Ray, on this machine (about 8 minutes, installs included)
+test-scale: $(RAY)/.test ## run the tests that need Ray, on this machine (about 9 minutes, installs included)
 	$(RUN) $(RAY)/bin/python -m pytest -m "ray and not gpu" tests
 
 test-resume: $(VENV)/.test ## kill a run 21 times, in every phase; it must end in the same bytes (about 10 minutes)
