@@ -8,7 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from tensordict import TensorDict
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from torchrl_llm.modules import (
     AdapterError,
@@ -22,6 +22,7 @@ from torchrl_llm.modules import (
     use_adapter,
 )
 from torchrl_llm.modules._compile import compile_layers
+from torchrl_llm.modules.adapters import enable_gradient_checkpointing
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -306,6 +307,54 @@ class TestLoadActorCritic:
         assert models.model.config._attn_implementation == "eager"
         assert models.model.get_base_model().dtype == torch.float64
         assert len(models.actor_parameters()) == 2 * 7 * 2
+
+
+def make_mixture() -> MixtralForCausalLM:
+    config = MixtralConfig(
+        vocab_size=264, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return MixtralForCausalLM(config).eval()
+
+
+class TestMixtureOfExperts:
+    """``all-linear`` adapts the experts' stacked parameters too, by one PEFT layer inside another."""
+
+    @pytest.fixture
+    def models(self):
+        lora = LoraConfig(r=2, target_modules="all-linear")
+        models = load_actor_critic(make_mixture(), lora=lora, critic=True, reference=True)
+        perturb(models)
+        return models
+
+    def test_the_reference_is_the_base(self, models):
+        expected = TokenScorer(make_mixture())(make_rows())["log_prob"]
+        assert not torch.allclose(models.actor(make_rows())["log_prob"], expected, atol=1e-2)
+        assert torch.equal(models.reference(make_rows())["log_prob"], expected)
+
+    @pytest.mark.parametrize("checkpointing", [False, True])
+    def test_actor_and_critic_have_their_own_gradients(self, models, checkpointing):
+        if checkpointing:
+            enable_gradient_checkpointing(models.model)
+        actor, critic = models.actor_parameters(), models.critic_parameters()
+        log_prob, values = models.actor(make_rows())["log_prob"], models.critic(make_rows())
+        (values["state_value"].sum() + values["bootstrap_value"].sum()).backward()
+        assert all(parameter.grad is None for parameter in actor)
+        assert all(parameter.grad is not None for parameter in critic)
+        found = [parameter.grad.clone() for parameter in critic]
+        log_prob.sum().backward()
+        assert all(parameter.grad is not None for parameter in actor)
+        assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(critic, found, strict=True))
+
+    def test_load_what_was_saved(self, models, tmp_path):
+        models.save_pretrained(tmp_path)
+        lora = LoraConfig(r=2, target_modules="all-linear")
+        loaded = load_actor_critic(make_mixture(), lora=lora, critic=True, reference=True)
+        loaded.load_pretrained(tmp_path)
+        for one, other in zip(outputs(loaded), outputs(models), strict=True):
+            assert torch.equal(one, other)
 
 
 class TestQuantization:

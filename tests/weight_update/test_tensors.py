@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from trained import LORA
+from transformers import MixtralConfig, MixtralForCausalLM
 
 from torchrl_llm.modules import AdapterError, WeightsError
 from torchrl_llm.modules.weights import adapter_of
@@ -54,6 +55,21 @@ class TestMergedTensors:
         theirs.set_adapter("actor")
         assert difference(merged, theirs.merge_and_unload(adapter_names=["actor"]).state_dict()) <= 1e-6
         assert difference(merged, random_model(tokenizer).state_dict()) > 1e-2
+
+    def test_equal_what_peft_merges_into_stacked_experts(self):
+        config = MixtralConfig(
+            vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, num_local_experts=3,
+        )  # fmt: skip
+        model = wrap(MixtralForCausalLM(config), target_modules="all-linear")
+        merged = {name: value.clone() for name, value in merged_tensors(model, "actor")}
+        base = dict(merged_tensors(model))
+        theirs = copy.deepcopy(model)
+        theirs.set_adapter("actor")
+        assert difference(merged, theirs.merge_and_unload(adapter_names=["actor"]).state_dict()) <= 1e-6
+        for name in ("gate_up_proj", "down_proj"):
+            name = f"model.layers.0.mlp.experts.{name}"
+            assert float((merged[name] - base[name]).abs().max()) > 1e-3
 
     def test_without_an_adapter_are_the_base(self, tokenizer):
         model = wrap(random_model(tokenizer), **VARIANTS["modules_to_save"])

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from operator import attrgetter
 from typing import Any
 
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
@@ -27,15 +28,20 @@ class AdapterError(ValueError):
 
 
 def adapter_layers(model: nn.Module) -> list[Any]:
-    """The PEFT layers of ``model``: each holds every adapter's weights and the name of the active one."""
+    """The PEFT layers of ``model``: each holds every adapter's weights and the name of the active one.
+
+    Nested ones too, outermost first: a module with several adapted parameters (the experts of a mixture) is wrapped
+    once for each, and every wrapper is switched by itself.
+    """
     found: list[Any] = []
     stack: list[nn.Module] = [model]
     while stack:
         module = stack.pop()
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             found.append(module)
-        else:
-            stack.extend(child for child in module._modules.values() if child is not None)
+        # The factors of an adapter hold no further layers, and are most of a model's modules.
+        inner = [module.base_layer] if isinstance(module, BaseTunerLayer) else module._modules.values()
+        stack.extend(child for child in inner if child is not None)
     return found
 
 
@@ -108,8 +114,9 @@ def _state(layer: Any) -> State:
 def _wanted(layer: Any, adapter: str | None) -> State:
     if adapter is None:
         return list(layer.active_adapters), True
-    # Copies of modules (modules_to_save) refuse the name of an adapter that they do not have; LoRA layers skip it.
-    held = isinstance(layer, BaseTunerLayer) or adapter in _available_adapters(layer)
+    # Copies of modules (modules_to_save) and trained tokens refuse the name of an adapter that they do not have; LoRA
+    # layers skip it.
+    held = isinstance(layer, LoraLayer) or adapter in _available_adapters(layer)
     return [adapter] if held else [], False
 
 

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from peft.tuners.lora import Linear
+from peft.tuners.lora import Linear, ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
@@ -72,6 +72,8 @@ def merged_tensors(model: nn.Module, adapter: str | None = None) -> Iterator[tup
         if not any(parent in layers for parent in _parents(name)):
             yield name, tensor
     for name, layer in layers.items():
+        if any(parent in layers for parent in _parents(name)):
+            continue  # merged with what it is nested in
         with torch.no_grad(), part(f"merging {name!r}"):
             merged = _merged(layer, adapter)
         for key, tensor in merged.items():
@@ -118,7 +120,8 @@ def _merged(layer: Any, adapter: str | None) -> dict[str, Tensor]:
     if isinstance(layer, ModulesToSaveWrapper):
         held = adapter is not None and adapter in layer.modules_to_save
         return (layer.modules_to_save[adapter] if held else layer.original_module).state_dict()
-    if not isinstance(layer, BaseTunerLayer) or isinstance(layer.base_layer, BaseTunerLayer):
+    nested = isinstance(layer, BaseTunerLayer) and isinstance(layer.base_layer, BaseTunerLayer)
+    if not isinstance(layer, BaseTunerLayer) or (nested and not isinstance(layer, ParamWrapper)):
         raise WeightsError(f"{type(layer).__name__} cannot be merged layer by layer; train it without this wrapper.")
     if adapter is None or adapter in layer.merged_adapters or adapter not in layer._get_available_adapters():
         return layer.get_base_layer().state_dict()
@@ -127,6 +130,9 @@ def _merged(layer: Any, adapter: str | None) -> dict[str, Tensor]:
         delta = layer.get_delta_weight(adapter)
         return tensors | {"weight": tensors["weight"] + delta.to(tensors["weight"].dtype)}
     layer = copy.deepcopy(layer)
+    if isinstance(layer, ParamWrapper):  # one for each parameter of the module, nested
+        module = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=[adapter])
+        return module.state_dict()
     layer.merge(adapter_names=[adapter])
     return layer.get_base_layer().state_dict()
 
