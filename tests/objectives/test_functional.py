@@ -470,6 +470,73 @@ class TestClippedObjective:
             F.clipped_objective(torch.zeros(1), torch.zeros(1), -0.1, 0.2)
 
 
+EXTREME = st.one_of(st.floats(-1e3, 1e3), st.sampled_from([-1e3, -89.0, 0.0, 88.0, 89.0, 178.0, 1e3]))
+LARGEST = float(torch.finfo(torch.float32).max) ** 0.25
+
+
+class TestExtremeLogRatios:
+    """``exp`` of a log-ratio overflows float32 at 88.7; what a clip, a mask or a 0 leaves out must not come back as NaN."""
+
+    @staticmethod
+    def gradient(function, log_ratio: float) -> float:
+        x = torch.tensor(log_ratio, requires_grad=True)
+        value = function(x)
+        assert value.isfinite()
+        (gradient,) = torch.autograd.grad(value, x)
+        assert gradient.isfinite()
+        return gradient.item()
+
+    @law(EXTREME, st.sampled_from([-1.5, 0.0, 1.5]), st.sampled_from([None, 3.0]), examples=200)
+    def test_clipped_objective(self, log_ratio, advantage, dual_clip):
+        ratio = min(math.exp(min(log_ratio, 100.0)), LARGEST)
+        binds = (advantage > 0 and ratio > 1.28) or (advantage < 0 and ratio < 0.8)
+        binds |= dual_clip is not None and advantage < 0 and ratio > dual_clip
+        a = torch.tensor(advantage)
+        found = self.gradient(lambda x: F.clipped_objective(x, a, 0.2, 0.28, dual_clip)[0], log_ratio)
+        assert found == pytest.approx(0.0 if binds else ratio * advantage, rel=1e-3)
+
+    @law(EXTREME, st.sampled_from([-1.5, 0.0, 1.5]), st.sampled_from([0.28, 1e30]), examples=100)
+    def test_cispo_objective(self, log_ratio, advantage, high):
+        weight = min(max(min(math.exp(min(log_ratio, 100.0)), LARGEST), 0.8), 1 + high)
+        found = self.gradient(lambda x: F.cispo_objective(x, torch.tensor(advantage), 0.2, high)[0], log_ratio)
+        assert found == pytest.approx(weight * advantage, rel=1e-3)
+
+    @law(EXTREME, st.sampled_from(["k1", "k2", "k3"]), examples=100)
+    def test_kl_estimate(self, gap, kind):
+        found = self.gradient(lambda x: F.kl_estimate(x, torch.tensor(0.0), kind), -gap)
+        k3 = 1 - min(math.exp(min(gap, 100.0)), LARGEST)
+        assert found == pytest.approx({"k1": 1.0, "k2": -gap, "k3": k3}[kind], rel=1e-3, abs=1e-6)
+
+    @law(EXTREME, EXTREME, st.sampled_from([1.0, math.inf]), examples=100)
+    def test_turn_vtrace(self, first, second, clip):
+        log_rho = torch.tensor([[first, second]], requires_grad=True)
+        reward, mask = torch.tensor([[0.0, 1.0]]), torch.ones(1, 2, dtype=torch.bool)
+        both = F.turn_vtrace(reward, torch.zeros(1, 2), log_rho, mask, 1.0, rho_clip=clip, c_clip=clip)
+        for x in (*both, *torch.autograd.grad(sum(x.sum() for x in both), log_rho)):
+            assert x.isfinite().all()
+
+    @law(EXTREME, EXTREME, st.sampled_from(["truncate", "mask", "reject"]), st.sampled_from([2.0, math.inf]))
+    def test_sampler_weights(self, first, second, kind, high):
+        old, sample = torch.tensor([[first, second, 0.0]]), torch.zeros(1, 3)
+        for level in ("token", "sequence"):
+            found = F.sampler_weights(old, sample, torch.tensor([[0, 0, -1]]), kind, 0.5, high, level)
+            assert found.isfinite().all()
+            assert found[0, -1] == 1.0
+
+    @law(EXTREME)
+    def test_effective_sample_size(self, log_ratio):
+        """It does not know a common factor, nor what has no weight."""
+        weight = torch.tensor([0.5, 0.5, 0.0])
+        close(F.effective_sample_size(torch.tensor([log_ratio, log_ratio, 0.0]), weight), 1.0, atol=1e-6)
+        close(F.effective_sample_size(torch.tensor([log_ratio, log_ratio - 200.0, 1e3]), weight), 0.5, atol=1e-6)
+        assert F.effective_sample_size(torch.tensor([log_ratio]), torch.zeros(1)) == 0.0
+
+    def test_what_float32_holds_is_untouched(self):
+        x = torch.linspace(-100.0, 22.0, 1000)
+        assert F.importance_ratio(x).equal(x.exp())
+        assert F.importance_ratio(torch.tensor(100.0, dtype=DOUBLE)) == math.exp(100.0)
+
+
 class TestSamplerWeights:
     @law(layouts(), *(st.sampled_from(x) for x in (["truncate", "mask", "reject"], ["token", "turn", "sequence"])))
     def test_definition(self, case, kind, level):

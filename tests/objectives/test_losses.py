@@ -157,6 +157,18 @@ class TestTurnPolicyLoss:
             torch.testing.assert_close(gradient, exact.nan_to_num(), rtol=1e-6, atol=1e-6)
         assert gradient.isfinite().all()
 
+    @law(OPTIONS, st.floats(-1e3, 1e3), st.sampled_from([0.0, 1.0]), examples=100)
+    def test_losses_and_gradients_are_finite_however_far_the_policy_went(self, options, gap, spread):
+        rows = make_rows(LAYOUT).apply(lambda x: x.float() if x.is_floating_point() else x)
+        noise = torch.rand(rows["turn_ids"].shape, generator=torch.Generator().manual_seed(0))
+        rows["advantage"][0] = 0.0
+        theta = (rows["old_log_prob"] + gap * (1 - spread * noise)).requires_grad_()
+        rows["sample_log_prob"] = rows["old_log_prob"] - gap
+        out = TurnPolicyLoss(table_actor(), **options)(rows.set("theta", theta))
+        assert all(value.isfinite().all() for value in out.values()), dict(out)
+        (gradient,) = torch.autograd.grad(total(out), theta)
+        assert gradient.isfinite().all()
+
     @pytest.mark.parametrize(
         ("options", "moved"),
         [

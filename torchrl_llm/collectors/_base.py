@@ -22,6 +22,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_llm import keys
+from torchrl_llm.stops import share_stop_ids
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class ConversationCollector(BaseCollector):
             raise ValueError(f"batch_size is {batch_size}; expected a multiple of the group size {self.group_size}.")
         self.policy = policy
         _check_turn_end(self.env, policy)
+        share_stop_ids(self.env, policy)
         self.batch_size = batch_size
         self.total_frames = total_frames
         self.total_batches = total_batches

@@ -19,6 +19,7 @@ from torchrl_llm.envs.game import EnvironmentFault
 from torchrl_llm.envs.gem import GEMEnv
 from torchrl_llm.envs.tickets import Tickets
 from torchrl_llm.modules.policy import SamplingConfig, TurnPolicy
+from torchrl_llm.stops import share_stop_ids
 
 _LULL = 0.02  # seconds; episodes that end so close together are reported together
 
@@ -99,6 +100,7 @@ class RolloutWorker:
             self.env = make_env()
         with _named("make_policy"):
             self.policy = make_policy()
+        share_stop_ids(self.env, self.policy)
         self._install = install
         self._player = SlotPlayer(
             self.env,

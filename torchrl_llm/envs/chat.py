@@ -13,9 +13,11 @@ from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, get_args
 
 from jinja2 import TemplateError
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerBase
+
+from torchrl_llm.stops import closing_token, control_tokens, token_pattern
 
 Role = Literal["user", "tool"]
 Template = Literal["chat", "raw"]
@@ -76,14 +78,6 @@ def compose_message(observation: str, info: Mapping[str, Any] | None = None) -> 
     return "".join([*lines, *parts[-1:]])
 
 
-def _is_control(token: AddedToken) -> bool:
-    """Whether an added token steers the model: a special one, or one in the form of markup, such as ``<tool_call>``.
-
-    Other added tokens are vocabulary: whitespace runs, words and phrases.
-    """
-    return token.special or re.fullmatch(r"[<\[].*[>\]]", str(token).strip(), re.DOTALL) is not None
-
-
 def _without_added_tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], Sequence[int]]:
     """The tokenizer's encoding as if it had no added tokens; its model is shared, not copied."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -123,7 +117,10 @@ class ChatFormatter:
         chat_template_kwargs: passed on to the template, such as ``{"enable_thinking": False}``.
 
     Attributes:
-        end_of_turn_ids: ids that end a response: the template's end-of-turn token first, then the tokenizer's EOS token.
+        end_of_turn_ids: ids with which the tokenizer ends a response: the template's end-of-turn token first, then the EOS
+            token.
+        stop_ids: the ids at which the policy that plays stops, which are no part of a response's text either. Whoever plays an
+            environment with a policy says them (:func:`torchrl_llm.stops.share_stop_ids`); until then, all special tokens.
 
     Raises:
         MissingChatTemplateError: ``template="chat"`` and the tokenizer has none.
@@ -165,18 +162,18 @@ class ChatFormatter:
         self.history = history
         self.system_prompt = system_prompt
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
-        added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if _is_control(token)}
+        added = control_tokens(tokenizer)
         self._control = {str(token): token for token in added.values()}
         # The unknown token stands for text without a token of its own; it steers nothing.
         self._control_ids = frozenset(added) - {tokenizer.unk_token_id}
-        literals = [re.escape(token) for token in sorted(self._control, key=len, reverse=True)]
-        self._added = re.compile("|".join(literals) or r"(?!)")
+        self._added = token_pattern(self._control)
         self._frames, self._first, self._bos, turn_end = (
             self._raw_frames() if template == "raw" else self._chat_frames()
         )
         self._turn_end: int | None = turn_end
         ends = [turn_end, tokenizer.eos_token_id]
         self.end_of_turn_ids: tuple[int, ...] = tuple(dict.fromkeys(end for end in ends if end is not None))
+        self.stop_ids: tuple[int, ...] = tuple(i for i, token in added.items() if token.special)
         self._make_caches()
 
     def _make_caches(self) -> None:
@@ -211,8 +208,8 @@ class ChatFormatter:
         return self._encode_feedback(message, role, closed)
 
     def decode(self, response: Sequence[int]) -> str:
-        """The text of a response for the environment: without its end-of-turn token, with everything else."""
-        if len(response) and response[-1] in self.end_of_turn_ids:
+        """The text of a response for the environment: without the token that ended it, with everything else."""
+        if len(response) and (response[-1] in self.stop_ids or response[-1] in self.end_of_turn_ids):
             response = response[:-1]
         return str(self.tokenizer.decode(response, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
@@ -362,10 +359,10 @@ class ChatFormatter:
         """The id with which the template closes an assistant message; ``None`` if it uses no added token for it."""
         answer = "a0\n0."
         text = self._render([{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}], prompt=False)
-        match = self._added.search(text.rpartition(answer)[2])
-        if match is None:
+        token = closing_token(self._control, text, answer)
+        if token is None:
             return None
-        turn_end = int(self.tokenizer.convert_tokens_to_ids(match.group()))
+        turn_end = int(self.tokenizer.convert_tokens_to_ids(token))
         if turn_end not in self._with_added_tokens(user.before):
-            raise self._not_append_only(f"it writes {match.group()!r} after the last assistant message only")
+            raise self._not_append_only(f"it writes {token!r} after the last assistant message only")
         return turn_end

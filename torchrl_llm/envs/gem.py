@@ -40,6 +40,7 @@ from torchrl_llm.envs.game import (
 )
 from torchrl_llm.envs.tickets import Stream, Ticket, Tickets
 from torchrl_llm.keys import StopReason
+from torchrl_llm.stops import share_stop_ids
 
 logger = logging.getLogger(__name__)
 
@@ -353,6 +354,11 @@ class GEMEnv(EnvBase):
     def group_size(self) -> int:
         """Episodes that share a task."""
         return self.tickets.group_size
+
+    def rollout(self, max_steps: int, policy: Any = None, *args: Any, **kwargs: Any) -> TensorDictBase:
+        """As TorchRL's, of a policy whose stop ids end responses here too."""
+        share_stop_ids(self, policy)
+        return super().rollout(max_steps, policy, *args, **kwargs)
 
     # ------------------------------------------------------------------ TorchRL's private methods
 

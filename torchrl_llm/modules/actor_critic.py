@@ -25,7 +25,7 @@ from torchrl_llm.modules._compile import compile_layers
 from torchrl_llm.modules._memory import on_host
 from torchrl_llm.modules.adapters import AdapterError, enable_gradient_checkpointing
 from torchrl_llm.modules.critic import TurnCritic
-from torchrl_llm.modules.lm import backbone, check_head, check_vocabulary, end_ids, generation_end_ids
+from torchrl_llm.modules.lm import backbone, check_head, check_vocabulary, generation_end_ids
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.modules.scorer import TokenScorer
 from torchrl_llm.modules.weights import (
@@ -39,6 +39,7 @@ from torchrl_llm.modules.weights import (
     save_weights,
     set_adapter_tensors,
 )
+from torchrl_llm.stops import response_end_ids
 
 _VALUE_HEAD = "value_head.safetensors"
 
@@ -300,8 +301,8 @@ def load_actor_critic(
             overwritten too.
         tokenizer: checked against the model's vocabulary if given.
         sampling: how the policy samples; scores are of the same distribution.
-        stop_ids: see :class:`~torchrl_llm.modules.TokenScorer`; default: those of ``sampling``, else the tokenizer's
-            end-of-sequence id and the model's end tokens, as a policy's.
+        stop_ids: see :class:`~torchrl_llm.modules.TokenScorer`; default: those of ``sampling``, else
+            :func:`torchrl_llm.stops.response_end_ids`, as a policy's.
         entropy: the actor's scorer writes the entropy as well.
         dtype: of the base weights: a torch dtype, its name, or ``"auto"`` (the checkpoint's, as ``None``).
         device: where to put everything.
@@ -344,7 +345,7 @@ def load_actor_critic(
     check_head(base)
     sampling = sampling or SamplingConfig()
     if stop_ids is None and sampling.stop_ids is None and tokenizer is not None:
-        stop_ids = end_ids(generation_end_ids(base), tokenizer)
+        stop_ids = response_end_ids(tokenizer, generation_end_ids(base))
     roles = ["actor", *(["critic"] if critic is True else []), *(["reference"] if reference == "adapter" else [])]
     if lora is None:
         actor_model, adapter = base, None

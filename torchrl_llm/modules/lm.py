@@ -7,7 +7,7 @@ are, for a plain transformers model and for one inside a ``PeftModel``. Adapters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -146,12 +146,6 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
             f"(ids 0 to {size - 1}) does not have. Load the tokenizer that belongs to the model, or set these fields "
             "of model.config and model.generation_config to ids of this tokenizer."
         )
-
-
-def end_ids(model_ids: int | Sequence[int] | None, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a response unless told otherwise: the end tokens of the model's ``generation_config``
-    (``model_ids``) and the tokenizer's end-of-sequence id; sorted, perhaps empty."""
-    return tuple(sorted({*_ids(model_ids), *_ids(tokenizer.eos_token_id)}))
 
 
 def generation_end_ids(model: nn.Module) -> int | list[int] | None:

@@ -49,8 +49,9 @@ class SamplingConfig:
         repetition_penalty: as in CTRL (Keskar et al., 2019), over the whole context; 1.0 is off.
         min_output_tokens: stop ids cannot be sampled before this many tokens of the response.
         max_output_tokens: a response is cut after this many tokens; the width ``A`` of the response keys.
-        stop_ids: ids that end a response (and are part of it). ``None``: the end-of-turn id of the tokenizer and the
-            model's own list of end tokens. An empty tuple: responses end at ``max_output_tokens`` only.
+        stop_ids: ids that end a response. They are part of its tokens, and not of the text that an environment gets.
+            ``None``: the chat template's end-of-turn id, the tokenizer's EOS id and the model's own list of end tokens
+            (:func:`torchrl_llm.stops.response_end_ids`). An empty tuple: responses end at ``max_output_tokens`` only.
 
     Examples:
         >>> SamplingConfig(temperature=0.7, max_output_tokens=32).truncates
@@ -159,9 +160,11 @@ class TurnPolicy(TensorDictModuleBase):
     Attributes:
         policy_version: int, stamped on every token; :meth:`weights_changed` raises it by one.
         concurrent: whether the policy has weights of its own, so that a thread may play while others train.
+        stop_ids: the ids that end a response; ``None``: it does not say.
     """
 
     concurrent = False
+    stop_ids: tuple[int, ...] | None = None
 
     in_keys = [keys.PROMPT, keys.PROMPT_LENGTH, keys.TURN, keys.EPISODE_ID]  # noqa: RUF012 (TorchRL's idiom)
     out_keys = [  # noqa: RUF012

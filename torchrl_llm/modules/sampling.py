@@ -24,8 +24,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from torchrl_llm.modules.lm import end_ids
 from torchrl_llm.modules.policy import SamplingConfig
+from torchrl_llm.stops import response_end_ids
 
 
 class SamplingProcessor:
@@ -167,7 +167,7 @@ def turn_seed(*, seed: int, episode_id: int, turn: int) -> int:
 def stop_ids(
     sampling: SamplingConfig, model_ids: int | Sequence[int] | None, tokenizer: Any, *, vocabulary: int
 ) -> tuple[int, ...]:
-    """The ids that end a response: ``sampling.stop_ids``, or those that tokenizer and model name.
+    """The ids that end a response: ``sampling.stop_ids``, or :func:`torchrl_llm.stops.response_end_ids`.
 
     Args:
         sampling: how responses are sampled.
@@ -180,7 +180,7 @@ def stop_ids(
     """
     found = sampling.stop_ids
     if found is None:
-        found = end_ids(model_ids, tokenizer)
+        found = response_end_ids(tokenizer, model_ids)
         if not found:
             raise ValueError(
                 "SamplingConfig.stop_ids is None, but neither the tokenizer nor model.generation_config names an end "

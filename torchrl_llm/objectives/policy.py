@@ -339,7 +339,7 @@ class TurnPolicyLoss(LossModule):
     def _surrogate(self, log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
         """The objective, and a mask of the tokens whose ratio is clipped."""
         if self.clipping == "none":
-            return log_ratio.exp() * advantage, torch.zeros_like(log_ratio, dtype=torch.bool)
+            return F.importance_ratio(log_ratio) * advantage, torch.zeros_like(log_ratio, dtype=torch.bool)
         if self.clipping == "cispo":
             return F.cispo_objective(log_ratio, advantage, self.clip_low, self.clip_high)
         return F.clipped_objective(log_ratio, advantage, self.clip_low, self.clip_high, self.dual_clip)
@@ -371,7 +371,7 @@ class TurnPolicyLoss(LossModule):
         self._diagnose(out, weight, token_ratio.detach(), log_ratio.detach(), advantage)
         if self.kl_coeff:
             # Samples of the old policy stand for samples of the present one.
-            sampled = weight * correction * token_ratio.detach().exp()
+            sampled = weight * correction * F.importance_ratio(token_ratio.detach())
             ref = self._frozen(tensordict, "ref_log_prob", "Score the reference, or set kl_coeff=0.")
             self._kl_terms(out, sampled, log_prob, ref)
         if self._writes_entropy:

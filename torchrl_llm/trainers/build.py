@@ -29,10 +29,10 @@ from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.envs.tickets import Stream
 from torchrl_llm.modules import ActorCritic, HFPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
-from torchrl_llm.modules.lm import end_ids
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss
 from torchrl_llm.optional import running_ray
+from torchrl_llm.stops import response_end_ids
 from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReference
 from torchrl_llm.trainers.checkpoint import CheckpointStore, Optimizer, config_changes, environment, rewind_csv, verify
@@ -374,15 +374,13 @@ def make_accelerator(config: RunConfig) -> Accelerator:
 
 
 def make_sampling(config: RunConfig, path: str, env: GEMEnv) -> SamplingConfig:
-    """The sampling settings, with the ids that end a response: those of the chat template and those that the model names.
-
-    Some models name their end of text only, and never that of a turn, such as Gemma's ``<end_of_turn>``.
-    """
+    """The sampling settings, with the ids that end a response (:func:`torchrl_llm.stops.response_end_ids`)."""
     try:
         named = GenerationConfig.from_pretrained(path)
     except OSError:  # the model comes without; as transformers does then
         named = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    ids = {*env.formatter.end_of_turn_ids, *end_ids(named.eos_token_id, env.formatter.tokenizer)}
+    # The formatter's own, for its settings (chat_template_kwargs) may change how a turn ends.
+    ids = {*env.formatter.end_of_turn_ids, *response_end_ids(env.formatter.tokenizer, named.eos_token_id)}
     return replace(config.sampling(), stop_ids=tuple(sorted(ids)))
 
 

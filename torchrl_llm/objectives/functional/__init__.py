@@ -9,7 +9,7 @@ maximised, and how tokens are weighed) and ``figures``. Reading and writing Tens
 :mod:`torchrl_llm.objectives.advantages` and :mod:`torchrl_llm.objectives.policy`; no TensorDict appears here.
 """
 
-from torchrl_llm.objectives.functional._common import check_choice
+from torchrl_llm.objectives.functional._common import check_choice, importance_ratio
 from torchrl_llm.objectives.functional.credit import (
     SPREAD_TOLERANCE,
     discount,
@@ -66,6 +66,7 @@ __all__ = [
     "explained_variance",
     "group_has_spread",
     "group_relative",
+    "importance_ratio",
     "kl_estimate",
     "loss_weights",
     "masked_whiten",

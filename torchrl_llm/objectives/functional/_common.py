@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, get_args
 
 import torch
@@ -24,6 +25,37 @@ def check_choice(name: str, value: object, choices: Any) -> None:
 
 def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def importance_ratio(log_ratio: Tensor) -> Tensor:
+    """``exp(log_ratio)``, always a finite number with a finite gradient; see :func:`exponent`.
+
+    Args:
+        log_ratio: any shape, the difference of two log-probs.
+
+    Returns:
+        The same shape, float32 or wider.
+
+    Examples:
+        >>> importance_ratio(torch.tensor([0.5, 1.0]).log())
+        tensor([0.5000, 1.0000])
+        >>> importance_ratio(torch.tensor(1000.0)).isfinite()
+        tensor(True)
+    """
+    return exponent(log_ratio).exp()
+
+
+def exponent(log_ratio: Tensor) -> Tensor:
+    """``log_ratio``, float32 or wider, but no more than a quarter of the logarithm of the largest float (22.2 in float32).
+
+    Its ``exp`` (4e9) then stays finite, and so do the products with advantages and the squares in gradient norms that are
+    made of it: an infinite ratio times the 0 of a clip, a mask or an advantage is NaN, in the value or in the gradient.
+    The gradient passes through the bound, so that a token which is far too likely is still pushed down, as by a ratio of
+    that size.
+    """
+    x = wide(log_ratio)
+    most = math.log(torch.finfo(x.dtype).max) / 4
+    return x - (x - most).clamp_min(0.0).detach()
 
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:

@@ -9,7 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchrl_llm.objectives.functional._common import all_sum, check_choice, check_shapes, masked, wide
+from torchrl_llm.objectives.functional._common import (
+    all_sum,
+    check_choice,
+    check_shapes,
+    importance_ratio,
+    masked,
+    wide,
+)
 from torchrl_llm.objectives.functional.turns import edge_positions, turn_lengths
 
 Baseline = Literal["mean", "leave_one_out"]
@@ -204,7 +211,7 @@ def turn_vtrace(
     """
     check_shapes(reward=reward, value=value, log_rho=log_rho)
     reward, bootstrap, acted = _turn_inputs(reward, mask, bootstrap, acted)
-    value, ratio = masked(value, acted), masked(log_rho, acted).exp()
+    value, ratio = masked(value, acted), importance_ratio(masked(log_rho, acted))
     idle, rho = _idle_discount(reward, mask, gamma), ratio.clamp_max(rho_clip)
 
     def surprise(values: Tensor) -> Tensor:

@@ -26,8 +26,10 @@ def effective_sample_size(log_ratio: Tensor, weight: Tensor) -> Tensor:
     check_shapes(log_ratio=log_ratio, weight=weight)
     counted = weight > 0
     log_ratio, weight = masked(log_ratio, counted), masked(weight, counted)
-    # The common factor of the ratios cancels; taking it out first avoids overflow.
-    ratio = (log_ratio - log_ratio.max()).exp() if log_ratio.numel() else log_ratio
+    # The common factor of the ratios cancels; taking out the largest that counts avoids overflow and underflow.
+    if log_ratio.numel():
+        log_ratio = log_ratio - torch.where(counted, log_ratio, log_ratio.min()).max()
+    ratio = masked(log_ratio, counted).exp()
     first, second = (weight * ratio).sum(), (weight * ratio.square()).sum()
     return torch.where(second > 0, first.square() / (weight.sum() * second), 0.0)
 

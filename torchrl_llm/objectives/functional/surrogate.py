@@ -8,7 +8,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrl_llm.objectives.functional._common import all_sum, check_choice, check_shapes, masked, wide
+from torchrl_llm.objectives.functional._common import (
+    all_sum,
+    check_choice,
+    check_shapes,
+    exponent,
+    importance_ratio,
+    masked,
+    wide,
+)
 from torchrl_llm.objectives.functional.turns import count_turns, turn_lengths, turn_mean, turn_sum, turn_to_token
 
 RatioLevel = Literal["token", "turn", "sequence"]
@@ -83,7 +91,7 @@ def clipped_objective(
     if dual_clip is not None and dual_clip <= 1 + clip_high:
         raise ValueError(f"dual_clip is {dual_clip}; expected a ratio > 1 + clip_high = {1 + clip_high}.")
     check_shapes(log_ratio=log_ratio, advantage=advantage)
-    ratio = wide(log_ratio).exp()
+    ratio = importance_ratio(log_ratio)
     objective = torch.minimum(ratio * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
     clipped = ((advantage > 0) & (ratio > 1 + clip_high)) | ((advantage < 0) & (ratio < 1 - clip_low))
     if dual_clip is not None:
@@ -116,7 +124,7 @@ def cispo_objective(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_
     _check_clip(clip_low, clip_high)
     check_shapes(log_ratio=log_ratio, advantage=advantage)
     log_ratio = wide(log_ratio)
-    ratio = log_ratio.detach().exp()
+    ratio = importance_ratio(log_ratio.detach())
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return weight * advantage * log_ratio, weight != ratio
 
@@ -162,7 +170,7 @@ def sampler_weights(
     if not 0 <= low < high:
         raise ValueError(f"Bounds of the sampler's weights are ({low}, {high}); expected 0 <= low < high.")
     gap = pool_log_ratio((old_log_prob - sample_log_prob).detach(), turn_ids, level, reduction)
-    weight = gap.exp()
+    weight = importance_ratio(gap)
     if kind == "truncate":
         return weight.clamp_max(high)
     within = (weight >= low) & (weight <= high)
@@ -197,7 +205,7 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: KLKind = "k3") -> 
     d = wide(ref_log_prob) - wide(log_prob)
     if kind == "k1":
         return -d
-    return d.square() / 2 if kind == "k2" else d.expm1() - d
+    return d.square() / 2 if kind == "k2" else exponent(d).expm1() - d
 
 
 def loss_weights(
