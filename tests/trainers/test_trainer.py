@@ -1,6 +1,7 @@
 """The training loop: it learns, it stops where it is told to, its settings have effect, its gradient is the batch's."""
 
 import math
+import re
 import threading
 from argparse import Namespace
 from dataclasses import fields
@@ -14,11 +15,11 @@ from torchrl_llm import keys
 from torchrl_llm.data import informative, overlong, penalise_overlong
 from torchrl_llm.envs import Tickets
 from torchrl_llm.modules import use_adapter
-from torchrl_llm.objectives import TurnVTrace
+from torchrl_llm.objectives import LLMReinforceLoss, TurnEstimator, TurnVTrace
 from torchrl_llm.record import METRICS
 from torchrl_llm.testing.environments import Echo
-from torchrl_llm.trainers import Callback, ConfigError, RunConfig, build_run
-from torchrl_llm.trainers.build import SHARED, make_objective
+from torchrl_llm.trainers import Callback, ConfigError, RunConfig, build_run, loss_options, make_objective
+from torchrl_llm.trainers.build import SHARED
 from torchrl_llm.trainers.config import GRPO_ONLY, PPO_ONLY, REINFORCE_ONLY
 
 SMALL = {
@@ -254,6 +255,95 @@ class TestIteration:
         with pytest.raises(KeyError, match="add them there"):
             run.trainer._log({"rollout/unheard_of": 1.0})
         run.trainer.close()
+
+
+class CountedLoss(LLMReinforceLoss):
+    """The stock objective, counted."""
+
+    calls = 0
+
+    def objective(self, log_ratio, advantage):
+        self.calls += 1
+        return super().objective(log_ratio, advantage)
+
+
+def counted_loss(config, models):
+    return CountedLoss(models.actor, **loss_options(config, CountedLoss))
+
+
+class TestParts:
+    """A trainer trains with the parts that it was made with, and with no others."""
+
+    def test_a_loss_of_ones_own_is_what_is_trained(self, tmp_path):
+        settings = {"kl_coeff": 0.1, "gamma": 0.5, "clip_epsilon": (0.1, 0.3), "max_iterations": 2}
+        run = build_run(small_config(tmp_path, **settings), make_loss=counted_loss)
+        stock = build_run(small_config(tmp_path, **settings))
+        for trainer in (run.trainer, stock.trainer):
+            trainer.train()
+        assert run.trainer.loss.calls == 2
+        assert (run.trainer.loss.kl_coeff, run.trainer.loss.clip_high) == (0.1, 0.3)
+        assert torch.equal(weights(run), weights(stock)), "the stock path is the custom path"
+
+    def test_an_objective_that_raises_is_not_passed_over(self, tmp_path):
+        class Broken(CountedLoss):
+            def objective(self, log_ratio, advantage):
+                raise ArithmeticError("mine")
+
+        run = build_run(
+            small_config(tmp_path, max_iterations=1), make_loss=lambda _, models: Broken(models.actor, kl_coeff=0.0)
+        )
+        with pytest.raises(ArithmeticError, match="mine"):
+            run.trainer.train()
+
+    @pytest.mark.parametrize(
+        "name",
+        ["accelerator", "collector", "config", "loss", "module", "optimizer", "policy", "ranks", "reference",
+         "replay_buffer", "weight_sync"],
+    )  # fmt: skip
+    def test_another_one_put_there_later_is_an_error(self, tmp_path, name):
+        trainer = build_run(small_config(tmp_path)).trainer
+        way = "build_run(config, make_loss=...)" if name == "loss" else f"LLMTrainer({name}=...)"
+        with pytest.raises(AttributeError, match=f"{name} is read-only.*{re.escape(way)}"):
+            setattr(trainer, name, getattr(trainer, name))
+        trainer.close()
+
+    def test_a_loss_of_another_model_is_an_error(self, tmp_path):
+        other = build_run(small_config(tmp_path, lora_r=4))
+        with pytest.raises(ConfigError, match=r"none of LLMReinforceLoss's trainable ones.*lora_A.*models.actor"):
+            build_run(
+                small_config(tmp_path, lora_r=4),
+                make_loss=lambda config, _: make_objective(config, other.models),
+            )
+
+    def test_a_parameter_that_nothing_steps_is_an_error(self, tmp_path):
+        class Learned(CountedLoss):
+            def __init__(self, *args, **options):
+                super().__init__(*args, **options)
+                self.temperature = torch.nn.Parameter(torch.ones(()))
+
+        with pytest.raises(ConfigError, match=r"leaves out 1 that are \(temperature\)"):
+            build_run(small_config(tmp_path), make_loss=lambda _, models: Learned(models.actor, kl_coeff=0.0))
+
+    def test_settings_are_those_of_one_algorithm(self, tmp_path):
+        with pytest.raises(
+            ConfigError, match=r"algo='GRPO' are those of LLMGRPOLoss, which CountedLoss is no subclass"
+        ):
+            loss_options(small_config(tmp_path, "GRPO"), CountedLoss)
+
+    def test_the_estimator_may_be_chosen_later(self, tmp_path):
+        run = build_run(small_config(tmp_path, max_iterations=1))
+        run.trainer.loss.make_value_estimator(Zero)
+        before = weights(run)
+        run.trainer.train()
+        assert torch.equal(weights(run), before)
+
+
+class Zero(TurnEstimator):
+    """No credit for anybody."""
+
+    def estimate(self, tensordict):
+        nothing = torch.zeros_like(tensordict[keys.TURN_REWARD])
+        return {"turn_advantage": nothing, "turn_value_target": nothing}
 
 
 class TestUpdate:

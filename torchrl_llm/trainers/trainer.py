@@ -60,6 +60,20 @@ _PLAYED = (
 )
 """What metrics of conversations read."""
 _VALUED = (keys.ATTENTION_MASK, keys.EPISODE_ID, keys.TURN_MASK, keys.TURN_VALUE, keys.TURN_VALUE_TARGET)
+_FIXED = (
+    "accelerator",
+    "collector",
+    "config",
+    "loss",
+    "module",
+    "optimizer",
+    "policy",
+    "ranks",
+    "reference",
+    "replay_buffer",
+    "weight_sync",
+)
+"""Parts that other parts hold as well: another one put here later would be used by half of a trainer."""
 _STATE = ("iteration", "steps", "episodes", "best_success", "history", "stop_reason", "elapsed")
 Evaluator = Callable[[], dict[str, float]]
 """Plays held-out episodes and returns metrics; ``evaluation/success`` decides what is best."""
@@ -90,6 +104,13 @@ class LLMTrainer:
         history: the metrics of every iteration.
         stop_reason: why the run ends; None while it runs.
         elapsed: seconds of training up to the last checkpoint.
+
+    The parts it is made with are read-only, because others hold them too (the loss is wrapped for several processes, the
+    optimizer has its parameters, ...): assigning one raises ``AttributeError``. ``evaluator``, ``checkpoints``, ``loggers``
+    and ``callbacks`` may be replaced at any time.
+
+    Raises:
+        ConfigError: parts that do not go together, such as an optimizer that steps other parameters than the loss's.
     """
 
     def __init__(
@@ -115,12 +136,11 @@ class LLMTrainer:
         self.loggers, self.callbacks = tuple(loggers), tuple(callbacks)
         self.accelerator = accelerator or Accelerator()
         self.ranks = Ranks(self.accelerator)
-        self.module, self.optimizer = self.ranks.wrap(loss, optimizer, *([] if reference is None else [reference]))
+        self._use(optimizer)
         if self.ranks.process_group is not None and hasattr(loss.value_estimator, "process_group"):
             loss.value_estimator.process_group = self.ranks.process_group
         if weight_sync is not None:
             weight_sync.access = self.ranks.access
-        self._learning_rates = [group["lr"] for group in optimizer.param_groups]
         self._check_options()
         self.generator = torch.Generator().manual_seed(config.seed)
         self.iteration = self.steps = self.episodes = 0
@@ -132,6 +152,38 @@ class LLMTrainer:
         self._timer = Timer()
         self._started = time.monotonic()
         self._saved_iteration = -1
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED and name in self.__dict__:
+            way = "build_run(config, make_loss=...)" if name == "loss" else f"LLMTrainer({name}=...)"
+            raise AttributeError(
+                f"LLMTrainer.{name} is read-only: other parts hold the one that the trainer was made with, and would go on "
+                f"with it. Make the trainer with yours: {way}."
+            )
+        super().__setattr__(name, value)
+
+    def _use(self, optimizer: torch.optim.Optimizer) -> None:
+        """Train the loss with an optimizer that has not stepped yet."""
+        _check_parameters(self.loss, optimizer)
+        self._learning_rates = [group["lr"] for group in optimizer.param_groups]
+        others = [] if self.reference is None else [self.reference]
+        self.__dict__["module"], self.__dict__["optimizer"] = self.ranks.wrap(self.loss, optimizer, *others)
+
+    def replace_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Go on with another optimizer, for parameters that were made anew (merged adapters); with one process only.
+
+        Args:
+            optimizer: of all trainable parameters of the loss, with the groups and rates of the old one; it has not stepped.
+
+        Raises:
+            ConfigError: there are several processes, whose gradients are averaged for the old parameters.
+        """
+        if self.ranks.count > 1:
+            raise ConfigError(
+                f"replace_optimizer() with {self.ranks.count} processes, which average the gradients of the old parameters: "
+                "make the trainer anew."
+            )
+        self._use(optimizer)
 
     def _check_options(self) -> None:
         config, loss = self.config, self.loss
@@ -470,3 +522,18 @@ class LLMTrainer:
         self.collector.shutdown()
         for target in self.loggers:
             target.flush()
+
+
+def _check_parameters(loss: TurnPolicyLoss, optimizer: torch.optim.Optimizer) -> None:
+    """What is trained is what is stepped: an optimizer of other parameters would run without a word."""
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = {id(parameter): name for name, parameter in loss.named_parameters() if parameter.requires_grad}
+    idle = sorted(trained[each] for each in trained.keys() - stepped)
+    if idle or stepped - trained.keys():
+        listed = ", ".join(idle[:3]) + (", ..." if len(idle) > 3 else "")
+        raise ConfigError(
+            f"The optimizer steps {len(stepped - trained.keys())} parameters that are none of {type(loss).__name__}'s trainable "
+            f"ones, and leaves out {len(idle)} that are{f' ({listed})' if idle else ''}. Make the loss of the networks whose "
+            "parameters the optimizer has (build_run: models.actor and models.critic), and set requires_grad_(False) on what "
+            "is not to be trained."
+        )
