@@ -18,9 +18,10 @@ from torchrl_llm.modules import use_adapter
 from torchrl_llm.objectives import LLMReinforceLoss, TurnEstimator, TurnVTrace
 from torchrl_llm.record import METRICS
 from torchrl_llm.testing.environments import Echo
-from torchrl_llm.trainers import Callback, ConfigError, RunConfig, build_run, loss_options, make_objective
+from torchrl_llm.trainers import Callback, ConfigError, LLMTrainer, RunConfig, build_run, loss_options, make_objective
 from torchrl_llm.trainers.build import SHARED
 from torchrl_llm.trainers.config import GRPO_ONLY, PPO_ONLY, REINFORCE_ONLY
+from torchrl_llm.trainers.trainer import _lr_factor
 
 SMALL = {
     "model_path": "tiny",
@@ -364,18 +365,42 @@ class TestUpdate:
         assert moved > 1e-4
         assert (results[0] - results[1]).norm() / moved < 1e-9
 
-    def test_learning_rates_follow_the_schedule(self, tmp_path):
-        config = small_config(
-            tmp_path, "LLMPPO", lr_actor=1e-3, lr_critic=4e-3, max_steps=1000, warmup_fraction=0.1, min_lr_fraction=0.1
-        )
-        trainer = build_run(config).trainer
-        expected = {0: 0.0, 50: 0.5, 100: 1.0, 550: 0.55, 1000: 0.1, 2000: 0.1}
-        for steps, factor in expected.items():
-            trainer.steps = steps
-            assert trainer._lr_factor() == pytest.approx(factor)
-        trainer.steps = 550
-        trainer.update(prepared(trainer))
-        assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([0.55e-3, 2.2e-3])
+    @pytest.mark.parametrize(
+        ("before", "after", "factor"),
+        [
+            (0, 50, 0.5),
+            (50, 100, 1.0),
+            (90, 140, 1.0),
+            (100, 150, 1.0),
+            (550, 600, 0.55),
+            (999, 1049, 0.1000),
+            (1000, 1050, 0.1),
+        ],
+    )
+    def test_learning_rates_follow_the_schedule(self, tmp_path, before, after, factor):
+        config = small_config(tmp_path, max_steps=1000, warmup_fraction=0.1, min_lr_fraction=0.1)
+        assert _lr_factor(config, before, after) == pytest.approx(factor, abs=1e-5)
+
+    @pytest.mark.parametrize(
+        "settings", [{}, {"warmup_fraction": 0.5}, {"warmup_fraction": 1.0}, {"schedule": "constant"}]
+    )
+    @pytest.mark.parametrize("max_steps", [1, 60])
+    def test_no_update_has_a_learning_rate_of_0(self, tmp_path, settings, max_steps):
+        config = small_config(tmp_path, "LLMPPO", lr_actor=1e-3, lr_critic=4e-3, max_steps=max_steps, **settings)
+        run = build_run(config)
+        seen, before = [], weights(run)
+
+        class Watch(Callback):
+            def on_iteration(self, trainer, metrics):
+                seen.append(weights(run))
+
+        run.trainer.callbacks = (Watch(),)
+        history = run.trainer.train()
+        assert (len(history) == 1) == (max_steps == 1)
+        assert all(metrics["optim/lr_actor"] > 1e-5 for metrics in history)
+        assert all(metrics["optim/lr_critic"] == 4 * metrics["optim/lr_actor"] for metrics in history)
+        for old, new in zip([before, *seen], seen, strict=False):
+            assert (old - new).abs().max() > 1e-6
 
     @pytest.mark.parametrize("limit", [1e-3, 1e3])
     def test_gradient_is_clipped_at_max_grad_norm(self, tmp_path, limit):
@@ -495,22 +520,45 @@ class TestOptions:
         assert math.isfinite(metrics["loss/critic"])
         assert run.trainer.scores_old
 
-    def test_critic_warmup(self, tmp_path):
-        run = build_run(small_config(tmp_path, "LLMPPO", critic_warmup=2, max_iterations=3, lr_actor=1e-3))
-        seen = []
+    @pytest.mark.parametrize("trunk", ["separate", "shared"])
+    @pytest.mark.parametrize("lora_r", [0, 4])
+    def test_critic_warmup_moves_the_critic_and_nothing_else(self, tmp_path, trunk, lora_r):
+        settings = {"critic_trunk": trunk, "lora_r": lora_r, "weight_decay": 0.1, "lr_actor": 1e-3, "epochs": 2}
+        run = build_run(small_config(tmp_path, "LLMPPO", critic_warmup=2, max_iterations=3, **settings))
+        rows, seen = one_batch(run), []
+
+        def present():
+            with torch.no_grad():
+                log_prob = run.models.actor(rows.clone())[keys.LOG_PROB]
+            return [log_prob, *(torch.cat([p.detach().flatten() for p in part]) for part in parts)]
+
+        parts = (run.models.actor_parameters(), run.models.critic_parameters())
 
         class Watch(Callback):
             def on_iteration(self, trainer, metrics):
-                parts = (run.models.actor_parameters(), run.models.critic_parameters())
-                seen.append([torch.cat([p.detach().flatten() for p in part]) for part in parts])
+                seen.append(present())
+                stepped = [bool(trainer.optimizer.state.get(p)) for p in parts[0]]
+                assert any(stepped) == (trainer.iteration > 2)
 
+        before = present()
         run.trainer.callbacks = (Watch(),)
-        before = [torch.cat([p.detach().clone().flatten() for p in run.models.actor_parameters()])]
         run.trainer.train()
-        assert torch.equal(seen[0][0], before[0])
-        assert torch.equal(seen[1][0], before[0])
+        for log_prob, actor, _ in seen[:2]:
+            assert torch.equal(log_prob, before[0])
+            assert torch.equal(actor, before[1])
+        assert not torch.equal(seen[0][2], before[2])
+        assert not torch.equal(seen[1][2], seen[0][2])
+        assert not torch.equal(seen[2][1], before[1])
         assert not torch.equal(seen[2][0], before[0])
-        assert not torch.equal(seen[1][1], seen[0][1])
+
+    def test_critic_warmup_needs_a_group_of_the_critics_own(self, tmp_path):
+        run = build_run(small_config(tmp_path, "LLMPPO", critic_warmup=1))
+        parts = {
+            name: getattr(run.trainer, name) for name in ("collector", "replay_buffer", "policy", "loss", "config")
+        }
+        together = torch.optim.AdamW([*run.models.actor_parameters(), *run.models.critic_parameters()])
+        with pytest.raises(ConfigError, match="a group of their own"):
+            LLMTrainer(**parts, optimizer=together)
 
     def test_dynamic_sampling(self, tmp_path):
         settings = {"group_size": 2, "max_iterations": 1, "dynamic_sampling": 4}

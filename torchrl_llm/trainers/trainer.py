@@ -148,7 +148,6 @@ class LLMTrainer:
         self.history: list[dict[str, float]] = []
         self.stop_reason: str | None = None
         self.elapsed = 0.0
-        self._idle_parameters: list[Tensor] = []
         self._timer = Timer()
         self._started = time.monotonic()
         self._saved_iteration = -1
@@ -190,6 +189,11 @@ class LLMTrainer:
         if config.critic_warmup and loss.critic_network is None:
             raise ConfigError(
                 f"critic_warmup={config.critic_warmup}, but {type(loss).__name__} has no critic: leave it 0, or use LLMPPO."
+            )
+        if config.critic_warmup and len(self.optimizer.param_groups) < 2:
+            raise ConfigError(
+                f"critic_warmup={config.critic_warmup} steps the optimizer's second group of parameters, and there is one: give "
+                "the critic's a group of their own, after the actor's."
             )
         if config.old_log_probs == "sampler" and (
             loss.sampler_correction or getattr(loss.value_estimator, "corrects_sampler", False)
@@ -300,9 +304,10 @@ class LLMTrainer:
 
     def iterate(self, batch: TensorDictBase) -> dict[str, float]:
         """What is done with what was played: score, credit, update, and evaluate when it is time."""
-        played = self.ranks.rows(batch, _PLAYED)
+        played, before = self.ranks.rows(batch, _PLAYED), self.steps
         self.steps += int(played[keys.TURN_MASK].sum())
         self.episodes += played.shape[0]
+        self._set_learning_rates(before)
         chosen = self.choose(batch)
         num_chosen = self.ranks.sum(chosen.shape[0])
         metrics = rollout_metrics(played, getattr(getattr(self.collector, "env", None), "names", ())) | {
@@ -392,8 +397,6 @@ class LLMTrainer:
         padding: list[float] = []
         size = self.config.minibatch_size or int(self.ranks.sum(batch.shape[0]))
         everyone = self.ranks.process_group
-        for group, rate in zip(self.optimizer.param_groups, self._learning_rates, strict=True):
-            group["lr"] = rate * self._lr_factor()
         for _ in range(self.config.epochs):
             for minibatch in minibatches(batch, size, generator=self.generator, process_group=everyone):
                 rows = minibatch if minibatch.shape[0] else silenced(batch[:1])
@@ -420,23 +423,23 @@ class LLMTrainer:
         merged = merge(self.ranks.gather([merge(outputs).cpu()])) if self.ranks.count > 1 else merge(outputs)
         return {name: merged[key] for key, name in LOSS_METRICS.items() if key in merged}
 
+    @property
+    def _warms_up_critic(self) -> bool:
+        return self.iteration < self.config.critic_warmup
+
     def _objective(self, out: TensorDictBase) -> Tensor:
-        if self.iteration >= self.config.critic_warmup:
-            self._idle_parameters = []
+        if not self._warms_up_critic:
             return total(out)
-        if self.ranks.count == 1 or self.ranks.sharded:
-            return out["loss_critic"]
-        # DDP's ranks wait for a gradient of every parameter; those that the critic does not reach get zeros, and no step.
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if not self._idle_parameters:
-            found = torch.autograd.grad(out["loss_critic"], parameters, retain_graph=True, allow_unused=True)
-            self._idle_parameters = [p for p, gradient in zip(parameters, found, strict=True) if gradient is None]
-        return out["loss_critic"] + 0.0 * total(out)
+        # DDP's ranks wait for a gradient of every parameter: those that the critic does not reach get zeros, and no step.
+        ddp = self.ranks.count > 1 and not self.ranks.sharded
+        return out["loss_critic"] + (0.0 * total(out) if ddp else 0.0)
 
     def _optimizer_step(self) -> dict[str, Tensor]:
         norms = {}
-        for parameter in self._idle_parameters:
-            parameter.grad = None
+        if self._warms_up_critic:
+            # None, not zeros: AdamW passes over them, with moments and weight decay. Of a shared trunk, too, for it is the policy's.
+            for parameter in self.optimizer.param_groups[0]["params"]:
+                parameter.grad = None
         # Once for all groups: a gradient scaler refuses to unscale twice.
         self.accelerator.unscale_gradients()
         for name, group in zip(("actor", "critic"), self.optimizer.param_groups, strict=False):
@@ -453,15 +456,11 @@ class LLMTrainer:
         gap = (batch[keys.OLD_LOG_PROB] - batch[keys.SAMPLE_LOG_PROB])[actions].abs().sum().item()
         return self.ranks.sum(gap) / self.ranks.sum(int(actions.sum()))
 
-    def _lr_factor(self) -> float:
-        """Linear warm-up, then cosine (or constant), over the share of ``max_steps`` played."""
-        config, done = self.config, min(1.0, self.steps / self.config.max_steps)
-        if done < config.warmup_fraction:
-            return done / config.warmup_fraction
-        if config.schedule == "constant":
-            return 1.0
-        rest = (done - config.warmup_fraction) / max(1e-12, 1 - config.warmup_fraction)
-        return config.min_lr_fraction + (1 - config.min_lr_fraction) * 0.5 * (1 + math.cos(math.pi * rest))
+    def _set_learning_rates(self, before: int) -> None:
+        """Those of an update on the turns that were played since there were ``before``."""
+        factor = _lr_factor(self.config, before, self.steps)
+        for group, rate in zip(self.optimizer.param_groups, self._learning_rates, strict=True):
+            group["lr"] = rate * factor
 
     def _check_limits(self) -> None:
         config, seconds = self.config, self.ranks.agree(time.monotonic() - self._started)
@@ -537,3 +536,18 @@ def _check_parameters(loss: TurnPolicyLoss, optimizer: torch.optim.Optimizer) ->
             "parameters the optimizer has (build_run: models.actor and models.critic), and set requires_grad_(False) on what "
             "is not to be trained."
         )
+
+
+def _lr_factor(config: TrainerConfig, before: int, after: int) -> float:
+    """The share of the learning rates in an update on the turns from ``before`` to ``after``: warm-up, then the schedule.
+
+    The warm-up goes by the turns after them and the cosine by those before: no update has a rate of 0, neither the first nor
+    the one that reaches ``max_steps``.
+    """
+    began, ended = before / config.max_steps, after / config.max_steps
+    if began < config.warmup_fraction:
+        return min(1.0, ended / config.warmup_fraction)
+    if config.schedule == "constant":
+        return 1.0
+    rest = (min(1.0, began) - config.warmup_fraction) / max(1e-12, 1 - config.warmup_fraction)
+    return config.min_lr_fraction + (1 - config.min_lr_fraction) * 0.5 * (1 + math.cos(math.pi * rest))
