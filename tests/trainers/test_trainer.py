@@ -116,6 +116,20 @@ class Coin(Won):
         return float(self.seed // 4 % 2)
 
 
+class TwoTurns(Won):
+    """Over after two turns, which pay nothing."""
+
+    won = 0.0
+
+    def reset(self, seed=None):
+        self.turn = 0
+        return super().reset(seed)
+
+    def step(self, action):
+        self.turn += 1
+        return "Go on.", 0.0, self.turn == 2, False, {}
+
+
 class TestAdaptiveTasks:
     def test_what_can_be_learnt_is_dealt_most(self, tmp_path):
         config = small_config(
@@ -560,6 +574,54 @@ class TestOptions:
         with pytest.raises(ConfigError, match="a group of their own"):
             LLMTrainer(**parts, optimizer=together)
 
+    SWAPPED = ((1.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 0.0))
+    EQUAL = ((1.0, 0.0),) * 4
+
+    @pytest.mark.parametrize(
+        ("algo", "settings", "rewards", "kept"),
+        [
+            ("GRPO", {}, SWAPPED, []),
+            ("GRPO", {"credit": "turn"}, SWAPPED, [0]),
+            ("GRPO", {"gamma": 0.9}, SWAPPED, [0]),
+            ("GRPO", {"credit": "turn", "gamma": 0.9, "scale": "none", "baseline": "leave_one_out"}, SWAPPED, [0]),
+            ("GRPO", {"overlong_penalty": 0.5, "overlong_buffer": 1}, EQUAL, [1]),
+            ("GRPO", {"kl_in": "reward", "kl_coeff": 0.5}, EQUAL, [0, 1]),
+            ("LLMREINFORCE", {}, SWAPPED, [0, 1]),
+            ("LLMREINFORCE", {"normalise_over": "none"}, ((0.0, 0.0), (0.0, 0.0), (1.0, 0.0), (1.0, 0.0)), [1]),
+            ("LLMREINFORCE", {}, ((0.0, 0.0),) * 4, []),
+            ("LLMPPO", {}, EQUAL, [0, 1]),
+            ("LLMPPO", {"gamma": 1.0, "lmbda": 1.0}, ((0.0, 0.0),) * 4, []),
+        ],
+    )
+    def test_the_estimator_says_which_groups_teach(self, tmp_path, algo, settings, rewards, kept):
+        shared = {"group_size": 2, "num_envs": 4, "batch_size": 4, "dynamic_sampling": 2}
+        run = build_run(small_config(tmp_path, algo, **shared | settings), env=TwoTurns)
+        trainer, rows = run.trainer, one_batch(run)
+        if trainer.reference is not None:
+            with torch.no_grad():
+                run.models.actor_parameters()[-1].add_(0.1 * torch.arange(64) / 64)
+        rows[keys.TURN_REWARD] = torch.tensor(rewards)
+        for number, count in enumerate((3, 3, 3, 16)):  # one response alone is overlong
+            rows[keys.TURN_IDS][number] = -1
+            rows[keys.TURN_IDS][number, 1 : 1 + count] = 0
+            rows[keys.TURN_IDS][number, 20:22] = 1
+        before = rows.clone()
+        chosen = trainer.choose(rows)
+        assert chosen[keys.GROUP_ID].unique().tolist() == kept
+        assert set(rows.keys(True, True)) == set(before.keys(True, True))
+        assert (rows == before).all(), "what was judged is still to be learned from"
+        if kept:
+            trainer.score(chosen)
+            assert (trainer.credit(chosen)[keys.ADVANTAGE] != 0).any()
+        run.close()
+
+    def test_a_kl_of_rounding_does_not_teach(self, tmp_path):
+        settings = {"kl_in": "reward", "kl_coeff": 0.5, "group_size": 2, "dynamic_sampling": 1}
+        run = build_run(small_config(tmp_path, "GRPO", **settings), env=TwoTurns)
+        rows = one_batch(run)
+        assert len(run.trainer.choose(rows)) == 0
+        run.close()
+
     def test_dynamic_sampling(self, tmp_path):
         settings = {"group_size": 2, "max_iterations": 1, "dynamic_sampling": 4}
         run = build_run(small_config(tmp_path, "GRPO", **settings))
@@ -569,7 +631,7 @@ class TestOptions:
         (metrics,) = run.trainer.train()
         (batch,) = learned
         assert batch.shape[0] == 8
-        assert bool(informative(batch).all())
+        assert bool(informative(run.trainer.estimator(batch)).all())
         assert (batch[keys.GROUP_ID].unique(return_counts=True)[1] == 2).all()
         played = metrics["rollout/episodes"]
         assert played in (16, 24, 32)

@@ -19,6 +19,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
+from torchrl.objectives.value import ValueEstimatorBase
 from torchrl.record.loggers import Logger
 
 from torchrl_llm import keys
@@ -137,8 +138,6 @@ class LLMTrainer:
         self.accelerator = accelerator or Accelerator()
         self.ranks = Ranks(self.accelerator)
         self._use(optimizer)
-        if self.ranks.process_group is not None and hasattr(loss.value_estimator, "process_group"):
-            loss.value_estimator.process_group = self.ranks.process_group
         if weight_sync is not None:
             weight_sync.access = self.ranks.access
         self._check_options()
@@ -196,7 +195,7 @@ class LLMTrainer:
                 "the critic's a group of their own, after the actor's."
             )
         if config.old_log_probs == "sampler" and (
-            loss.sampler_correction or getattr(loss.value_estimator, "corrects_sampler", False)
+            loss.sampler_correction or getattr(self.estimator, "corrects_sampler", False)
         ):
             raise ConfigError(
                 'old_log_probs="sampler" leaves no gap between sampler and trainer to correct for: use "auto" or '
@@ -210,10 +209,21 @@ class LLMTrainer:
         return everywhere and self.accelerator.mixed_precision == "no"
 
     @property
+    def estimator(self) -> ValueEstimatorBase:
+        """The loss's value estimator, which takes its statistics over all ranks.
+
+        Looked up each time, because ``loss.make_value_estimator`` may replace it during a run.
+        """
+        estimator: Any = self.loss.value_estimator
+        if getattr(estimator, "process_group", self) is None:
+            estimator.process_group = self.ranks.process_group
+        return estimator
+
+    @property
     def scores_old(self) -> bool:
         """Whether the log-probs that ratios are taken against are scored, and not the sampler's."""
         if self.config.old_log_probs == "auto":
-            corrects = getattr(self.loss.value_estimator, "corrects_sampler", False)
+            corrects = getattr(self.estimator, "corrects_sampler", False)
             return not self.exact or corrects or getattr(self.collector, "max_staleness", 0) > 0
         return self.config.old_log_probs == "scorer"
 
@@ -276,31 +286,55 @@ class LLMTrainer:
         """What is played for one iteration, rows ``[B]``; None, and a :attr:`stop_reason`, when the collector has no more.
 
         One batch of the collector; with ``config.dynamic_sampling``, as many as it takes (and the setting allows) until
-        one batch's number of conversations is in groups that teach something.
+        one batch's number of conversations is in groups that get credit.
         """
-        played: list[TensorDictBase] = []
+        # A resumed run starts with no contexts cached; one that goes on must not have those of an evaluation.
+        self.policy.drop_cache()
+        rows = self._play(batches)
+        if rows is None:
+            return None
+        wanted = self._wanted(rows)
+        for _ in range(self.config.dynamic_sampling - 1):
+            if self.ranks.sum(int(self._informative(rows).sum())) >= wanted:
+                break
+            more = self._play(batches)
+            if more is None:
+                break
+            rows = cat_rows([rows, more])
+        return rows
+
+    def _play(self, batches: Iterator[object]) -> TensorDictBase | None:
+        """One batch of the collector, rows ``[B]``; None, and a :attr:`stop_reason`, when it has no more."""
         with self._timer("rollout"), self.playing(here=not isinstance(self.collector, RayTurnCollector)):
-            # A resumed run starts with no contexts cached; one that goes on must not have those of an evaluation.
-            self.policy.drop_cache()
-            while self._wants_more(played):
-                if self.ranks.any(next(batches, _END) is _END):
-                    self.stop_reason = "the collector reached its own limit"
-                    break
-                played.append(self.replay_buffer[:].contiguous().to(self.accelerator.device))
-                self.replay_buffer.empty(empty_write_count=False)
-        return cat_rows(played) if played else None
+            if self.ranks.any(next(batches, _END) is _END):
+                self.stop_reason = "the collector reached its own limit"
+                return None
+            batch = self.replay_buffer[:].contiguous().to(self.accelerator.device)
+            self.replay_buffer.empty(empty_write_count=False)
+        return batch
 
     def playing(self, *, here: bool = True) -> AbstractContextManager[None]:
         """Around whatever the policy plays ``here``: where it samples from the trained model, every rank needs all weights."""
         return self.ranks.weights_here() if here and not self.policy.concurrent else nullcontext()
 
-    def _wants_more(self, played: list[TensorDictBase]) -> bool:
-        if not played:
-            return True
-        if len(played) >= self.config.dynamic_sampling:
-            return False
-        found = self.ranks.sum(sum(int(informative(batch).sum()) for batch in played))
-        return found < self.ranks.sum(played[0].shape[0])
+    def _wanted(self, rows: TensorDictBase) -> int:
+        """How many conversations the update of one iteration is meant to have, on all ranks together."""
+        return int(self.ranks.sum(getattr(self.collector, "batch_size", rows.shape[0])))
+
+    def _informative(self, batch: TensorDictBase) -> Tensor:
+        """Which rows are of groups that the update would learn from, ``[B]`` bool: whatever the estimator does decides."""
+        rows = batch.copy()
+        with self._timer("score"), self.accelerator.autocast():
+            if self._credit_reads_scores:
+                with self.ranks.weights_here():
+                    self.score(rows)
+            return informative(self.credit(rows))
+
+    @property
+    def _credit_reads_scores(self) -> bool:
+        estimator = self.estimator
+        penalised, corrects = getattr(estimator, "kl_coeff", 0.0), getattr(estimator, "corrects_sampler", False)
+        return bool(penalised) or corrects or self.loss.critic_network is not None
 
     def iterate(self, batch: TensorDictBase) -> dict[str, float]:
         """What is done with what was played: score, credit, update, and evaluate when it is time."""
@@ -318,7 +352,7 @@ class LLMTrainer:
             # A rank that has nothing to learn from still has to take every step with the others.
             metrics |= self.learn(chosen if chosen.shape[0] else self._silent(batch))
         else:
-            logger.warning("iteration %d: no group's returns differ; nothing to learn from", self.iteration)
+            logger.warning("iteration %d: no group has an advantage; nothing to learn from", self.iteration)
         self.iteration += 1
         self._check_limits()
         interval = self.config.evaluation_interval
@@ -330,12 +364,25 @@ class LLMTrainer:
         return silenced(batch[: getattr(self.collector, "group_size", 1)])
 
     def choose(self, batch: TensorDictBase) -> TensorDictBase:
-        """Of what was played, the rows to learn from: with ``config.dynamic_sampling`` those of groups with a spread."""
+        """Of what was played, the rows to learn from: with ``config.dynamic_sampling`` those of groups that get credit.
+
+        At most as many as one batch has, on all ranks together: the first in the order of the tickets, as one process that
+        plays for all of them would take.
+        """
         if not self.config.dynamic_sampling:
             return batch
-        rows = informative(batch).nonzero().flatten()
-        size = getattr(self.collector, "batch_size", batch.shape[0])
-        return batch[rows[:size]]
+        rows = batch[self._informative(batch)]
+        found = zip(rows[keys.GROUP_ID].tolist(), rows[keys.EPISODE_ID].tolist(), strict=True)
+        first = [episode for _, episode in sorted(self.ranks.gather(list(found)))[: self._wanted(batch)]]
+        return rows[torch.isin(rows[keys.EPISODE_ID], torch.tensor(first, dtype=torch.int64, device=rows.device))]
+
+    def credit(self, batch: TensorDictBase) -> TensorDictBase:
+        """Shape the rewards of scored rows ``[B]`` as the settings say, and write the estimator's credit."""
+        config, limit = self.config, self.policy.sampling.max_output_tokens
+        if config.overlong_penalty:
+            buffer = config.overlong_buffer or limit
+            penalise_overlong(batch, config.overlong_penalty, max_response_length=limit, buffer=buffer)
+        return self.estimator(batch)
 
     def learn(self, batch: TensorDictBase) -> dict[str, float]:
         """Score, credit and update on rows ``[B]``; then the policy gets the new weights."""
@@ -346,10 +393,7 @@ class LLMTrainer:
         with self._timer("score"), self.accelerator.autocast():
             with self.ranks.weights_here():
                 self.score(batch)
-            if config.overlong_penalty:
-                buffer = config.overlong_buffer or limit
-                penalise_overlong(batch, config.overlong_penalty, max_response_length=limit, buffer=buffer)
-            self.loss.value_estimator(batch)
+            self.credit(batch)
         kept = batch[~overlong(batch, limit)] if config.overlong_filter else batch
         num_kept = self.ranks.sum(kept.shape[0])
         batch = kept if kept.shape[0] or not num_kept else self._silent(batch)
