@@ -8,8 +8,9 @@ of the same width, so every token keeps a gradient, and the gradient at ratio 1 
 
 from torch import Tensor
 
+from torchrl_llm.modules import ActorCritic
 from torchrl_llm.objectives import LLMGRPOLoss
-from torchrl_llm.trainers import RunConfig, build_run, parse_run_config
+from torchrl_llm.trainers import RunConfig, build_run, loss_options, parse_run_config
 
 
 class SmoothClipLoss(LLMGRPOLoss):
@@ -20,10 +21,14 @@ class SmoothClipLoss(LLMGRPOLoss):
         return self.clip_high * (log_ratio / self.clip_high).tanh() * advantage
 
 
+def make_loss(config: RunConfig, models: ActorCritic) -> SmoothClipLoss:
+    """The loss of a run, with every setting that ``config`` has for GRPO."""
+    return SmoothClipLoss(models.actor, **loss_options(config, SmoothClipLoss))
+
+
 def main(config: RunConfig) -> list[dict[str, float]]:
     """Train with :class:`SmoothClipLoss`; returns the metrics of every iteration."""
-    run = build_run(config)
-    run.trainer.loss = SmoothClipLoss(run.models.actor, group_size=config.group_size, kl_coeff=0.0)
+    run = build_run(config, make_loss=make_loss)
     before = run.final_evaluation()
     run.trainer.train()
     after = run.final_evaluation()

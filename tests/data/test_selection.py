@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tensordict import TensorDict
 
@@ -18,14 +19,14 @@ def rows_of(ids, reward, *, mask=None, truncated=None, **more) -> TensorDict:
 
 
 class TestInformative:
-    def test_whole_groups_by_the_sum_of_their_played_rewards(self):
-        rows = rows_of(
-            [[0, 1]] * 5,
-            [[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0], [3.0, 3.0]],
-            mask=[[True, True], [True, True], [True, True], [True, True], [True, False]],
-            group_id=[4, 4, 2, 2, 9],
-        )
-        assert informative(rows).tolist() == [False, False, True, True, False]
+    def test_whole_groups_in_which_some_token_has_an_advantage(self):
+        advantage = [[0.0, 0.0], [0.0, -0.5], [0.0, 0.0], [0.0, 0.0], [1e-7, 0.0]]
+        rows = rows_of([[0, 1]] * 5, [[1.0, 0.0]] * 5, advantage=advantage, group_id=[4, 4, 2, 2, 9])
+        assert informative(rows).tolist() == [True, True, False, False, False]
+
+    def test_needs_credit(self):
+        with pytest.raises(KeyError, match="Run the value estimator first"):
+            informative(rows_of([[0]], [[1.0]], group_id=[1]))
 
 
 class TestOverlong:

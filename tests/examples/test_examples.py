@@ -6,9 +6,13 @@ import importlib.util
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from tensordict.nn import TensorDictModule
 
 from torchrl_llm.trainers import parse_run_config
 
@@ -77,11 +81,45 @@ class TestCustomLoop:
 
 
 class TestCustomLoss:
-    def test_runs(self, tmp_path):
-        config = parse_run_config(
-            [f"--config={CONFIGS / 'tiny_grpo_multiturn.yaml'}", f"--output-dir={tmp_path}", *QUICK]
+    ARGUMENTS = (f"--config={CONFIGS / 'tiny_grpo_multiturn.yaml'}", *QUICK)
+
+    def test_trains_with_its_objective(self, tmp_path, monkeypatch):
+        script, calls = load(EXAMPLES / "custom_loss.py"), []
+        objective = script.SmoothClipLoss.objective
+        monkeypatch.setattr(
+            script.SmoothClipLoss, "objective", lambda self, *args: (calls.append(self), objective(self, *args))[1]
         )
-        assert len(load(EXAMPLES / "custom_loss.py").main(config)) == 2
+        config = parse_run_config([*self.ARGUMENTS, f"--output-dir={tmp_path}"])
+        history = script.main(config)
+        assert len(history) == 2
+        assert len(calls) >= 2 * config.epochs
+        assert len(set(map(id, calls))) == 1
+
+    def test_keeps_a_gradient_beyond_the_clip(self):
+        script = load(EXAMPLES / "custom_loss.py")
+        actor = TensorDictModule(lambda x: x, in_keys=["tokens"], out_keys=["log_prob"])
+        log_ratio = torch.tensor([[0.0, 1.0]], requires_grad=True)
+        for loss, expected in ((script.SmoothClipLoss(actor), True), (script.LLMGRPOLoss(actor), False)):
+            (gradient,) = torch.autograd.grad(loss.objective(log_ratio, torch.ones(1, 2)).sum(), log_ratio)
+            assert gradient[0, 0] == pytest.approx(1.0)
+            assert bool(gradient[0, 1] > 0) == expected
+
+    def test_takes_every_setting_of_its_loss(self):
+        """What the config sets away from its default is found in the loss or its estimator."""
+        given = {
+            "gamma": 0.7, "credit": "turn", "keep_discount": True, "clip_advantage": 2.5, "kl_coeff": 0.03, "kl_in": "loss",
+            "kl_kind": "k2", "clipping": "cispo", "ratio_level": "turn", "ratio_reduction": "sum", "unit_weight": "by_tokens",
+            "weighting": "constant", "weight_constant": 9.0, "entropy_coeff": 0.2, "sampler_correction": "truncate",
+            "sampler_bounds": 3.0, "sampler_level": "turn", "sampler_reduction": "mean", "scale": "none",
+            "baseline": "leave_one_out", "clip_epsilon": (0.1, 0.4),
+        }  # fmt: skip
+        config = replace(parse_run_config(list(self.ARGUMENTS)), **given)
+        actor = TensorDictModule(lambda x: (x, x), in_keys=["tokens"], out_keys=["log_prob", "entropy"])
+        loss = load(EXAMPLES / "custom_loss.py").make_loss(config, SimpleNamespace(actor=actor))
+        estimator = loss.value_estimator
+        found = vars(estimator) | vars(loss) | estimator.options | {"clip_epsilon": (loss.clip_low, loss.clip_high)}
+        assert {name: found[name] for name in given} == given
+        assert estimator.options["group_size"] == config.group_size
 
     def test_the_new_objective_is_twenty_lines(self):
         tree = ast.parse((EXAMPLES / "custom_loss.py").read_text())

@@ -406,10 +406,6 @@ class TestGroupRelative:
                         expected = expected / (total.std() + 1e-6) if scale == "std" else expected
                     close(both[i, k], expected)
 
-    def test_group_has_spread(self):
-        score, group_id = torch.tensor([0.1, 3.0, 0.2, 3.0, 7.0]), torch.tensor([5, 8, 5, 8, 9])
-        assert F.group_has_spread(score, group_id).tolist() == [True, False, True, False, False]
-
 
 class TestPoolLogRatio:
     @law(layouts(), st.sampled_from(["token", "turn", "sequence"]), st.sampled_from(["sum", "mean"]))

@@ -1,6 +1,7 @@
 """The training loop: it learns, it stops where it is told to, its settings have effect, its gradient is the batch's."""
 
 import math
+import re
 import threading
 from argparse import Namespace
 from dataclasses import fields
@@ -14,12 +15,13 @@ from torchrl_llm import keys
 from torchrl_llm.data import informative, overlong, penalise_overlong
 from torchrl_llm.envs import Tickets
 from torchrl_llm.modules import use_adapter
-from torchrl_llm.objectives import TurnVTrace
+from torchrl_llm.objectives import LLMReinforceLoss, TurnEstimator, TurnVTrace
 from torchrl_llm.record import METRICS
 from torchrl_llm.testing.environments import Echo
-from torchrl_llm.trainers import Callback, ConfigError, RunConfig, build_run
-from torchrl_llm.trainers.build import SHARED, make_objective
+from torchrl_llm.trainers import Callback, ConfigError, LLMTrainer, RunConfig, build_run, loss_options, make_objective
+from torchrl_llm.trainers.build import SHARED
 from torchrl_llm.trainers.config import GRPO_ONLY, PPO_ONLY, REINFORCE_ONLY
+from torchrl_llm.trainers.trainer import _lr_factor
 
 SMALL = {
     "model_path": "tiny",
@@ -112,6 +114,20 @@ class Coin(Won):
     @property
     def won(self):
         return float(self.seed // 4 % 2)
+
+
+class TwoTurns(Won):
+    """Over after two turns, which pay nothing."""
+
+    won = 0.0
+
+    def reset(self, seed=None):
+        self.turn = 0
+        return super().reset(seed)
+
+    def step(self, action):
+        self.turn += 1
+        return "Go on.", 0.0, self.turn == 2, False, {}
 
 
 class TestAdaptiveTasks:
@@ -256,6 +272,95 @@ class TestIteration:
         run.trainer.close()
 
 
+class CountedLoss(LLMReinforceLoss):
+    """The stock objective, counted."""
+
+    calls = 0
+
+    def objective(self, log_ratio, advantage):
+        self.calls += 1
+        return super().objective(log_ratio, advantage)
+
+
+def counted_loss(config, models):
+    return CountedLoss(models.actor, **loss_options(config, CountedLoss))
+
+
+class TestParts:
+    """A trainer trains with the parts that it was made with, and with no others."""
+
+    def test_a_loss_of_ones_own_is_what_is_trained(self, tmp_path):
+        settings = {"kl_coeff": 0.1, "gamma": 0.5, "clip_epsilon": (0.1, 0.3), "max_iterations": 2}
+        run = build_run(small_config(tmp_path, **settings), make_loss=counted_loss)
+        stock = build_run(small_config(tmp_path, **settings))
+        for trainer in (run.trainer, stock.trainer):
+            trainer.train()
+        assert run.trainer.loss.calls == 2
+        assert (run.trainer.loss.kl_coeff, run.trainer.loss.clip_high) == (0.1, 0.3)
+        assert torch.equal(weights(run), weights(stock)), "the stock path is the custom path"
+
+    def test_an_objective_that_raises_is_not_passed_over(self, tmp_path):
+        class Broken(CountedLoss):
+            def objective(self, log_ratio, advantage):
+                raise ArithmeticError("mine")
+
+        run = build_run(
+            small_config(tmp_path, max_iterations=1), make_loss=lambda _, models: Broken(models.actor, kl_coeff=0.0)
+        )
+        with pytest.raises(ArithmeticError, match="mine"):
+            run.trainer.train()
+
+    @pytest.mark.parametrize(
+        "name",
+        ["accelerator", "collector", "config", "loss", "module", "optimizer", "policy", "ranks", "reference",
+         "replay_buffer", "weight_sync"],
+    )  # fmt: skip
+    def test_another_one_put_there_later_is_an_error(self, tmp_path, name):
+        trainer = build_run(small_config(tmp_path)).trainer
+        way = "build_run(config, make_loss=...)" if name == "loss" else f"LLMTrainer({name}=...)"
+        with pytest.raises(AttributeError, match=f"{name} is read-only.*{re.escape(way)}"):
+            setattr(trainer, name, getattr(trainer, name))
+        trainer.close()
+
+    def test_a_loss_of_another_model_is_an_error(self, tmp_path):
+        other = build_run(small_config(tmp_path, lora_r=4))
+        with pytest.raises(ConfigError, match=r"none of LLMReinforceLoss's trainable ones.*lora_A.*models.actor"):
+            build_run(
+                small_config(tmp_path, lora_r=4),
+                make_loss=lambda config, _: make_objective(config, other.models),
+            )
+
+    def test_a_parameter_that_nothing_steps_is_an_error(self, tmp_path):
+        class Learned(CountedLoss):
+            def __init__(self, *args, **options):
+                super().__init__(*args, **options)
+                self.temperature = torch.nn.Parameter(torch.ones(()))
+
+        with pytest.raises(ConfigError, match=r"leaves out 1 that are \(temperature\)"):
+            build_run(small_config(tmp_path), make_loss=lambda _, models: Learned(models.actor, kl_coeff=0.0))
+
+    def test_settings_are_those_of_one_algorithm(self, tmp_path):
+        with pytest.raises(
+            ConfigError, match=r"algo='GRPO' are those of LLMGRPOLoss, which CountedLoss is no subclass"
+        ):
+            loss_options(small_config(tmp_path, "GRPO"), CountedLoss)
+
+    def test_the_estimator_may_be_chosen_later(self, tmp_path):
+        run = build_run(small_config(tmp_path, max_iterations=1))
+        run.trainer.loss.make_value_estimator(Zero)
+        before = weights(run)
+        run.trainer.train()
+        assert torch.equal(weights(run), before)
+
+
+class Zero(TurnEstimator):
+    """No credit for anybody."""
+
+    def estimate(self, tensordict):
+        nothing = torch.zeros_like(tensordict[keys.TURN_REWARD])
+        return {"turn_advantage": nothing, "turn_value_target": nothing}
+
+
 class TestUpdate:
     @pytest.mark.parametrize("algo", ALGORITHMS)
     def test_micro_batches_do_not_change_the_weights(self, tmp_path, algo):
@@ -274,18 +379,42 @@ class TestUpdate:
         assert moved > 1e-4
         assert (results[0] - results[1]).norm() / moved < 1e-9
 
-    def test_learning_rates_follow_the_schedule(self, tmp_path):
-        config = small_config(
-            tmp_path, "LLMPPO", lr_actor=1e-3, lr_critic=4e-3, max_steps=1000, warmup_fraction=0.1, min_lr_fraction=0.1
-        )
-        trainer = build_run(config).trainer
-        expected = {0: 0.0, 50: 0.5, 100: 1.0, 550: 0.55, 1000: 0.1, 2000: 0.1}
-        for steps, factor in expected.items():
-            trainer.steps = steps
-            assert trainer._lr_factor() == pytest.approx(factor)
-        trainer.steps = 550
-        trainer.update(prepared(trainer))
-        assert [group["lr"] for group in trainer.optimizer.param_groups] == pytest.approx([0.55e-3, 2.2e-3])
+    @pytest.mark.parametrize(
+        ("before", "after", "factor"),
+        [
+            (0, 50, 0.5),
+            (50, 100, 1.0),
+            (90, 140, 1.0),
+            (100, 150, 1.0),
+            (550, 600, 0.55),
+            (999, 1049, 0.1000),
+            (1000, 1050, 0.1),
+        ],
+    )
+    def test_learning_rates_follow_the_schedule(self, tmp_path, before, after, factor):
+        config = small_config(tmp_path, max_steps=1000, warmup_fraction=0.1, min_lr_fraction=0.1)
+        assert _lr_factor(config, before, after) == pytest.approx(factor, abs=1e-5)
+
+    @pytest.mark.parametrize(
+        "settings", [{}, {"warmup_fraction": 0.5}, {"warmup_fraction": 1.0}, {"schedule": "constant"}]
+    )
+    @pytest.mark.parametrize("max_steps", [1, 60])
+    def test_no_update_has_a_learning_rate_of_0(self, tmp_path, settings, max_steps):
+        config = small_config(tmp_path, "LLMPPO", lr_actor=1e-3, lr_critic=4e-3, max_steps=max_steps, **settings)
+        run = build_run(config)
+        seen, before = [], weights(run)
+
+        class Watch(Callback):
+            def on_iteration(self, trainer, metrics):
+                seen.append(weights(run))
+
+        run.trainer.callbacks = (Watch(),)
+        history = run.trainer.train()
+        assert (len(history) == 1) == (max_steps == 1)
+        assert all(metrics["optim/lr_actor"] > 1e-5 for metrics in history)
+        assert all(metrics["optim/lr_critic"] == 4 * metrics["optim/lr_actor"] for metrics in history)
+        for old, new in zip([before, *seen], seen, strict=False):
+            assert (old - new).abs().max() > 1e-6
 
     @pytest.mark.parametrize("limit", [1e-3, 1e3])
     def test_gradient_is_clipped_at_max_grad_norm(self, tmp_path, limit):
@@ -405,22 +534,93 @@ class TestOptions:
         assert math.isfinite(metrics["loss/critic"])
         assert run.trainer.scores_old
 
-    def test_critic_warmup(self, tmp_path):
-        run = build_run(small_config(tmp_path, "LLMPPO", critic_warmup=2, max_iterations=3, lr_actor=1e-3))
-        seen = []
+    @pytest.mark.parametrize("trunk", ["separate", "shared"])
+    @pytest.mark.parametrize("lora_r", [0, 4])
+    def test_critic_warmup_moves_the_critic_and_nothing_else(self, tmp_path, trunk, lora_r):
+        settings = {"critic_trunk": trunk, "lora_r": lora_r, "weight_decay": 0.1, "lr_actor": 1e-3, "epochs": 2}
+        run = build_run(small_config(tmp_path, "LLMPPO", critic_warmup=2, max_iterations=3, **settings))
+        rows, seen = one_batch(run), []
+
+        def present():
+            with torch.no_grad():
+                log_prob = run.models.actor(rows.clone())[keys.LOG_PROB]
+            return [log_prob, *(torch.cat([p.detach().flatten() for p in part]) for part in parts)]
+
+        parts = (run.models.actor_parameters(), run.models.critic_parameters())
 
         class Watch(Callback):
             def on_iteration(self, trainer, metrics):
-                parts = (run.models.actor_parameters(), run.models.critic_parameters())
-                seen.append([torch.cat([p.detach().flatten() for p in part]) for part in parts])
+                seen.append(present())
+                stepped = [bool(trainer.optimizer.state.get(p)) for p in parts[0]]
+                assert any(stepped) == (trainer.iteration > 2)
 
+        before = present()
         run.trainer.callbacks = (Watch(),)
-        before = [torch.cat([p.detach().clone().flatten() for p in run.models.actor_parameters()])]
         run.trainer.train()
-        assert torch.equal(seen[0][0], before[0])
-        assert torch.equal(seen[1][0], before[0])
+        for log_prob, actor, _ in seen[:2]:
+            assert torch.equal(log_prob, before[0])
+            assert torch.equal(actor, before[1])
+        assert not torch.equal(seen[0][2], before[2])
+        assert not torch.equal(seen[1][2], seen[0][2])
+        assert not torch.equal(seen[2][1], before[1])
         assert not torch.equal(seen[2][0], before[0])
-        assert not torch.equal(seen[1][1], seen[0][1])
+
+    def test_critic_warmup_needs_a_group_of_the_critics_own(self, tmp_path):
+        run = build_run(small_config(tmp_path, "LLMPPO", critic_warmup=1))
+        parts = {
+            name: getattr(run.trainer, name) for name in ("collector", "replay_buffer", "policy", "loss", "config")
+        }
+        together = torch.optim.AdamW([*run.models.actor_parameters(), *run.models.critic_parameters()])
+        with pytest.raises(ConfigError, match="a group of their own"):
+            LLMTrainer(**parts, optimizer=together)
+
+    SWAPPED = ((1.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 0.0))
+    EQUAL = ((1.0, 0.0),) * 4
+
+    @pytest.mark.parametrize(
+        ("algo", "settings", "rewards", "kept"),
+        [
+            ("GRPO", {}, SWAPPED, []),
+            ("GRPO", {"credit": "turn"}, SWAPPED, [0]),
+            ("GRPO", {"gamma": 0.9}, SWAPPED, [0]),
+            ("GRPO", {"credit": "turn", "gamma": 0.9, "scale": "none", "baseline": "leave_one_out"}, SWAPPED, [0]),
+            ("GRPO", {"overlong_penalty": 0.5, "overlong_buffer": 1}, EQUAL, [1]),
+            ("GRPO", {"kl_in": "reward", "kl_coeff": 0.5}, EQUAL, [0, 1]),
+            ("LLMREINFORCE", {}, SWAPPED, [0, 1]),
+            ("LLMREINFORCE", {"normalise_over": "none"}, ((0.0, 0.0), (0.0, 0.0), (1.0, 0.0), (1.0, 0.0)), [1]),
+            ("LLMREINFORCE", {}, ((0.0, 0.0),) * 4, []),
+            ("LLMPPO", {}, EQUAL, [0, 1]),
+            ("LLMPPO", {"gamma": 1.0, "lmbda": 1.0}, ((0.0, 0.0),) * 4, []),
+        ],
+    )
+    def test_the_estimator_says_which_groups_teach(self, tmp_path, algo, settings, rewards, kept):
+        shared = {"group_size": 2, "num_envs": 4, "batch_size": 4, "dynamic_sampling": 2}
+        run = build_run(small_config(tmp_path, algo, **shared | settings), env=TwoTurns)
+        trainer, rows = run.trainer, one_batch(run)
+        if trainer.reference is not None:
+            with torch.no_grad():
+                run.models.actor_parameters()[-1].add_(0.1 * torch.arange(64) / 64)
+        rows[keys.TURN_REWARD] = torch.tensor(rewards)
+        for number, count in enumerate((3, 3, 3, 16)):  # one response alone is overlong
+            rows[keys.TURN_IDS][number] = -1
+            rows[keys.TURN_IDS][number, 1 : 1 + count] = 0
+            rows[keys.TURN_IDS][number, 20:22] = 1
+        before = rows.clone()
+        chosen = trainer.choose(rows)
+        assert chosen[keys.GROUP_ID].unique().tolist() == kept
+        assert set(rows.keys(True, True)) == set(before.keys(True, True))
+        assert (rows == before).all(), "what was judged is still to be learned from"
+        if kept:
+            trainer.score(chosen)
+            assert (trainer.credit(chosen)[keys.ADVANTAGE] != 0).any()
+        run.close()
+
+    def test_a_kl_of_rounding_does_not_teach(self, tmp_path):
+        settings = {"kl_in": "reward", "kl_coeff": 0.5, "group_size": 2, "dynamic_sampling": 1}
+        run = build_run(small_config(tmp_path, "GRPO", **settings), env=TwoTurns)
+        rows = one_batch(run)
+        assert len(run.trainer.choose(rows)) == 0
+        run.close()
 
     def test_dynamic_sampling(self, tmp_path):
         settings = {"group_size": 2, "max_iterations": 1, "dynamic_sampling": 4}
@@ -431,7 +631,7 @@ class TestOptions:
         (metrics,) = run.trainer.train()
         (batch,) = learned
         assert batch.shape[0] == 8
-        assert bool(informative(batch).all())
+        assert bool(informative(run.trainer.estimator(batch)).all())
         assert (batch[keys.GROUP_ID].unique(return_counts=True)[1] == 2).all()
         played = metrics["rollout/episodes"]
         assert played in (16, 24, 32)

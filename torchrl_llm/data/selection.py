@@ -14,24 +14,35 @@ from torchrl_llm.objectives import functional as F
 
 
 def informative(rows: TensorDictBase) -> Tensor:
-    """Whether the returns of a conversation's group differ: without, the group teaches a group-relative policy nothing.
+    """Whether the estimator gave any member of a conversation's group an advantage: without, the group teaches nothing.
 
-    The filter of dynamic sampling (DAPO, Yu et al., 2025, arXiv:2503.14476, sec. 3.2). Returns are undiscounted.
+    The filter of dynamic sampling (DAPO, Yu et al., 2025, arXiv:2503.14476, sec. 3.2), for every estimator: what counts is
+    the credit that the update would use (its discount, whether turns or episodes are compared, a KL in the reward), and not
+    the returns as such. An advantage of at most 1e-6 counts as none.
 
     Args:
-        rows: ``[B]`` with ``("turn", reward / mask)`` and ``"group_id"``; groups are whole.
+        rows: ``[B]`` with ``"advantage"`` and ``"group_id"``; groups are whole.
 
     Returns:
         ``[B]`` bool, the same for all members of a group.
 
+    Raises:
+        KeyError: the rows have no advantage yet.
+
     Examples:
         >>> from tensordict import TensorDict
-        >>> turn = dict(reward=torch.tensor([[0.0], [1.0], [1.0], [1.0]]), mask=torch.ones(4, 1) > 0)
-        >>> informative(TensorDict(turn=turn, group_id=torch.tensor([0, 0, 1, 1]), batch_size=[4])).tolist()
+        >>> advantage, group_id = torch.tensor([[0.0], [0.5], [0.0], [0.0]]), torch.tensor([0, 0, 1, 1])
+        >>> informative(TensorDict(advantage=advantage, group_id=group_id, batch_size=[4])).tolist()
         [True, True, False, False]
     """
-    score = F.episode_return(rows[keys.TURN_REWARD], rows[keys.TURN_MASK])
-    return F.group_has_spread(score, rows[keys.GROUP_ID])
+    advantage = rows.get(keys.ADVANTAGE, None)
+    if advantage is None:
+        raise KeyError(
+            f"informative needs {keys.ADVANTAGE!r}, which is not in the rows. Run the value estimator first."
+        )
+    credited = (advantage.abs() > F.SPREAD_TOLERANCE).any(1)
+    labels, group = rows[keys.GROUP_ID].unique(return_inverse=True)
+    return torch.zeros_like(labels).index_add_(0, group, credited.long())[group] > 0
 
 
 def overlong(rows: TensorDictBase, max_response_length: int) -> Tensor:

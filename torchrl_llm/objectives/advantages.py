@@ -49,6 +49,8 @@ class TurnEstimator(ValueEstimatorBase):
             and Thomas, 2020, arXiv:1906.07073). Without effect at ``gamma = 1``. Default: ``False``.
         clip_advantage: bound advantages, normalised ones too, to this absolute value; ``None`` sets no bound. Default:
             ``None``.
+        process_group: a batch is what all ranks of this group hold, where :meth:`estimate` takes statistics over it; ``None``:
+            what this process holds. A trainer sets it. Default: ``None``.
     """
 
     @dataclass
@@ -90,6 +92,7 @@ class TurnEstimator(ValueEstimatorBase):
         kl_coeff: float = 0.0,
         keep_discount: bool = False,
         clip_advantage: float | None = None,
+        process_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
         super().__init__(value_network=value_network, **options)
@@ -98,6 +101,7 @@ class TurnEstimator(ValueEstimatorBase):
         self.kl_coeff = kl_coeff
         self.keep_discount = keep_discount
         self.clip_advantage = clip_advantage
+        self.process_group = process_group
 
     @classmethod
     def for_loss(cls, loss_module: LossModule, **hyperparams: Any) -> TurnEstimator:
@@ -294,10 +298,10 @@ class TurnGAE(CriticEstimator):
         single_turn: whether the environment only ever asks for one turn; needed by (and only by) ``"auto"``.
         value_reduction: which of a turn's values is the state's. ``"first"`` alone keeps the policy gradient unbiased;
             ``"mean"`` and ``"last"`` look at the action, and are there for comparison. Default: ``"first"``.
-        whiten: normalise advantages to mean 0 and variance 1 over the steps of the batch. Default: ``True``.
-        process_group: whiten over all ranks of this group; ``None`` is this process only.
+        whiten: normalise advantages to mean 0 and variance 1 over the steps of the batch (see ``process_group``). Default:
+            ``True``.
         value_chunk_size: run the critic on this many rows at a time. Default: all.
-        kl_coeff, keep_discount, clip_advantage: see :class:`TurnEstimator`.
+        kl_coeff, keep_discount, clip_advantage, process_group: see :class:`TurnEstimator`.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -320,7 +324,6 @@ class TurnGAE(CriticEstimator):
         single_turn: bool | None = None,
         value_reduction: F.ValueReduction = "first",
         whiten: bool = True,
-        process_group: dist.ProcessGroup | None = None,
         **shared: Any,
     ) -> None:
         super().__init__(value_network, **shared)
@@ -337,7 +340,6 @@ class TurnGAE(CriticEstimator):
         self.lmbda = lmbda
         self.value_reduction = value_reduction
         self.whiten = whiten
-        self.process_group = process_group
 
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         reward, mask, turn_ids, acted = self._turns(tensordict)
@@ -388,8 +390,7 @@ class ReBN(TurnEstimator):
         eps: added to the standard deviation. Default: 1e-8.
         normalise_over: ``"batch"``: all turns of the batch; ``"none"``: the returns as they are (REINFORCE, Williams, 1992),
             which neither ``ddof`` nor ``eps`` touch. Default: ``"batch"``.
-        process_group: a batch is what all ranks of this group hold; ``None``: what this process holds.
-        kl_coeff, keep_discount, clip_advantage: see :class:`TurnEstimator`.
+        kl_coeff, keep_discount, clip_advantage, process_group: see :class:`TurnEstimator`.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -410,7 +411,6 @@ class ReBN(TurnEstimator):
         ddof: int = 1,
         eps: float = 1e-8,
         normalise_over: Population = "batch",
-        process_group: dist.ProcessGroup | None = None,
         **shared: Any,
     ) -> None:
         super().__init__(**shared)
@@ -419,7 +419,6 @@ class ReBN(TurnEstimator):
         self.normalise_over = normalise_over
         self.ddof = ddof
         self.eps = eps
-        self.process_group = process_group
 
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         reward, mask, _, acted = self._turns(tensordict)
@@ -451,7 +450,7 @@ class GroupRelative(TurnEstimator):
         eps: added to the standard deviation. Default: 1e-6.
         group_size: conversations in a group; ``None``: as many as in the largest group of the batch.
         partial: a group of another size is an ``"error"``, or ``"allow"``-ed. Default: ``"error"``.
-        kl_coeff, keep_discount, clip_advantage: see :class:`TurnEstimator`; ``keep_discount`` is for ``credit="turn"``.
+        kl_coeff, keep_discount, clip_advantage, process_group: see :class:`TurnEstimator`; ``keep_discount`` is for ``credit="turn"``.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -536,7 +535,7 @@ class TurnVTrace(CriticEstimator):
         rho_clip: cap of the ratio in the advantage and in the target's temporal differences. Default: 1.0.
         c_clip: cap of the ratio on the way back. Default: 1.0.
         value_chunk_size: run the critic on this many rows at a time. Default: all.
-        kl_coeff, keep_discount, clip_advantage: see :class:`TurnEstimator`.
+        kl_coeff, keep_discount, clip_advantage, process_group: see :class:`TurnEstimator`.
 
     Examples:
         >>> from tensordict import TensorDict

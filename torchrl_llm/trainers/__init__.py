@@ -1,6 +1,6 @@
 """The training loop, written out, and what it needs: settings, evaluation, checkpoints, callbacks."""
 
-from torchrl_llm.trainers.build import Run, build_run
+from torchrl_llm.trainers.build import Run, build_run, loss_options, make_objective
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar
 from torchrl_llm.trainers.checkpoint import CheckpointStore, verify
 from torchrl_llm.trainers.cli import parse_run_config
@@ -22,6 +22,8 @@ __all__ = [
     "TrainerConfig",
     "build_run",
     "evaluate",
+    "loss_options",
+    "make_objective",
     "parse_run_config",
     "verify",
 ]

@@ -67,6 +67,16 @@ SHARED = (
 )
 """The fields that go to every loss."""
 
+_LOSSES: dict[str, tuple[type[TurnPolicyLoss], tuple[str, ...]]] = {
+    "LLMPPO": (LLMPPOLoss, tuple(name for name in PPO_ONLY if name != "lr_critic")),
+    "LLMREINFORCE": (LLMReinforceLoss, REINFORCE_ONLY),
+    "GRPO": (LLMGRPOLoss, GRPO_ONLY),
+}
+"""The loss of each algorithm, and the fields that go to it alone."""
+
+MakeLoss = Callable[[RunConfig, ActorCritic], TurnPolicyLoss]
+"""Makes a run's loss: ``make_loss(config, models)``, see :func:`build_run`."""
+
 _CANARY_LENGTH = 257
 """Two blocks of 128 tokens, the largest of vLLM's prefix caches, and one."""
 
@@ -148,10 +158,10 @@ class Run:
         Raises:
             CheckpointError: the checkpoint is damaged, or has no optimizer to load.
         """
-        if merge_lora_configs and self.trainer.ranks.sharded:
+        if merge_lora_configs and self.trainer.ranks.count > 1:
             raise ConfigError(
-                "load_checkpoint(merge_lora_configs=True) makes new parameters, but they are shared out (FSDP2) already: start "
-                "a run with init_from and merge_lora_configs."
+                "load_checkpoint(merge_lora_configs=True) makes new parameters, but several processes share the old ones "
+                "already: start a run with init_from and merge_lora_configs."
             )
         load_optimizer = load_optimizer and not merge_lora_configs
         manifest = verify(path)
@@ -167,7 +177,7 @@ class Run:
         if load_optimizer:
             Checkpoint(optimizer=Optimizer(self.trainer.optimizer, self.trainer.ranks)).load(path)
         elif merge_lora_configs:
-            self.trainer.optimizer = self.trainer.accelerator.prepare(make_optimizer(self.config, self.models))
+            self.trainer.replace_optimizer(make_optimizer(self.config, self.models))
         if self.weight_sync is None:
             self.policy.weights_changed()
         else:
@@ -187,6 +197,7 @@ def build_run(
     *,
     env: Any = None,
     make_env: Callable[..., GEMEnv] | None = None,
+    make_loss: MakeLoss | None = None,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Build model, environment, policy, collector, buffer, loss, optimizer, loggers and the trainer.
@@ -196,13 +207,16 @@ def build_run(
         env: what :class:`~torchrl_llm.envs.GEMEnv` plays instead of ``config.env_name``: a factory of text environments.
         make_env: makes the environments of all streams from the keyword arguments of ``GEMEnv``, such as
             ``partial(PromptDatasetEnv, splits, reward_fn)``; default ``GEMEnv`` itself. Excludes ``env``.
+        make_loss: makes the loss, ``make_loss(config, models)``, of ``models.actor`` and ``models.critic``;
+            :func:`loss_options` gives it the loss's settings. Default: :func:`make_objective`.
         callbacks: added to the progress bar.
 
     Returns:
         A :class:`Run`.
 
     Raises:
-        ConfigError: settings that contradict each other or an earlier run; both ``env`` and ``make_env``.
+        ConfigError: settings that contradict each other or an earlier run; both ``env`` and ``make_env``; a loss of other
+            networks than ``models``.
         ImportError, RuntimeError: with ``collector="ray"``, Ray is not installed, or not running.
     """
     if env is not None and make_env is not None:
@@ -227,7 +241,7 @@ def build_run(
         make_train_env = partial(make_env, stream="train", group_size=config.group_size)
         workers = Workers(make_train_env, partial(_worker_policy, config, tokenizer, sampling, lora), weight_sync)
     collector = make_collector(config, train_env, policy, replay_buffer, ranks, workers)
-    loss = make_objective(config, models)
+    loss = (make_loss or make_objective)(config, models)
     checkpoints = _checkpoint_store(config, models, tokenizer)
     start = _where_to_start(config, checkpoints, ranks)
     trainer = LLMTrainer(
@@ -548,23 +562,45 @@ def _reference(config: RunConfig) -> bool | Literal["adapter"]:
     return "adapter" if config.lora_r and (config.init_reference or config.refresh_reference) else True
 
 
+def loss_options(config: RunConfig, loss_class: type[TurnPolicyLoss]) -> dict[str, Any]:
+    """The keyword arguments that ``config`` gives to the loss of its algorithm; fields that are None are left to the class.
+
+    Args:
+        config: the settings.
+        loss_class: what they are for: the loss of ``config.algo``, or a subclass of it.
+
+    Returns:
+        Names and values, with which ``loss_class(models.actor, **options)`` is made (LLMPPO: ``models.critic`` follows the
+        actor).
+
+    Raises:
+        ConfigError: ``loss_class`` is the loss of another algorithm, whose settings these are not.
+
+    Examples:
+        >>> loss_options(RunConfig(algo="GRPO", group_size=4, batch_size=8, num_envs=8, kl_coeff=0.0), LLMGRPOLoss)
+        {'kl_coeff': 0.0, 'group_size': 4}
+    """
+    stock, own = _LOSSES[config.algo]
+    if not issubclass(loss_class, stock):
+        raise ConfigError(
+            f"The settings of algo={config.algo!r} are those of {stock.__name__}, which {loss_class.__name__} is no subclass "
+            "of: choose the algorithm that it is one of, or make it from fields of the config by hand."
+        )
+    options = {name: getattr(config, name) for name in (*SHARED, *own) if getattr(config, name) is not None}
+    if config.max_staleness and config.sampler_correction is None:
+        options |= {"sampler_correction": "truncate", "sampler_bounds": 2.0}
+    if config.algo == "GRPO":
+        options["group_size"] = config.group_size
+    if options.get("clip_value") == 0:
+        options["clip_value"] = None
+    return options
+
+
 def make_objective(config: RunConfig, models: ActorCritic) -> TurnPolicyLoss:
     """The loss of ``config.algo`` with its value estimator; fields that are None keep the class's default."""
-
-    def given(*names: str) -> dict[str, Any]:
-        return {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-
-    common = given(*SHARED)
-    if config.max_staleness and config.sampler_correction is None:
-        common |= {"sampler_correction": "truncate", "sampler_bounds": 2.0}
-    if config.algo == "LLMREINFORCE":
-        return LLMReinforceLoss(models.actor, **common, **given(*REINFORCE_ONLY))
-    if config.algo == "GRPO":
-        return LLMGRPOLoss(models.actor, group_size=config.group_size, **common, **given(*GRPO_ONLY))
-    own = given(*(name for name in PPO_ONLY if name != "lr_critic"))
-    if own.get("clip_value") == 0:
-        own["clip_value"] = None
-    return LLMPPOLoss(models.actor, models.critic, **common, **own)
+    loss_class: Any = _LOSSES[config.algo][0]
+    networks = (models.actor, models.critic) if config.algo == "LLMPPO" else (models.actor,)
+    return loss_class(*networks, **loss_options(config, loss_class))
 
 
 def make_optimizer(config: RunConfig, models: ActorCritic) -> torch.optim.Optimizer:

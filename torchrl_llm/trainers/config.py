@@ -69,9 +69,9 @@ class TrainerConfig:
             gradient.
         old_log_probs: what ratios are taken against: the "sampler"'s log-probs, or those that the "scorer" gives the tokens
             before the update (one more forward pass); "auto" takes the sampler's where they are the scorer's anyway.
-        critic_warmup: iterations at the start in which only the critic learns (LLMPPO).
-        dynamic_sampling: 0 is off; else learn only from groups whose returns differ, and collect up to this many batches
-            an iteration until there are enough of them.
+        critic_warmup: iterations at the start in which only the critic learns, of a shared trunk its head alone (LLMPPO).
+        dynamic_sampling: 0 is off; else learn only from groups that the estimator gives an advantage (GRPO: those that
+            differ), and collect up to this many batches an iteration until there are enough of them.
         overlong_filter: leave conversations that a limit of length cut out of the update; credit still counts them.
         overlong_penalty: taken from the reward of a response that reaches max_output_tokens, less of it before; 0 is off.
         overlong_buffer: tokens before the limit over which that penalty grows; None takes the whole length.

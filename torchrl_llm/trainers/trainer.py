@@ -19,6 +19,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
+from torchrl.objectives.value import ValueEstimatorBase
 from torchrl.record.loggers import Logger
 
 from torchrl_llm import keys
@@ -60,6 +61,20 @@ _PLAYED = (
 )
 """What metrics of conversations read."""
 _VALUED = (keys.ATTENTION_MASK, keys.EPISODE_ID, keys.TURN_MASK, keys.TURN_VALUE, keys.TURN_VALUE_TARGET)
+_FIXED = (
+    "accelerator",
+    "collector",
+    "config",
+    "loss",
+    "module",
+    "optimizer",
+    "policy",
+    "ranks",
+    "reference",
+    "replay_buffer",
+    "weight_sync",
+)
+"""Parts that other parts hold as well: another one put here later would be used by half of a trainer."""
 _STATE = ("iteration", "steps", "episodes", "best_success", "history", "stop_reason", "elapsed")
 Evaluator = Callable[[], dict[str, float]]
 """Plays held-out episodes and returns metrics; ``evaluation/success`` decides what is best."""
@@ -90,6 +105,13 @@ class LLMTrainer:
         history: the metrics of every iteration.
         stop_reason: why the run ends; None while it runs.
         elapsed: seconds of training up to the last checkpoint.
+
+    The parts it is made with are read-only, because others hold them too (the loss is wrapped for several processes, the
+    optimizer has its parameters, ...): assigning one raises ``AttributeError``. ``evaluator``, ``checkpoints``, ``loggers``
+    and ``callbacks`` may be replaced at any time.
+
+    Raises:
+        ConfigError: parts that do not go together, such as an optimizer that steps other parameters than the loss's.
     """
 
     def __init__(
@@ -115,12 +137,9 @@ class LLMTrainer:
         self.loggers, self.callbacks = tuple(loggers), tuple(callbacks)
         self.accelerator = accelerator or Accelerator()
         self.ranks = Ranks(self.accelerator)
-        self.module, self.optimizer = self.ranks.wrap(loss, optimizer, *([] if reference is None else [reference]))
-        if self.ranks.process_group is not None and hasattr(loss.value_estimator, "process_group"):
-            loss.value_estimator.process_group = self.ranks.process_group
+        self._use(optimizer)
         if weight_sync is not None:
             weight_sync.access = self.ranks.access
-        self._learning_rates = [group["lr"] for group in optimizer.param_groups]
         self._check_options()
         self.generator = torch.Generator().manual_seed(config.seed)
         self.iteration = self.steps = self.episodes = 0
@@ -128,10 +147,41 @@ class LLMTrainer:
         self.history: list[dict[str, float]] = []
         self.stop_reason: str | None = None
         self.elapsed = 0.0
-        self._idle_parameters: list[Tensor] = []
         self._timer = Timer()
         self._started = time.monotonic()
         self._saved_iteration = -1
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _FIXED and name in self.__dict__:
+            way = "build_run(config, make_loss=...)" if name == "loss" else f"LLMTrainer({name}=...)"
+            raise AttributeError(
+                f"LLMTrainer.{name} is read-only: other parts hold the one that the trainer was made with, and would go on "
+                f"with it. Make the trainer with yours: {way}."
+            )
+        super().__setattr__(name, value)
+
+    def _use(self, optimizer: torch.optim.Optimizer) -> None:
+        """Train the loss with an optimizer that has not stepped yet."""
+        _check_parameters(self.loss, optimizer)
+        self._learning_rates = [group["lr"] for group in optimizer.param_groups]
+        others = [] if self.reference is None else [self.reference]
+        self.__dict__["module"], self.__dict__["optimizer"] = self.ranks.wrap(self.loss, optimizer, *others)
+
+    def replace_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Go on with another optimizer, for parameters that were made anew (merged adapters); with one process only.
+
+        Args:
+            optimizer: of all trainable parameters of the loss, with the groups and rates of the old one; it has not stepped.
+
+        Raises:
+            ConfigError: there are several processes, whose gradients are averaged for the old parameters.
+        """
+        if self.ranks.count > 1:
+            raise ConfigError(
+                f"replace_optimizer() with {self.ranks.count} processes, which average the gradients of the old parameters: "
+                "make the trainer anew."
+            )
+        self._use(optimizer)
 
     def _check_options(self) -> None:
         config, loss = self.config, self.loss
@@ -139,8 +189,13 @@ class LLMTrainer:
             raise ConfigError(
                 f"critic_warmup={config.critic_warmup}, but {type(loss).__name__} has no critic: leave it 0, or use LLMPPO."
             )
+        if config.critic_warmup and len(self.optimizer.param_groups) < 2:
+            raise ConfigError(
+                f"critic_warmup={config.critic_warmup} steps the optimizer's second group of parameters, and there is one: give "
+                "the critic's a group of their own, after the actor's."
+            )
         if config.old_log_probs == "sampler" and (
-            loss.sampler_correction or getattr(loss.value_estimator, "corrects_sampler", False)
+            loss.sampler_correction or getattr(self.estimator, "corrects_sampler", False)
         ):
             raise ConfigError(
                 'old_log_probs="sampler" leaves no gap between sampler and trainer to correct for: use "auto" or '
@@ -154,10 +209,21 @@ class LLMTrainer:
         return everywhere and self.accelerator.mixed_precision == "no"
 
     @property
+    def estimator(self) -> ValueEstimatorBase:
+        """The loss's value estimator, which takes its statistics over all ranks.
+
+        Looked up each time, because ``loss.make_value_estimator`` may replace it during a run.
+        """
+        estimator: Any = self.loss.value_estimator
+        if getattr(estimator, "process_group", self) is None:
+            estimator.process_group = self.ranks.process_group
+        return estimator
+
+    @property
     def scores_old(self) -> bool:
         """Whether the log-probs that ratios are taken against are scored, and not the sampler's."""
         if self.config.old_log_probs == "auto":
-            corrects = getattr(self.loss.value_estimator, "corrects_sampler", False)
+            corrects = getattr(self.estimator, "corrects_sampler", False)
             return not self.exact or corrects or getattr(self.collector, "max_staleness", 0) > 0
         return self.config.old_log_probs == "scorer"
 
@@ -220,37 +286,62 @@ class LLMTrainer:
         """What is played for one iteration, rows ``[B]``; None, and a :attr:`stop_reason`, when the collector has no more.
 
         One batch of the collector; with ``config.dynamic_sampling``, as many as it takes (and the setting allows) until
-        one batch's number of conversations is in groups that teach something.
+        one batch's number of conversations is in groups that get credit.
         """
-        played: list[TensorDictBase] = []
+        # A resumed run starts with no contexts cached; one that goes on must not have those of an evaluation.
+        self.policy.drop_cache()
+        rows = self._play(batches)
+        if rows is None:
+            return None
+        wanted = self._wanted(rows)
+        for _ in range(self.config.dynamic_sampling - 1):
+            if self.ranks.sum(int(self._informative(rows).sum())) >= wanted:
+                break
+            more = self._play(batches)
+            if more is None:
+                break
+            rows = cat_rows([rows, more])
+        return rows
+
+    def _play(self, batches: Iterator[object]) -> TensorDictBase | None:
+        """One batch of the collector, rows ``[B]``; None, and a :attr:`stop_reason`, when it has no more."""
         with self._timer("rollout"), self.playing(here=not isinstance(self.collector, RayTurnCollector)):
-            # A resumed run starts with no contexts cached; one that goes on must not have those of an evaluation.
-            self.policy.drop_cache()
-            while self._wants_more(played):
-                if self.ranks.any(next(batches, _END) is _END):
-                    self.stop_reason = "the collector reached its own limit"
-                    break
-                played.append(self.replay_buffer[:].contiguous().to(self.accelerator.device))
-                self.replay_buffer.empty(empty_write_count=False)
-        return cat_rows(played) if played else None
+            if self.ranks.any(next(batches, _END) is _END):
+                self.stop_reason = "the collector reached its own limit"
+                return None
+            batch = self.replay_buffer[:].contiguous().to(self.accelerator.device)
+            self.replay_buffer.empty(empty_write_count=False)
+        return batch
 
     def playing(self, *, here: bool = True) -> AbstractContextManager[None]:
         """Around whatever the policy plays ``here``: where it samples from the trained model, every rank needs all weights."""
         return self.ranks.weights_here() if here and not self.policy.concurrent else nullcontext()
 
-    def _wants_more(self, played: list[TensorDictBase]) -> bool:
-        if not played:
-            return True
-        if len(played) >= self.config.dynamic_sampling:
-            return False
-        found = self.ranks.sum(sum(int(informative(batch).sum()) for batch in played))
-        return found < self.ranks.sum(played[0].shape[0])
+    def _wanted(self, rows: TensorDictBase) -> int:
+        """How many conversations the update of one iteration is meant to have, on all ranks together."""
+        return int(self.ranks.sum(getattr(self.collector, "batch_size", rows.shape[0])))
+
+    def _informative(self, batch: TensorDictBase) -> Tensor:
+        """Which rows are of groups that the update would learn from, ``[B]`` bool: whatever the estimator does decides."""
+        rows = batch.copy()
+        with self._timer("score"), self.accelerator.autocast():
+            if self._credit_reads_scores:
+                with self.ranks.weights_here():
+                    self.score(rows)
+            return informative(self.credit(rows))
+
+    @property
+    def _credit_reads_scores(self) -> bool:
+        estimator = self.estimator
+        penalised, corrects = getattr(estimator, "kl_coeff", 0.0), getattr(estimator, "corrects_sampler", False)
+        return bool(penalised) or corrects or self.loss.critic_network is not None
 
     def iterate(self, batch: TensorDictBase) -> dict[str, float]:
         """What is done with what was played: score, credit, update, and evaluate when it is time."""
-        played = self.ranks.rows(batch, _PLAYED)
+        played, before = self.ranks.rows(batch, _PLAYED), self.steps
         self.steps += int(played[keys.TURN_MASK].sum())
         self.episodes += played.shape[0]
+        self._set_learning_rates(before)
         chosen = self.choose(batch)
         num_chosen = self.ranks.sum(chosen.shape[0])
         metrics = rollout_metrics(played, getattr(getattr(self.collector, "env", None), "names", ())) | {
@@ -261,7 +352,7 @@ class LLMTrainer:
             # A rank that has nothing to learn from still has to take every step with the others.
             metrics |= self.learn(chosen if chosen.shape[0] else self._silent(batch))
         else:
-            logger.warning("iteration %d: no group's returns differ; nothing to learn from", self.iteration)
+            logger.warning("iteration %d: no group has an advantage; nothing to learn from", self.iteration)
         self.iteration += 1
         self._check_limits()
         interval = self.config.evaluation_interval
@@ -273,12 +364,25 @@ class LLMTrainer:
         return silenced(batch[: getattr(self.collector, "group_size", 1)])
 
     def choose(self, batch: TensorDictBase) -> TensorDictBase:
-        """Of what was played, the rows to learn from: with ``config.dynamic_sampling`` those of groups with a spread."""
+        """Of what was played, the rows to learn from: with ``config.dynamic_sampling`` those of groups that get credit.
+
+        At most as many as one batch has, on all ranks together: the first in the order of the tickets, as one process that
+        plays for all of them would take.
+        """
         if not self.config.dynamic_sampling:
             return batch
-        rows = informative(batch).nonzero().flatten()
-        size = getattr(self.collector, "batch_size", batch.shape[0])
-        return batch[rows[:size]]
+        rows = batch[self._informative(batch)]
+        found = zip(rows[keys.GROUP_ID].tolist(), rows[keys.EPISODE_ID].tolist(), strict=True)
+        first = [episode for _, episode in sorted(self.ranks.gather(list(found)))[: self._wanted(batch)]]
+        return rows[torch.isin(rows[keys.EPISODE_ID], torch.tensor(first, dtype=torch.int64, device=rows.device))]
+
+    def credit(self, batch: TensorDictBase) -> TensorDictBase:
+        """Shape the rewards of scored rows ``[B]`` as the settings say, and write the estimator's credit."""
+        config, limit = self.config, self.policy.sampling.max_output_tokens
+        if config.overlong_penalty:
+            buffer = config.overlong_buffer or limit
+            penalise_overlong(batch, config.overlong_penalty, max_response_length=limit, buffer=buffer)
+        return self.estimator(batch)
 
     def learn(self, batch: TensorDictBase) -> dict[str, float]:
         """Score, credit and update on rows ``[B]``; then the policy gets the new weights."""
@@ -289,10 +393,7 @@ class LLMTrainer:
         with self._timer("score"), self.accelerator.autocast():
             with self.ranks.weights_here():
                 self.score(batch)
-            if config.overlong_penalty:
-                buffer = config.overlong_buffer or limit
-                penalise_overlong(batch, config.overlong_penalty, max_response_length=limit, buffer=buffer)
-            self.loss.value_estimator(batch)
+            self.credit(batch)
         kept = batch[~overlong(batch, limit)] if config.overlong_filter else batch
         num_kept = self.ranks.sum(kept.shape[0])
         batch = kept if kept.shape[0] or not num_kept else self._silent(batch)
@@ -340,8 +441,6 @@ class LLMTrainer:
         padding: list[float] = []
         size = self.config.minibatch_size or int(self.ranks.sum(batch.shape[0]))
         everyone = self.ranks.process_group
-        for group, rate in zip(self.optimizer.param_groups, self._learning_rates, strict=True):
-            group["lr"] = rate * self._lr_factor()
         for _ in range(self.config.epochs):
             for minibatch in minibatches(batch, size, generator=self.generator, process_group=everyone):
                 rows = minibatch if minibatch.shape[0] else silenced(batch[:1])
@@ -368,23 +467,23 @@ class LLMTrainer:
         merged = merge(self.ranks.gather([merge(outputs).cpu()])) if self.ranks.count > 1 else merge(outputs)
         return {name: merged[key] for key, name in LOSS_METRICS.items() if key in merged}
 
+    @property
+    def _warms_up_critic(self) -> bool:
+        return self.iteration < self.config.critic_warmup
+
     def _objective(self, out: TensorDictBase) -> Tensor:
-        if self.iteration >= self.config.critic_warmup:
-            self._idle_parameters = []
+        if not self._warms_up_critic:
             return total(out)
-        if self.ranks.count == 1 or self.ranks.sharded:
-            return out["loss_critic"]
-        # DDP's ranks wait for a gradient of every parameter; those that the critic does not reach get zeros, and no step.
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        if not self._idle_parameters:
-            found = torch.autograd.grad(out["loss_critic"], parameters, retain_graph=True, allow_unused=True)
-            self._idle_parameters = [p for p, gradient in zip(parameters, found, strict=True) if gradient is None]
-        return out["loss_critic"] + 0.0 * total(out)
+        # DDP's ranks wait for a gradient of every parameter: those that the critic does not reach get zeros, and no step.
+        ddp = self.ranks.count > 1 and not self.ranks.sharded
+        return out["loss_critic"] + (0.0 * total(out) if ddp else 0.0)
 
     def _optimizer_step(self) -> dict[str, Tensor]:
         norms = {}
-        for parameter in self._idle_parameters:
-            parameter.grad = None
+        if self._warms_up_critic:
+            # None, not zeros: AdamW passes over them, with moments and weight decay. Of a shared trunk, too, for it is the policy's.
+            for parameter in self.optimizer.param_groups[0]["params"]:
+                parameter.grad = None
         # Once for all groups: a gradient scaler refuses to unscale twice.
         self.accelerator.unscale_gradients()
         for name, group in zip(("actor", "critic"), self.optimizer.param_groups, strict=False):
@@ -401,15 +500,11 @@ class LLMTrainer:
         gap = (batch[keys.OLD_LOG_PROB] - batch[keys.SAMPLE_LOG_PROB])[actions].abs().sum().item()
         return self.ranks.sum(gap) / self.ranks.sum(int(actions.sum()))
 
-    def _lr_factor(self) -> float:
-        """Linear warm-up, then cosine (or constant), over the share of ``max_steps`` played."""
-        config, done = self.config, min(1.0, self.steps / self.config.max_steps)
-        if done < config.warmup_fraction:
-            return done / config.warmup_fraction
-        if config.schedule == "constant":
-            return 1.0
-        rest = (done - config.warmup_fraction) / max(1e-12, 1 - config.warmup_fraction)
-        return config.min_lr_fraction + (1 - config.min_lr_fraction) * 0.5 * (1 + math.cos(math.pi * rest))
+    def _set_learning_rates(self, before: int) -> None:
+        """Those of an update on the turns that were played since there were ``before``."""
+        factor = _lr_factor(self.config, before, self.steps)
+        for group, rate in zip(self.optimizer.param_groups, self._learning_rates, strict=True):
+            group["lr"] = rate * factor
 
     def _check_limits(self) -> None:
         config, seconds = self.config, self.ranks.agree(time.monotonic() - self._started)
@@ -470,3 +565,33 @@ class LLMTrainer:
         self.collector.shutdown()
         for target in self.loggers:
             target.flush()
+
+
+def _check_parameters(loss: TurnPolicyLoss, optimizer: torch.optim.Optimizer) -> None:
+    """What is trained is what is stepped: an optimizer of other parameters would run without a word."""
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    trained = {id(parameter): name for name, parameter in loss.named_parameters() if parameter.requires_grad}
+    idle = sorted(trained[each] for each in trained.keys() - stepped)
+    if idle or stepped - trained.keys():
+        listed = ", ".join(idle[:3]) + (", ..." if len(idle) > 3 else "")
+        raise ConfigError(
+            f"The optimizer steps {len(stepped - trained.keys())} parameters that are none of {type(loss).__name__}'s trainable "
+            f"ones, and leaves out {len(idle)} that are{f' ({listed})' if idle else ''}. Make the loss of the networks whose "
+            "parameters the optimizer has (build_run: models.actor and models.critic), and set requires_grad_(False) on what "
+            "is not to be trained."
+        )
+
+
+def _lr_factor(config: TrainerConfig, before: int, after: int) -> float:
+    """The share of the learning rates in an update on the turns from ``before`` to ``after``: warm-up, then the schedule.
+
+    The warm-up goes by the turns after them and the cosine by those before: no update has a rate of 0, neither the first nor
+    the one that reaches ``max_steps``.
+    """
+    began, ended = before / config.max_steps, after / config.max_steps
+    if began < config.warmup_fraction:
+        return min(1.0, ended / config.warmup_fraction)
+    if config.schedule == "constant":
+        return 1.0
+    rest = (min(1.0, began) - config.warmup_fraction) / max(1e-12, 1 - config.warmup_fraction)
+    return config.min_lr_fraction + (1 - config.min_lr_fraction) * 0.5 * (1 + math.cos(math.pi * rest))

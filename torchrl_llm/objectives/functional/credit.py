@@ -413,26 +413,6 @@ def _sizes(counts: Tensor, score: Tensor) -> Tensor:
     return counts.to(score.dtype).view(-1, *[1] * (score.ndim - 1))
 
 
-def group_has_spread(score: Tensor, group_id: Tensor) -> Tensor:
-    """Whether a conversation's group has scores that differ: without, a group-relative advantage is 0 throughout.
-
-    Args:
-        score: ``[B]``, the episode's return.
-        group_id: ``[B]`` int64.
-
-    Returns:
-        ``[B]`` bool.
-
-    Examples:
-        >>> group_has_spread(torch.tensor([0.0, 1.0, 5.0, 5.0]), torch.tensor([4, 4, 9, 9]))
-        tensor([ True,  True, False, False])
-    """
-    check_shapes(score=score, group_id=group_id)
-    score = wide(score)
-    _, index, counts = group_id.unique(return_inverse=True, return_counts=True)
-    return _group_statistics(score, index, _sizes(counts, score), ddof=0)[2][index]
-
-
 def group_relative(
     score: Tensor,
     group_id: Tensor,
