@@ -10,6 +10,9 @@ from torchrl_llm.collectors._stream import StreamCollector
 from torchrl_llm.envs.gem import GEMEnv
 from torchrl_llm.modules.policy import TurnPolicy
 
+STEP_TIMEOUT = 60.0
+"""Seconds that an environment may take, unless another limit is given."""
+
 
 class AsyncTurnCollector(StreamCollector):
     """Plays every slot at its own pace: an environment steps as soon as its own turn is done.
@@ -77,7 +80,7 @@ class AsyncTurnCollector(StreamCollector):
         batch_size: int,
         max_staleness: int = 0,
         num_threads: int | None = None,
-        step_timeout: float = 60.0,
+        step_timeout: float = STEP_TIMEOUT,
         max_faults: int = 16,
         background: bool | None = None,
         **kwargs: Any,

@@ -7,6 +7,7 @@ from typing import Any
 
 from torchrl_llm.collectors._ray_player import RayPlayer, WorkerLostError
 from torchrl_llm.collectors._stream import StreamCollector
+from torchrl_llm.collectors.async_turn import STEP_TIMEOUT
 from torchrl_llm.envs.gem import GEMEnv
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.optional import running_ray
@@ -84,7 +85,7 @@ class RayTurnCollector(StreamCollector):
         max_staleness: int = 0,
         worker_options: Mapping[str, Any] | None = None,
         num_threads: int | None = None,
-        step_timeout: float = 60.0,
+        step_timeout: float = STEP_TIMEOUT,
         max_faults: int = 16,
         worker_timeout: float = 600.0,
         start_timeout: float = 600.0,

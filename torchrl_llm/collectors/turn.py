@@ -46,6 +46,9 @@ class TurnCollector(ConversationCollector):
         exploration_type: as in TorchRL; default ``ExplorationType.RANDOM``.
         max_faults: failed episodes tolerated for one batch; one more raises an ``EnvironmentFault``. Default 16. The
             environment's own ``max_faults``, in a row, holds too.
+        keep_failed: deliver episodes whose environment failed as far as they were played, and replace none; so that they
+            count where nothing is learnt from them, as in an evaluation. One that failed at its reset was not played: the
+            next ticket fills the batch. Default False.
         policy_device: the policy reads its input on this device; default the environment's.
         weight_sync_schemes: by model id, what ``update_policy_weights_()`` sends weights with, such as
             ``{"policy": VLLMWeightSync(...)}``; default none: the policy shares the trained weights.
@@ -78,6 +81,7 @@ class TurnCollector(ConversationCollector):
         *,
         batch_size: int,
         max_faults: int = 16,
+        keep_failed: bool = False,
         policy_device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
@@ -85,7 +89,7 @@ class TurnCollector(ConversationCollector):
         self.policy_device = None if policy_device is None else torch.device(policy_device)
         if max_faults < 0:
             raise ValueError(f"TurnCollector: max_faults is {max_faults!r}; expected >= 0.")
-        self.max_faults = max_faults
+        self.max_faults, self.keep_failed = max_faults, keep_failed
         self._carrier: TensorDictBase | None = None
         self._dropped: Counter[str] = Counter()
 
@@ -109,6 +113,8 @@ class TurnCollector(ConversationCollector):
                 fault: BaseException = self.env.last_fault
                 fault.add_note(f"{new} episodes of one batch failed; max_faults={self.max_faults}.")
                 raise fault
+            if self.keep_failed:
+                break
             steps, missing = self._whole(steps)
             if not missing:
                 self._dropped["error"] += self.env.num_dealt - dealt - self.batch_size
@@ -179,7 +185,8 @@ class TurnCollector(ConversationCollector):
         turn = torch.cat([step[keys.TURN].flatten() for step in steps])
         group = torch.cat([step[keys.GROUP_ID].flatten() for step in steps])
         episodes, row = episode.unique(return_inverse=True)
-        self._check_tickets(episodes, group[turn == 0])
+        if not self.keep_failed:  # a group may lack a member that failed at its reset
+            self._check_tickets(episodes, group[turn == 0])
         index = torch.zeros(self.batch_size, int(turn.max()) + 1, dtype=torch.int64, device=row.device)
         mask = torch.zeros_like(index, dtype=torch.bool)
         index[row, turn] = torch.arange(len(row), device=row.device)

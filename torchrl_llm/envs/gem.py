@@ -170,7 +170,7 @@ class GEMEnv(EnvBase):
         weights: how often each environment of a mixture is dealt, see :class:`~torchrl_llm.envs.tickets.Tickets`; default
             none, in turn.
         max_faults: failed episodes tolerated in a row, with none between them that ended well; one more raises the first
-            of them. Default 16, so that one bad task does not end a long run, and a broken environment does. 0 raises at
+            of them. In an evaluation also how many may fail at all. Default 16, so that one bad task does not end a long run, and a broken environment does. 0 raises at
             once.
         num_threads: threads that call environments, so that slow ones answer side by side (those that declare
             ``thread_safe = True``, see :class:`TextEnv`; others one at a time). Default: none (0), which is the fastest for

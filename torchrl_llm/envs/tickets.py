@@ -123,6 +123,11 @@ class Tickets:
         return _ticket(self, self.shares, index)
 
     @property
+    def base(self) -> int:
+        """The lowest group and episode id of the stream, all workers together."""
+        return get_args(Stream).index(self.stream) * STREAM_IDS
+
+    @property
     def shares(self) -> tuple[float, ...] | None:
         """How often each environment is dealt, relative to each other; ``None``: in turn."""
         if self.success is None:
@@ -158,12 +163,11 @@ def _ticket(tickets: Tickets, shares: tuple[float, ...] | None, index: int) -> T
     round_, member = divmod(index, tickets.group_size)
     group = tickets.worker + round_ * tickets.num_workers
     stream = get_args(Stream).index(tickets.stream)
-    base = stream * STREAM_IDS
     drawn, chosen = map(int, np.random.SeedSequence(tickets.seed, spawn_key=(stream, group)).generate_state(2))
     # The lowest bits name the stream, so no task of one stream is ever met in another.
     seed = drawn & ~3 | stream
     env_id = group % tickets.num_tasks if shares is None else _pick(shares, chosen / 2**32)
-    return Ticket(base + group * tickets.group_size + member, base + group, env_id, seed)
+    return Ticket(tickets.base + group * tickets.group_size + member, tickets.base + group, env_id, seed)
 
 
 def _pick(weights: tuple[float, ...], share: float) -> int:

@@ -66,11 +66,13 @@ METRICS: dict[str, str] = {
     "evaluation/success_high": "upper end of its 95 % Wilson interval",
     "evaluation/reward": "return on the held-out tasks, sampled",
     "evaluation/turns": "turns per episode on the held-out tasks, sampled",
+    "evaluation/faults": "held-out episodes whose environment failed; they count as not won",
     "evaluation_greedy/success": "success rate on the held-out tasks, greedy decoding",
     "evaluation_greedy/success_low": "lower end of its 95 % Wilson interval",
     "evaluation_greedy/success_high": "upper end of its 95 % Wilson interval",
     "evaluation_greedy/reward": "return on the held-out tasks, greedy decoding",
     "evaluation_greedy/turns": "turns per episode on the held-out tasks, greedy decoding",
+    "evaluation_greedy/faults": "held-out episodes whose environment failed; they count as not won",
 }
 """Name -> meaning of every metric that the trainer logs. A metric that is not listed here is an error."""
 

@@ -25,6 +25,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from torchrl_llm.collectors import AsyncTurnCollector, RayTurnCollector, TurnCollector, adapt_tasks
+from torchrl_llm.collectors.async_turn import STEP_TIMEOUT
 from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.envs.tickets import Stream
@@ -660,7 +661,11 @@ def _make_env(
     worker: int = 0,
     num_workers: int = 1,
 ) -> GEMEnv:
-    options = {"num_threads": config.env_threads, "step_timeout": config.step_timeout}
+    options: dict[str, Any] = {
+        "num_threads": config.env_threads,
+        "step_timeout": _step_timeout(config),
+        "max_faults": config.max_faults,
+    }
     options |= {"worker": worker, "num_workers": num_workers} if num_workers > 1 else {}
     return make(
         **{name: value for name, value in options.items() if value is not None},
@@ -678,6 +683,13 @@ def _make_env(
         seed=config.seed,
         stream=stream,
     )
+
+
+def _step_timeout(config: RunConfig) -> float | None:
+    """Seconds that an environment may take for a step, wherever it is played: what training allows, evaluation does too."""
+    if config.step_timeout is not None or config.collector == "turn" or config.env_threads == 0:
+        return config.step_timeout
+    return STEP_TIMEOUT
 
 
 def _make_evaluator(config: RunConfig, policy: TurnPolicy, env: GEMEnv, ranks: Ranks) -> Callable[[], dict]:

@@ -208,8 +208,9 @@ class RunConfig(TrainerConfig):
         env_threads: threads that environments run in; None takes one a slot with a step_timeout or a collector other than
             "turn", else none.
         step_timeout: seconds that an environment may take for a step, in training and in evaluation; its episode is cut then.
-            None takes 60 in training with a collector other than "turn", else no limit.
-        max_faults: episodes whose environment may fail in one batch; their groups are dropped and others played.
+            None takes 60 with a collector other than "turn" (and env_threads other than 0), else no limit.
+        max_faults: episodes whose environment may fail in one batch, where their groups are dropped and others played; in
+            one evaluation, where they count as not won; and in a row. None takes 16.
         batch_size: conversations per iteration, all groups and all processes together.
         group_size: conversations per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for.
         gamma: discount per turn. This and all fields below, up to the learning rates: None takes the default of the
