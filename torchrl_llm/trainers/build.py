@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from accelerate import Accelerator
 from peft import LoraConfig
-from torchrl.checkpoint import Checkpoint, CheckpointError
+from torchrl.checkpoint import CheckpointError
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.record.loggers import Logger, TensorboardLogger, get_logger
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -36,7 +36,15 @@ from torchrl_llm.optional import running_ray
 from torchrl_llm.stops import response_end_ids
 from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReference
-from torchrl_llm.trainers.checkpoint import CheckpointStore, Optimizer, config_changes, environment, rewind_csv, verify
+from torchrl_llm.trainers.checkpoint import (
+    CheckpointStore,
+    Optimizer,
+    config_changes,
+    environment,
+    rewind_csv,
+    states_of,
+    verify,
+)
 from torchrl_llm.trainers.config import GRPO_ONLY, HOW_TO_RUN, PPO_ONLY, REINFORCE_ONLY, ConfigError, RunConfig
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.ranks import Ranks
@@ -129,13 +137,17 @@ class Run:
         """Save the run to ``path``, beside what the trainer saves by itself.
 
         Args:
-            path: the checkpoint's folder; what it held is replaced.
+            path: the checkpoint's folder. A checkpoint that it held is replaced, once the new one is whole; a folder that
+                holds anything else is refused.
             lora_only: with LoRA write adapters only; ``False`` adds the actor as one whole model in ``merged/``, which
                 transformers and vLLM load. Without LoRA whole models are written anyway.
             save_optimizer: and all else that a resume needs; ``False`` writes weights and tokenizer only.
 
         Returns:
             The folder.
+
+        Raises:
+            CheckpointError: ``path`` holds files that are no checkpoint's.
         """
         return self.checkpoints.save_to(path, self.trainer, lora_only=lora_only, save_optimizer=save_optimizer)
 
@@ -176,7 +188,7 @@ class Run:
                 merge_lora_configs=merge_lora_configs,
             )
         if load_optimizer:
-            Checkpoint(optimizer=Optimizer(self.trainer.optimizer, self.trainer.ranks)).load(path)
+            states_of(optimizer=Optimizer(self.trainer.optimizer, self.trainer.ranks)).load(path)
         elif merge_lora_configs:
             self.trainer.replace_optimizer(make_optimizer(self.config, self.models))
         if self.weight_sync is None:

@@ -8,8 +8,9 @@ that it is there whole or not at all::
         tokenizer/
         components/                    optimizer, trainer, collector, global random generators: tensors and JSON
         manifest.json                  versions, settings, git revision, metrics
+        sums.json                      the SHA-256 of every other file
 
-Nothing in it is a pickle. The last files written are the SHA-256 sums of all others; they are checked before anything is read.
+Nothing in it is a pickle, and none is read. ``sums.json`` is written last; all files are checked against it before any is read.
 """
 
 from __future__ import annotations
@@ -17,16 +18,27 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tensordict
 import torch
-from torchrl.checkpoint import Checkpoint, CheckpointAdapter, CheckpointError, CheckpointRotation, GlobalRNGState
+from torchrl.checkpoint import (
+    Checkpoint,
+    CheckpointAdapter,
+    CheckpointError,
+    CheckpointRotation,
+    GlobalRNGState,
+    StateDictCheckpointAdapter,
+)
 
 from torchrl_llm.modules import ActorCritic
 from torchrl_llm.trainers.ranks import Ranks
@@ -42,6 +54,10 @@ SUCCESS = "evaluation_success"
 
 NOT_EVALUATED = -1.0
 _SUMS = "sums.json"
+_NAME = re.compile(r"checkpoint-(\d{12})")
+"""How :class:`torchrl.checkpoint.CheckpointRotation` names a checkpoint: by its iteration."""
+_PICKLES = {".pickle", ".pkl", ".pt", ".pth", ".bin", ".ckpt", ".joblib"}
+_METADATA = {SUCCESS, "iteration", "steps", "config", "environment"}
 
 
 class Weights(CheckpointAdapter):
@@ -67,20 +83,28 @@ class Weights(CheckpointAdapter):
         component.load_pretrained(path.parents[1])
 
 
-class Sums(CheckpointAdapter):
-    """Saves the SHA-256 of every file that is there by then: of all components whose names sort before its own."""
+class State(StateDictCheckpointAdapter):
+    """Saves a ``state_dict`` as JSON and one archive of tensors, and reads nothing else.
 
-    adapter_id = "torchrl_llm.sums"
+    An archive, because it is written and not mapped: where a disk is full, writing to a mapped file ends the process (SIGBUS).
+    """
 
-    def save(self, component: Any, path: Path, *, args: Any, kwargs: Any) -> None:
-        """Write ``sums.json``."""
-        root = path.parents[1]
-        sums = {file.relative_to(root).as_posix(): _sha256(file) for file in sorted(root.rglob("*")) if file.is_file()}
-        path.mkdir(parents=True)
-        (path / _SUMS).write_text(json.dumps(sums, indent=1))
+    def __init__(self) -> None:
+        super().__init__("archive")
 
-    def load(self, component: Any, path: Path, **_: Any) -> None:
-        """Nothing: :func:`verify` reads the sums before anything is loaded."""
+    def load(self, component: Any, path: Path, **options: Any) -> None:
+        """Read them into ``component``.
+
+        Raises:
+            CheckpointError: there are other files, which TorchRL would read instead.
+            RuntimeError: the archive holds a pickle.
+        """
+        expected = {self.state_archive, self.schema_filename}
+        found = {file.name for file in path.iterdir()}
+        if found != expected:
+            raise CheckpointError(f"{path} holds {sorted(found)}; expected {sorted(expected)}.")
+        tensordict.load(path / self.state_archive, allow_pickle=False)  # TorchRL's own call allows them
+        super().load(component, path, **options)
 
 
 def _sha256(path: Path) -> str:
@@ -187,31 +211,98 @@ def _env_of(state: Mapping[str, Any]) -> Any:
 
 
 def verify(path: str | Path) -> dict[str, Any]:
-    """Check every file of a checkpoint against its sum.
+    """Check that a checkpoint holds exactly what was saved: every file against its sum, and no file besides.
 
     Args:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder, or a link to it.
 
     Returns:
         Its manifest.
 
     Raises:
-        CheckpointError: a file is missing, cut short or changed; the message names it.
+        CheckpointError: a file is missing, cut short or changed, was not saved, or is a link or a pickle; the message names it.
     """
     path = Path(path)
     try:
+        sums = _read_sums(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is no whole checkpoint, or one of an earlier version of this library (its weights load with init_from): "
+            f"{path / _SUMS} cannot be read: {error}"
+        ) from error
+    _check_files(path, sums)
+    try:
         manifest = Checkpoint.manifest(path)
-        sums_file = path / manifest["components"]["zz_sums"]["path"] / _SUMS
-        sums = json.loads(sums_file.read_text())
-    except (CheckpointError, OSError, ValueError, KeyError) as error:
-        raise CheckpointError(f"{path} is no whole checkpoint: {error}") from error
+    except (CheckpointError, OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path / 'manifest.json'} is no manifest of a checkpoint: {error}") from error
+    _check_metadata(path, manifest.get("metadata"))
+    return manifest
+
+
+def _read_sums(path: Path) -> dict[str, str]:
+    sums = json.loads((path / _SUMS).read_text())
+    if not isinstance(sums, dict):
+        raise ValueError(f"{path / _SUMS} holds no sums.")
+    return sums
+
+
+def _write_sums(path: Path) -> None:
+    sums = {name: _sha256(path / name) for name in _files(path) if name != _SUMS}
+    (path / _SUMS).write_text(json.dumps(sums, indent=1))
+
+
+def _files(path: Path) -> list[str]:
+    """The files below ``path``, and the links, which are not followed."""
+    found = [file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()]
+    return sorted(file.relative_to(path).as_posix() for file in found)
+
+
+def foreign_files(path: Path) -> list[str]:
+    """What a checkpoint's folder holds that was not saved with it; all that a folder holds that is no checkpoint."""
+    try:
+        saved = {_SUMS, *_read_sums(path)}
+    except (OSError, ValueError):
+        saved = set()
+    return [name for name in _files(path) if name not in saved]
+
+
+def _check_files(path: Path, sums: Mapping[str, str]) -> None:
+    for name in _files(path):
+        file = path / name
+        if file.is_symlink():
+            raise CheckpointError(f"{file} is a link: a checkpoint holds files only. Remove it, or put the file there.")
+        if file.suffix in _PICKLES:
+            raise CheckpointError(f"{file} is a pickle, which can run any code: a checkpoint holds none. Remove it.")
+    for name in foreign_files(path):
+        raise CheckpointError(f"{path / name} was not saved with the checkpoint: remove it.")
     for name, expected in sums.items():
         file = path / name
         if not file.is_file():
             raise CheckpointError(f"{file} is missing: the checkpoint is damaged.")
         if _sha256(file) != expected:
             raise CheckpointError(f"{file} is not what was saved (its SHA-256 differs): the checkpoint is damaged.")
-    return manifest
+
+
+def _check_metadata(path: Path, metadata: Any) -> None:
+    lacking = sorted(_METADATA - set(metadata)) if isinstance(metadata, Mapping) else sorted(_METADATA)
+    if lacking:
+        raise CheckpointError(
+            f"{path / 'manifest.json'} lacks {lacking} in its metadata: no run of this library saved it."
+        )
+    name = _NAME.fullmatch(path.resolve().name)
+    if name and int(name[1]) != metadata["iteration"]:
+        raise CheckpointError(f"{path} was saved at iteration {metadata['iteration']}: give the folder its name back.")
+
+
+class _Rotation(CheckpointRotation):
+    """TorchRL's, which deletes no files but those that were saved."""
+
+    def _remove_atomically(self, path: Path) -> None:
+        foreign = foreign_files(path)
+        if foreign:
+            logger.warning("%s is kept: it holds %s, which was not saved with it", path, ", ".join(foreign))
+            return
+        super()._remove_atomically(path)
 
 
 class CheckpointStore:
@@ -240,12 +331,17 @@ class CheckpointStore:
         keep_last: int = 2,
     ) -> None:
         self.models, self.tokenizer, self.config = models, tokenizer, dict(config or {})
-        self.rotation = CheckpointRotation(directory, keep_last=keep_last, keep_best=(SUCCESS, "max"))
+        self.rotation = _Rotation(directory, keep_last=keep_last, keep_best=(SUCCESS, "max"))
         self.directory = self.rotation.directory
 
     def latest(self) -> Path | None:
-        """The newest checkpoint that has a manifest; ``None`` if there is none."""
-        return self.rotation.latest()
+        """The newest checkpoint, whole or damaged; ``None`` if there is none."""
+        return max(self.checkpoints(), default=None)
+
+    def checkpoints(self) -> list[Path]:
+        """All of them, the oldest first."""
+        found = self.directory.glob("checkpoint-*")
+        return sorted(path for path in found if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink())
 
     def best(self) -> Path | None:
         """The one with the highest success rate in the evaluation of its iteration."""
@@ -261,33 +357,45 @@ class CheckpointStore:
         Returns:
             The new checkpoint's folder. ``last`` and ``best`` beside it are links. Of several ranks the first one writes.
         """
-        path = Path()
+        place = self.directory / f"checkpoint-{trainer.iteration:012d}"
         with self._gathered(trainer) as checkpoint:
-            if trainer.ranks.first:
-                metadata = self._metadata(trainer, metrics)
-                path = self.rotation.save(checkpoint, step=trainer.iteration, metadata=metadata)
-                self._link("last", path)
-                best = self.best()
-                if best is not None and Checkpoint.manifest(best)["metadata"][SUCCESS] != NOT_EVALUATED:
-                    self._link("best", best)
-        return trainer.ranks.agree(path)
+            trainer.ranks.on_first(lambda: self._save(checkpoint, place, self._metadata(trainer, metrics)))
+        return place
+
+    def _save(self, checkpoint: Checkpoint, place: Path, metadata: dict[str, Any]) -> None:
+        try:
+            _write(checkpoint, place, metadata)
+        except Exception as error:  # of Python, of safetensors or of tokenizers; all of them end the run
+            last = self.latest()
+            rest = f"{last} is whole: resume=true goes on from it." if last else "There is no earlier one."
+            raise CheckpointError(f"{place} could not be saved ({type(error).__name__}: {error}). {rest}") from error
+        self.rotation.prune()
+        self.link()
+
+    def link(self) -> None:
+        """Let ``last`` and ``best`` point to the newest and the best checkpoint; a link that has none is removed."""
+        best = self.best()
+        if best is not None and Checkpoint.manifest(best)["metadata"][SUCCESS] == NOT_EVALUATED:
+            best = None
+        self._link("last", self.latest())
+        self._link("best", best)
 
     def save_to(
         self, path: str | Path, trainer: LLMTrainer, *, lora_only: bool = True, save_optimizer: bool = True
     ) -> Path:
         """Save to a folder of the caller's choice; see :meth:`torchrl_llm.trainers.Run.save_checkpoint`."""
+        path = Path(path)
         merged = not lora_only and self.models.adapter is not None
         if merged and trainer.ranks.sharded:
             raise CheckpointError(
                 "lora_only=False merges a copy of the model, which is shared out (FSDP2): save adapters, and merge them in a run "
                 "of one process."
             )
-        names = None if save_optimizer else ["models", "zz_sums"]
+        trainer.ranks.on_first(lambda: _check_replaceable(path))
+        names = None if save_optimizer else ["models"]
         with self._gathered(trainer, Weights(self.tokenizer, merged=merged)) as checkpoint:
-            if trainer.ranks.first:
-                checkpoint.save(path, components=names, metadata=self._metadata(trainer, {}))
-        trainer.accelerator.wait_for_everyone()
-        return Path(path)
+            trainer.ranks.on_first(lambda: _write(checkpoint, path, self._metadata(trainer, {}), names))
+        return path
 
     def resume(self, trainer: LLMTrainer, path: str | Path) -> dict[str, Any]:
         """Put ``trainer`` where it was when ``path`` was saved.
@@ -296,11 +404,17 @@ class CheckpointStore:
             The manifest.
 
         Raises:
-            CheckpointError: the checkpoint is damaged; the message names the file, and a whole one if there is one.
+            CheckpointError: the checkpoint is damaged; the message names the file, and a whole one if there is one. Or its
+                manifest is not that of the rest.
         """
         manifest = self.verify(path)
         with trainer.ranks.weights_in_files(read=True):
             self._checkpoint(trainer, _shared(trainer), Weights()).load(path)
+        said, found = (
+            {name: of[name] for name in ("iteration", "steps")} for of in (manifest["metadata"], vars(trainer))
+        )
+        if said != found:
+            raise CheckpointError(f"{Path(path) / 'manifest.json'} says {said}, but what was saved is of {found}.")
         return manifest
 
     def verify(self, path: str | Path) -> dict[str, Any]:
@@ -311,8 +425,10 @@ class CheckpointStore:
             raise CheckpointError(f"{error} {self._offer(Path(path))}") from error
 
     def clean(self) -> None:
-        """Remove what a crash in the middle of a save or of a deletion has left."""
-        for pattern in (".*.stage-*", ".*.delete-*", ".*.link"):
+        """Put right what a crash in the middle of a save or of a deletion has left."""
+        for place in {_NAME.search(old.name) for old in self.directory.glob(".checkpoint-*.old-*")} - {None}:
+            _recover(self.directory / place[0])
+        for pattern in (".checkpoint-*.stage-*", ".checkpoint-*.delete-*", ".last.link", ".best.link"):
             for leftover in self.directory.glob(pattern):
                 shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
 
@@ -335,20 +451,22 @@ class CheckpointStore:
             yield self._checkpoint(trainer, shared, weights or Weights(self.tokenizer))
 
     def _checkpoint(self, trainer: LLMTrainer, shared: Mapping[str, Any], weights: Weights) -> Checkpoint:
-        checkpoint = Checkpoint(**shared, rng=GlobalRNGState(), trainer=trainer)
+        states = {**shared, "rng": GlobalRNGState(), "trainer": trainer}
         if (scaler := trainer.accelerator.scaler) is not None:
-            checkpoint.register("scaler", scaler)
-        checkpoint.register("models", self.models, adapter=weights)
-        return checkpoint.register("zz_sums", None, adapter=Sums())
+            states["scaler"] = scaler
+        return states_of(**states).register("models", self.models, adapter=weights)
 
-    def _link(self, name: str, target: Path) -> None:
+    def _link(self, name: str, target: Path | None) -> None:
+        if target is None:
+            (self.directory / name).unlink(missing_ok=True)
+            return
         link = self.directory / f".{name}.link"
         link.unlink(missing_ok=True)
         link.symlink_to(target.name, target_is_directory=True)
         link.replace(self.directory / name)
 
     def _offer(self, damaged: Path) -> str:
-        for path in reversed(self.rotation.checkpoints()):
+        for path in reversed(self.checkpoints()):
             if path != damaged.resolve():
                 try:
                     verify(path)
@@ -356,6 +474,48 @@ class CheckpointStore:
                     continue
                 return f"{path} is whole: resume from it with resume_from={str(path)!r}."
         return "There is no other whole checkpoint."
+
+
+def states_of(**components: Any) -> Checkpoint:
+    """A checkpoint of what has a ``state_dict``, of which no pickle is read."""
+    checkpoint = Checkpoint()
+    for name, component in components.items():
+        checkpoint.register(name, component, adapter=State())
+    return checkpoint
+
+
+def _write(checkpoint: Checkpoint, place: Path, metadata: dict[str, Any], names: Collection[str] | None = None) -> None:
+    """Write a checkpoint beside its place, its sums last, and move it there: it is there whole or not at all."""
+    _check_replaceable(place)
+    stage = place.parent / f".{place.name}.stage-{uuid.uuid4().hex}"
+    try:
+        _write_sums(checkpoint.save(stage / place.name, components=names, metadata=metadata))
+        old = place.parent / f".{place.name}.old-{uuid.uuid4().hex}"
+        if place.exists():
+            place.replace(old)
+        (stage / place.name).replace(place)
+        if old.exists():
+            shutil.rmtree(old)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def _check_replaceable(place: Path) -> None:
+    """Refuse to write over anything but a checkpoint, or nothing."""
+    _recover(place)
+    folder = place.is_dir() and not place.is_symlink()
+    foreign = foreign_files(place) if folder else [place.name] if os.path.lexists(place) else []
+    if foreign:
+        raise CheckpointError(
+            f"{place} holds what this library did not save as a checkpoint ({', '.join(foreign[:3])}), and saving would "
+            "delete it: choose another folder, or empty it."
+        )
+
+
+def _recover(place: Path) -> None:
+    """Bring back, or delete, what a crash between the two steps of a replacement has left."""
+    for old in place.parent.glob(f".{place.name}.old-*"):
+        shutil.rmtree(old) if place.exists() else old.replace(place)
 
 
 def _shared(trainer: LLMTrainer) -> dict[str, Any]:

@@ -6,7 +6,7 @@ whatever decides how a run goes on is the same number on every rank, so that all
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -128,6 +128,21 @@ class Ranks:
     def agree(self, value: Any) -> Any:
         """The value of rank 0, on every rank."""
         return value if self.count == 1 else broadcast_object_list([value])[0]
+
+    def on_first(self, do: Callable[[], Any]) -> Any:
+        """What ``do`` returns on the first rank, which alone calls it; what it raises there is raised on all."""
+        result, error = None, None
+        if self.first:
+            try:
+                result = do()
+            except Exception as raised:
+                if self.count == 1:
+                    raise
+                error = raised
+        result, error = self.agree((result, error))
+        if error is not None:
+            raise error
+        return result
 
     def gather(self, values: list[Any]) -> list[Any]:
         """The lists of all ranks, one after the other."""
