@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -11,6 +12,7 @@ from torchrl.envs.utils import ExplorationType
 from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.data import turns_to_rows
+from torchrl_llm.interrupts import interruptible
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.record import rollout_metrics, wilson_interval
 from torchrl_llm.trainers.ranks import Ranks
@@ -80,7 +82,9 @@ def evaluate(
     mode = ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM
     # Every rank plays equally many, so that all of them have something to bring; what is too much is left out.
     share = episodes if ranks is None else -(-episodes // ranks.count)
-    rows = turns_to_rows(TurnCollector(env, policy, batch_size=share, exploration_type=mode).rollout())
+    collector = TurnCollector(env, policy, batch_size=share, exploration_type=mode)
+    collector.interruptible = partial(interruptible, ranks=ranks)
+    rows = turns_to_rows(collector.rollout())
     if ranks is not None:
         rows = ranks.rows(rows)[:episodes]
     figures = rollout_metrics(rows, env.names)
