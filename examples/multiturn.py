@@ -14,61 +14,98 @@ import json
 import logging
 import resource
 import time
+from functools import partial
 
 from transformers.utils.logging import disable_progress_bar
 
 from torchrl_llm.record.report import comparison_table, conversations_text, plot_learning_curve, write_json
-from torchrl_llm.trainers import Evaluation, Run, RunConfig, build_run, parse_run_config
+from torchrl_llm.trainers import (
+    Evaluation,
+    Interrupted,
+    Run,
+    RunConfig,
+    build_run,
+    catch_signals,
+    interruptible,
+    parse_run_config,
+    resume_command,
+)
 
 
 def main(config: RunConfig) -> dict:
-    """Train as ``config`` says; returns what ``result.json`` holds (of several processes the first one writes it)."""
+    """Train as ``config`` says; returns what ``result.json`` holds (of several processes the first one writes it).
+
+    Ctrl-C and SIGTERM end the run in good order: it is saved, the report says how far it came, and a line how to go on.
+    """
     started, cpu = time.perf_counter(), time.process_time()
-    run = build_run(config)
-    try:
-        return train(run, started, cpu)
-    finally:
-        run.close()
-        run.trainer.accelerator.end_training()
+    with catch_signals(resume_command(config)):
+        run = interruptible(partial(build_run, config))
+        try:
+            return train(run, started, cpu)
+        finally:
+            run.close()
+            run.trainer.accelerator.end_training()
 
 
 def train(run: Run, started: float, cpu: float) -> dict:
     """Evaluate, train, evaluate, report; ``started`` and ``cpu`` are when the process began to count."""
+    before = after = None
+    try:
+        before = evaluate_before(run)
+        if run.trainer.ranks.first:
+            print(f"before training, {before.episodes} episodes: win rate {before.success:.3f}", flush=True)
+        run.trainer.train()
+        after = run.final_evaluation()
+    except Interrupted as interrupted:
+        report(run, before, after, started, cpu, stop_reason=f"interrupted by {interrupted.name}")
+        raise
+    return report(run, before, after, started, cpu, stop_reason=run.trainer.stop_reason)
+
+
+def report(
+    run: Run,
+    before: Evaluation | None,
+    after: Evaluation | None,
+    started: float,
+    cpu: float,
+    *,
+    stop_reason: str | None,
+) -> dict:
+    """Write the report on the first process, and return what ``result.json`` holds; of an interrupted run what there is."""
     config = run.config
-    before = evaluate_before(run)
-    if run.trainer.ranks.first:
-        print(f"before training, {before.episodes} episodes: win rate {before.success:.3f}", flush=True)
-    run.trainer.train()
-    after = run.final_evaluation()
     if not run.trainer.ranks.first:
         return {}
-    write_conversations(run, after, "after")
     title = f"{config.algo} on {config.env_name}"
-    plot_learning_curve(run.trainer.history, config.output_dir / "learning_curve.png", title=title)
+    if run.trainer.history:
+        plot_learning_curve(run.trainer.history, config.output_dir / "learning_curve.png", title=title)
+    evaluations = {name: figures for name, figures in (("before", before), ("after", after)) if figures is not None}
     result = {
         "algo": config.algo,
         "seed": config.seed,
         "env_name": config.env_name,
-        "success_before": before.success,
-        "success_before_ci95": before.success_ci95,
-        "success_after": after.success,
-        "success_ci95": after.success_ci95,
-        "reward_before": before.reward,
-        "reward_after": after.reward,
-        "turns_before": before.turns,
-        "turns_after": after.turns,
+        "success_before": before and before.success,
+        "success_before_ci95": before and before.success_ci95,
+        "success_after": after and after.success,
+        "success_ci95": after and after.success_ci95,
+        "reward_before": before and before.reward,
+        "reward_after": after and after.reward,
+        "turns_before": before and before.turns,
+        "turns_after": after and after.turns,
         "episodes": run.trainer.episodes,
         "iterations": run.trainer.iteration,
-        "stop_reason": run.trainer.stop_reason,
+        "stop_reason": stop_reason,
         "wall_s": round(time.perf_counter() - started, 1),
         "cpu_s": round(time.process_time() - cpu, 1),
         "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
     }
     write_json(result, config.output_dir / "result.json")
-    if config.export_merged:
-        run.models.export_merged(config.output_dir / "merged", run.tokenizer)
-    print(f"\n{title}: {run.trainer.stop_reason}\n\n{comparison_table({'before': before, 'after': after})}\n")
-    print(f"report: {config.output_dir}/ (result.json, learning_curve.png, conversations_*.md)")
+    if after is not None:
+        write_conversations(run, after, "after")
+        if config.export_merged:
+            run.models.export_merged(config.output_dir / "merged", run.tokenizer)
+    table = f"\n\n{comparison_table(evaluations)}\n" if evaluations else ""
+    print(f"\n{title}: {stop_reason}{table}")
+    print(f"report: {config.output_dir}/ (result.json, learning_curve.png, conversations_*.md)", flush=True)
     return result
 
 

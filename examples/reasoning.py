@@ -19,7 +19,17 @@ from transformers.utils.logging import disable_progress_bar
 from torchrl_llm.envs import PromptDatasetEnv
 from torchrl_llm.record.report import comparison_table, conversations_text, plot_learning_curve, write_json
 from torchrl_llm.testing.arithmetic import arithmetic_splits, make_pupil
-from torchrl_llm.trainers import Evaluation, Run, RunConfig, build_run, parse_run_config
+from torchrl_llm.trainers import (
+    Evaluation,
+    Interrupted,
+    Run,
+    RunConfig,
+    build_run,
+    catch_signals,
+    interruptible,
+    parse_run_config,
+    resume_command,
+)
 
 
 def reward_fn(completion: str, answer: str, question: str) -> float:
@@ -30,18 +40,29 @@ def reward_fn(completion: str, answer: str, question: str) -> float:
 def main(config: RunConfig) -> dict:
     """Train as ``config`` says; returns what ``result.json`` holds."""
     started = time.perf_counter()
+    with catch_signals(resume_command(config)):
+        run = interruptible(partial(build, config))
+        before = after = None
+        try:
+            before = evaluate_before(run)
+            print(f"before training: {before.success:.3f} of the held-out questions answered", flush=True)
+            run.trainer.train()
+            after = run.final_evaluation()
+            return report(run, before, after, time.perf_counter() - started, stop_reason=run.trainer.stop_reason)
+        except Interrupted as interrupted:
+            stop_reason = f"interrupted by {interrupted.name}"
+            report(run, before, after, time.perf_counter() - started, stop_reason=stop_reason)
+            raise
+        finally:
+            run.close()
+
+
+def build(config: RunConfig) -> Run:
+    """The run of ``config``, with its questions and, if it asks for one, a model made from them."""
     splits = arithmetic_splits(seed=config.seed)
     if config.model_path == "arithmetic":
         config = with_pupil(config, splits["train"])
-    run = build_run(config, make_env=partial(PromptDatasetEnv, splits, reward_fn))
-    try:
-        before = evaluate_before(run)
-        print(f"before training: {before.success:.3f} of the held-out questions answered", flush=True)
-        run.trainer.train()
-        after = run.final_evaluation()
-        return report(run, before, after, time.perf_counter() - started)
-    finally:
-        run.close()
+    return build_run(config, make_env=partial(PromptDatasetEnv, splits, reward_fn))
 
 
 def with_pupil(config: RunConfig, rows: list[dict[str, str]]) -> RunConfig:
@@ -64,23 +85,32 @@ def evaluate_before(run: Run) -> Evaluation:
     return before
 
 
-def report(run: Run, before: Evaluation, after: Evaluation, seconds: float) -> dict:
-    """Write ``result.json``, ``learning_curve.png`` and ``conversations_after.md``; print the comparison."""
+def report(
+    run: Run, before: Evaluation | None, after: Evaluation | None, seconds: float, *, stop_reason: str | None
+) -> dict:
+    """Write ``result.json``, ``learning_curve.png`` and ``conversations_after.md``, of an interrupted run what there is."""
     config, out = run.config, run.config.output_dir
     result = {
         "algo": config.algo,
         "seed": config.seed,
-        "accuracy_before": before.success,
-        "accuracy_after": after.success,
-        "accuracy_ci95": after.success_ci95,
+        "accuracy_before": before and before.success,
+        "accuracy_after": after and after.success,
+        "accuracy_ci95": after and after.success_ci95,
         "episodes": run.trainer.episodes,
         "iterations": run.trainer.iteration,
+        "stop_reason": stop_reason,
         "wall_s": round(seconds, 1),
     }
     write_json(result, out / "result.json")
-    (out / "conversations_after.md").write_text(conversations_text(after.rows, run.tokenizer, count=6))
-    plot_learning_curve(run.trainer.history, out / "learning_curve.png", title=f"{config.algo} on {config.env_name}")
-    print(f"\n{config.algo}\n\n{comparison_table({'before': before, 'after': after})}\n\nreport: {out}/")
+    if after is not None:
+        (out / "conversations_after.md").write_text(conversations_text(after.rows, run.tokenizer, count=6))
+    if run.trainer.history:
+        plot_learning_curve(
+            run.trainer.history, out / "learning_curve.png", title=f"{config.algo} on {config.env_name}"
+        )
+    evaluations = {name: each for name, each in (("before", before), ("after", after)) if each is not None}
+    table = f"\n\n{comparison_table(evaluations)}\n" if evaluations else ""
+    print(f"\n{config.algo}: {stop_reason}{table}\nreport: {out}/", flush=True)
     return result
 
 

@@ -22,6 +22,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_llm import keys
+from torchrl_llm.interrupts import interruptible
 from torchrl_llm.stops import share_stop_ids
 
 logger = logging.getLogger(__name__)
@@ -57,6 +58,8 @@ class ConversationCollector(BaseCollector):
     """
 
     init_random_frames = 0
+    interruptible: Callable[[Callable[[], TensorDictBase]], TensorDictBase] = staticmethod(interruptible)
+    """Calls what plays a batch; a trainer of several ranks puts in what they agree by (:mod:`torchrl_llm.interrupts`)."""
 
     def __init__(
         self,
@@ -119,7 +122,7 @@ class ConversationCollector(BaseCollector):
         if self.pre_collect_hook is not None:
             self.pre_collect_hook()
         with torch.no_grad(), set_exploration_type(self.exploration_type):
-            batch = self._collect()
+            batch = self.interruptible(self._collect)
         self._frames += int(batch[MASK].sum())
         self._iter += 1
         if self.postproc is not None:

@@ -1,9 +1,10 @@
 """The training loop, written out, and what it needs: settings, evaluation, checkpoints, callbacks."""
 
+from torchrl_llm.interrupts import Interrupted, catch_signals, interruptible
 from torchrl_llm.trainers.build import Run, build_run, loss_options, make_objective
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar
 from torchrl_llm.trainers.checkpoint import CheckpointStore, verify
-from torchrl_llm.trainers.cli import parse_run_config
+from torchrl_llm.trainers.cli import parse_run_config, resume_command
 from torchrl_llm.trainers.config import ConfigError, RunConfig, TrainerConfig
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.ranks import Ranks
@@ -14,6 +15,7 @@ __all__ = [
     "CheckpointStore",
     "ConfigError",
     "Evaluation",
+    "Interrupted",
     "LLMTrainer",
     "ProgressBar",
     "Ranks",
@@ -21,9 +23,12 @@ __all__ = [
     "RunConfig",
     "TrainerConfig",
     "build_run",
+    "catch_signals",
     "evaluate",
+    "interruptible",
     "loss_options",
     "make_objective",
     "parse_run_config",
+    "resume_command",
     "verify",
 ]

@@ -278,7 +278,7 @@ def build_run(
         if config.accept_changes:
             trainer.reconsider()
         for target in trainer.loggers:
-            _forget_after(target, trainer.steps)
+            _forget_after(target, trainer.logged_steps)
     if weight_sync is not None:
         # The engine has the weights of model_path so far. This is no update: the version stays.
         policy.policy_version -= 1

@@ -148,15 +148,16 @@ class Collectors:
     Args:
         collector: this rank's.
         ranks: all of them; each calls :meth:`gather` before the first one saves, and loads.
+        state: what to save instead of the collector's state now; ``None``: that.
     """
 
-    def __init__(self, collector: Any, ranks: Ranks) -> None:
-        self.collector, self.ranks = collector, ranks
+    def __init__(self, collector: Any, ranks: Ranks, state: dict[str, Any] | None = None) -> None:
+        self.collector, self.ranks, self.state = collector, ranks, state
         self._states: list[dict[str, Any]] = []
 
     def gather(self) -> None:
         """Bring the states together on the first rank."""
-        self._states = self.ranks.gather([self.collector.state_dict()])
+        self._states = self.ranks.gather([self.collector.state_dict() if self.state is None else self.state])
 
     def state_dict(self) -> dict[str, Any]:
         """What :meth:`gather` found, by rank."""
@@ -436,7 +437,7 @@ class CheckpointStore:
         return {
             SUCCESS: float(metrics.get("evaluation/success", NOT_EVALUATED)),
             "iteration": trainer.iteration,
-            "steps": trainer.steps,
+            "steps": trainer.logged_steps,
             "config": self.config,
             "environment": environment(),
         }
@@ -521,7 +522,8 @@ def _recover(place: Path) -> None:
 def _shared(trainer: LLMTrainer) -> dict[str, Any]:
     """The components that every rank has a part of."""
     ranks = trainer.ranks
-    return {"collector": Collectors(trainer.collector, ranks), "optimizer": Optimizer(trainer.optimizer, ranks)}
+    collectors = Collectors(trainer.collector, ranks, trainer.boundary.collector)
+    return {"collector": collectors, "optimizer": Optimizer(trainer.optimizer, ranks)}
 
 
 def environment() -> dict[str, Any]:

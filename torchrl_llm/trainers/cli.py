@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -39,6 +40,22 @@ def parse_run_config(argv: Sequence[str] | None = None, *, description: str | No
         return RunConfig(**settings.as_dict())
     except (ConfigError, ValueError) as error:
         parser.error(str(error))
+
+
+def resume_command(config: RunConfig) -> str:
+    """The command line that goes on with a run which this process began from :func:`parse_run_config`.
+
+    Args:
+        config: the run's settings.
+
+    Examples:
+        >>> resume_command(RunConfig(overwrite=True)).endswith(" --overwrite=false --resume")
+        True
+    """
+    undone = ["--overwrite=false"] if config.overwrite else []
+    undone += ["--resume_from=null"] if config.resume_from is not None else []
+    given = [word for word in sys.argv if word != "--resume"]
+    return shlex.join(["python", *given, *undone, "--resume"])
 
 
 def _normalise(argv: list[str]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.data import cat_rows, turns_to_rows
 from torchrl_llm.envs.gem import FAILED
 from torchrl_llm.envs.tickets import Tickets
+from torchrl_llm.interrupts import interruptible
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.record import rollout_metrics, wilson_interval
 from torchrl_llm.trainers.ranks import Ranks, silenced
@@ -98,6 +100,7 @@ def evaluate(
     collector = TurnCollector(
         env, policy, batch_size=share, exploration_type=mode, max_faults=env.max_faults, keep_failed=True
     )
+    collector.interruptible = partial(interruptible, ranks=ranks)
     rows = turns_to_rows(collector.rollout())
     if ranks is not None:
         rows = ranks.rows(rows)

@@ -10,20 +10,22 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from tensordict import TensorDictBase
 from torch import Tensor
+from torchrl.checkpoint import GlobalRNGState
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.objectives.value import ValueEstimatorBase
 from torchrl.record.loggers import Logger
 
 from torchrl_llm import keys
-from torchrl_llm.collectors import RayTurnCollector
+from torchrl_llm.collectors import ConversationCollector, RayTurnCollector
 from torchrl_llm.data import (
     apply_in_micro_batches,
     cat_rows,
@@ -34,6 +36,7 @@ from torchrl_llm.data import (
     padding_share,
     penalise_overlong,
 )
+from torchrl_llm.interrupts import Interrupted, catch_signals, interruptible
 from torchrl_llm.modules import TokenScorer
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.objectives import TurnPolicyLoss, merge, total, write_loss_weights
@@ -80,6 +83,18 @@ Evaluator = Callable[[], dict[str, float]]
 """Plays held-out episodes and returns metrics; ``evaluation/success`` decides what is best."""
 
 
+class Boundary(NamedTuple):
+    """Where the run was before what it does now and may drop.
+
+    Attributes:
+        collector: the collector's state; ``None``: it has changed nothing since, or is not to be asked.
+        rng: the global generators' state; ``None``: nothing is dropped now.
+    """
+
+    collector: dict[str, Any] | None = None
+    rng: dict[str, Any] | None = None
+
+
 class LLMTrainer:
     """Collects, credits, updates, evaluates, until a limit of ``config`` is reached.
 
@@ -105,6 +120,7 @@ class LLMTrainer:
         history: the metrics of every iteration.
         stop_reason: why the run ends; None while it runs.
         elapsed: seconds of training up to the last checkpoint.
+        unfinished: the metrics of an iteration that is to be evaluated and logged, in a run that was interrupted there.
 
     The parts it is made with are read-only, because others hold them too (the loss is wrapped for several processes, the
     optimizer has its parameters, ...): assigning one raises ``AttributeError``. ``evaluator``, ``checkpoints``, ``loggers``
@@ -147,6 +163,10 @@ class LLMTrainer:
         self.history: list[dict[str, float]] = []
         self.stop_reason: str | None = None
         self.elapsed = 0.0
+        self.unfinished: dict[str, float] | None = None
+        self.boundary = Boundary()
+        if isinstance(collector, ConversationCollector):
+            collector.interruptible = partial(interruptible, ranks=self.ranks)
         self._timer = Timer()
         self._started = time.monotonic()
         self._saved_iteration = -1
@@ -228,26 +248,76 @@ class LLMTrainer:
         return self.config.old_log_probs == "scorer"
 
     def train(self) -> list[dict[str, float]]:
-        """Run until a limit is reached; returns :attr:`history`. Collector and loggers are closed at the end."""
+        """Run until a limit is reached; returns :attr:`history`. Collector and loggers are closed at the end.
+
+        SIGINT and SIGTERM are caught (:mod:`torchrl_llm.interrupts`): what is played or evaluated is dropped, an update is
+        finished, the run is saved where it goes on in the same bytes.
+
+        Raises:
+            Interrupted: a signal has come; it ends the process with the signal's exit code if nobody catches it.
+        """
         self._started = time.monotonic() - self.elapsed
-        try:
-            for callback in self.callbacks:
-                callback.on_start(self)
-            batches = iter(self.collector)
-            while self.stop_reason is None:
-                batch = self.collect(batches)
-                if batch is not None:
-                    metrics = self.iterate(batch)
-                    self._log(metrics)
-                    self._save_if_due(metrics)
-            if self.checkpoints is not None and self._saved_iteration != self.iteration:
-                self._save({})
-            logger.info("training ends: %s", self.stop_reason)
-        finally:
-            for callback in self.callbacks:
-                callback.on_end(self)
-            self.close()
+        with catch_signals("the same settings and resume=True"):
+            try:
+                self._train()
+            except Interrupted as interrupted:
+                self._end_interrupted(interrupted)
+                raise
+            finally:
+                for callback in self.callbacks:
+                    callback.on_end(self)
+                self.close()
         return self.history
+
+    def _train(self) -> None:
+        for callback in self.callbacks:
+            callback.on_start(self)
+        batches = iter(self.collector)
+        if self.unfinished is not None:
+            self._finish(self.unfinished)
+        while self.stop_reason is None:
+            self._stop_if_asked()
+            batch = self.collect(batches)
+            if batch is not None:
+                self._finish(self.iterate(batch))
+        if self.checkpoints is not None and self._saved_iteration != self.iteration:
+            self._save({})
+        logger.info("training ends: %s", self.stop_reason)
+        self._stop_if_asked()
+
+    def _stop_if_asked(self) -> None:
+        interruptible(lambda: None, self.ranks)
+
+    def _finish(self, metrics: dict[str, float]) -> None:
+        """The end of an iteration: evaluate when it is time, log, save."""
+        self.unfinished = metrics
+        interval = self.config.evaluation_interval
+        if self.evaluator is not None and interval and (self.iteration % interval == 0 or self.stop_reason):
+            metrics = metrics | self._evaluate(self.evaluator) | _named_seconds(self._timer.read())
+        self.unfinished = None
+        self._log(metrics)
+        self._save_if_due(metrics)
+
+    def _end_interrupted(self, interrupted: Interrupted) -> None:
+        """Save the run where it was before what was dropped."""
+        interrupted.state = f" after {self.iteration} iterations"
+        if self.checkpoints is None:
+            interrupted.state += ", of which nothing is saved (save_checkpoints=False)"
+        elif self._saved_iteration != self.iteration:
+            if self.boundary.rng is not None:
+                GlobalRNGState().load_state_dict(self.boundary.rng)
+            self._save({})
+        self.stop_reason = self.stop_reason or f"interrupted by {interrupted.name}"
+
+    @contextmanager
+    def _droppable(self) -> Iterator[None]:
+        """Around what changes collector and global generators only: an interrupted run is saved as it was before."""
+        # What a collector with a thread of its own has in flight is dealt again anyway, and to ask it makes it pause.
+        asked = self.checkpoints is not None and isinstance(self.collector, ConversationCollector)
+        asked = asked and not getattr(self.collector, "background", False)
+        self.boundary = Boundary(self.collector.state_dict() if asked else None, GlobalRNGState().state_dict())
+        yield
+        self.boundary = Boundary()
 
     def _save_if_due(self, metrics: dict[str, float]) -> None:
         interval = self.config.checkpoint_interval
@@ -265,6 +335,7 @@ class LLMTrainer:
         """Where the run is, but for weights, optimizer and collector; to be taken between iterations."""
         return {name: getattr(self, name) for name in _STATE} | {
             "generator": self.generator.get_state(),
+            "unfinished": self.unfinished,
             "policy_version": self.policy.policy_version,
         }
 
@@ -273,8 +344,16 @@ class LLMTrainer:
         for name in _STATE:
             setattr(self, name, state_dict[name])
         self.generator.set_state(state_dict["generator"])
+        self.unfinished = state_dict.get("unfinished")
         self.policy.policy_version = state_dict["policy_version"]
         self._saved_iteration = self.iteration
+
+    @property
+    def logged_steps(self) -> int:
+        """Turns up to the last iteration that was logged."""
+        if self.unfinished is None:
+            return self.steps
+        return int(self.history[-1]["rollout/steps"]) if self.history else 0
 
     def reconsider(self) -> None:
         """Forget why the run ended and look at the limits again: they may be others since it was resumed."""
@@ -290,17 +369,18 @@ class LLMTrainer:
         """
         # A resumed run starts with no contexts cached; one that goes on must not have those of an evaluation.
         self.policy.drop_cache()
-        rows = self._play(batches)
-        if rows is None:
-            return None
-        wanted = self._wanted(rows)
-        for _ in range(self.config.dynamic_sampling - 1):
-            if self.ranks.sum(int(self._informative(rows).sum())) >= wanted:
-                break
-            more = self._play(batches)
-            if more is None:
-                break
-            rows = cat_rows([rows, more])
+        with self._droppable():
+            rows = self._play(batches)
+            if rows is None:
+                return None
+            wanted = self._wanted(rows)
+            for _ in range(self.config.dynamic_sampling - 1):
+                if self.ranks.sum(int(self._informative(rows).sum())) >= wanted:
+                    break
+                more = self._play(batches)
+                if more is None:
+                    break
+                rows = cat_rows([rows, more])
         return rows
 
     def _play(self, batches: Iterator[object]) -> TensorDictBase | None:
@@ -337,7 +417,7 @@ class LLMTrainer:
         return bool(penalised) or corrects or self.loss.critic_network is not None
 
     def iterate(self, batch: TensorDictBase) -> dict[str, float]:
-        """What is done with what was played: score, credit, update, and evaluate when it is time."""
+        """What is done with what was played: score, credit, update."""
         played, before = self.ranks.rows(batch, _PLAYED), self.steps
         self.steps += int(played[keys.TURN_MASK].sum())
         self.episodes += played.shape[0]
@@ -355,9 +435,6 @@ class LLMTrainer:
             logger.warning("iteration %d: no group has an advantage; nothing to learn from", self.iteration)
         self.iteration += 1
         self._check_limits()
-        interval = self.config.evaluation_interval
-        if self.evaluator is not None and interval and (self.iteration % interval == 0 or self.stop_reason):
-            metrics |= self._evaluate(self.evaluator)
         return metrics | self._progress_metrics(played)
 
     def _silent(self, batch: TensorDictBase) -> TensorDictBase:
@@ -516,8 +593,8 @@ class LLMTrainer:
             self.stop_reason = f"max_seconds={config.max_seconds}"
 
     def _evaluate(self, evaluator: Evaluator) -> dict[str, float]:
-        with self._timer("evaluation"), self.playing():
-            metrics = evaluator()
+        with self._droppable(), self._timer("evaluation"), self.playing():
+            metrics = interruptible(evaluator)
         success = metrics["evaluation/success"]
         self.best_success = max(self.best_success, success)
         target = self.config.stop_at_success
@@ -537,7 +614,7 @@ class LLMTrainer:
             **{f"optim/lr_{name}": group["lr"] for name, group in groups},
             **{f"data/{name}": float(sum(n.values())) for name, n in losses.items() if n is not None},
             **self._worker_metrics(),
-            **{f"time/{phase}_s": value for phase, value in seconds.items()},
+            **_named_seconds(seconds),
             "time/rollout_tokens_per_s": (batch[keys.TURN_IDS] >= 0).sum().item() / seconds["rollout"],
             **({"time/update_tokens_per_s": batch[keys.ATTENTION_MASK].sum().item() / learning} if learning else {}),
         }
@@ -595,3 +672,7 @@ def _lr_factor(config: TrainerConfig, before: int, after: int) -> float:
         return 1.0
     rest = (min(1.0, began) - config.warmup_fraction) / max(1e-12, 1 - config.warmup_fraction)
     return config.min_lr_fraction + (1 - config.min_lr_fraction) * 0.5 * (1 + math.cos(math.pi * rest))
+
+
+def _named_seconds(seconds: dict[str, float]) -> dict[str, float]:
+    return {f"time/{phase}_s": value for phase, value in seconds.items()}

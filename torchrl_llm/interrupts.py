@@ -1,0 +1,219 @@
+"""SIGINT and SIGTERM end a run in good order: :func:`catch_signals`, :func:`interruptible`, :class:`Interrupted`.
+
+Within :func:`catch_signals` the first signal is a request. What runs within :func:`interruptible` is dropped for it, at once;
+all else goes on to the next such place. There every rank raises :class:`Interrupted`, and whoever has something to save
+saves it on the way out. A second signal ends the process where it stands.
+
+Nothing here knows what is dropped or saved: :class:`~torchrl_llm.trainers.LLMTrainer` does.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, Protocol, TypeVar
+
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+_ECHO = 1.0  # seconds; launchers forward what the terminal or the scheduler has sent to everyone already
+
+
+class Interrupted(SystemExit):
+    """A signal has ended the run. If nobody catches it, the process ends with 128 + the signal's number, and no traceback.
+
+    Args:
+        signum: the signal: 130 is the exit code for SIGINT, 143 for SIGTERM.
+
+    Attributes:
+        state: where the run was, for the message; set by whoever knows.
+
+    Examples:
+        >>> interrupted = Interrupted(signal.SIGTERM)
+        >>> str(interrupted), interrupted.code
+        ('interrupted by SIGTERM', 143)
+    """
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(128 + signum)
+        self.signum, self.state = signum, ""
+
+    @property
+    def name(self) -> str:
+        """The signal's name."""
+        return signal.Signals(self.signum).name
+
+    def __str__(self) -> str:
+        return f"interrupted by {self.name}{self.state}"
+
+
+class Agreement(Protocol):
+    """What :func:`interruptible` needs of :class:`~torchrl_llm.trainers.Ranks`."""
+
+    def most(self, value: int) -> int:
+        """The largest of a number over the ranks."""
+
+
+class _Drop(KeyboardInterrupt):
+    """Raised by the handler where what runs may be dropped; :func:`interruptible` catches it.
+
+    A ``KeyboardInterrupt``, because everything between here and there lets one pass, Ray's waiting included.
+    """
+
+
+class _Signals:
+    """The handler of :data:`SIGNALS`: remembers the first, raises where that is allowed, ends the process at a second."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self.drops = False
+        self._since = 0.0
+        self._old: dict[signal.Signals, Any] = {}
+
+    def install(self) -> None:
+        """Take over the signals, but for those that the process ignores (``nohup``)."""
+        handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
+        self._old = {signum: old for signum, old in handlers.items() if old not in (None, signal.SIG_IGN)}
+        for signum in self._old:
+            signal.signal(signum, self._handle)
+
+    def restore(self) -> None:
+        """Give them back."""
+        for signum, old in self._old.items():
+            signal.signal(signum, old)
+
+    def leave_to_parent(self) -> None:
+        """In a forked child: the terminal's SIGINT is the parent's to answer, and SIGTERM ends the child."""
+        for signum in self._old:
+            signal.signal(signum, signal.SIG_IGN if signum == signal.SIGINT else signal.SIG_DFL)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.received:
+            if now - self._since > _ECHO:
+                os._exit(128 + signum)
+            return
+        self.received, self._since = signum, now
+        _say(
+            f"{signal.Signals(signum).name}: the run ends as soon as it can be gone on with; a second one ends it at once."
+        )
+        if self.drops:
+            raise _Drop
+
+
+_active: _Signals | None = None
+
+
+@contextmanager
+def catch_signals(how_to_go_on: str) -> Iterator[None]:
+    """Inside, SIGINT and SIGTERM raise :class:`Interrupted` at the next end of :func:`interruptible`, or at the end.
+
+    The outermost one counts: it writes the one line about the end to standard error, and puts the handlers back. Outside the
+    main thread, where Python delivers no signals, it does nothing.
+
+    Args:
+        how_to_go_on: for that line: the command or setting that goes on with the run.
+    """
+    global _active
+    if _active is not None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _active = signals = _Signals()
+    signals.install()
+    try:
+        yield
+        if signals.received:
+            raise Interrupted(signals.received)
+    except Interrupted as interrupted:
+        _say(f"{interrupted}; go on with: {how_to_go_on}")
+        raise
+    finally:
+        signals.restore()
+        _active = None
+
+
+def interruptible(function: Callable[[], T], ranks: Agreement | None = None) -> T:
+    """Call ``function``; a signal stops it at once, and it is not called after one.
+
+    A function and not a context manager: a handler may raise between any two steps, those of leaving a context included.
+
+    Args:
+        function: may be left at any step: nothing that it changes counts if it does not return. It may call no collective
+            of the ranks, for it may be left by one of them only.
+        ranks: they all call this, and agree at its end whether any of them was to stop. ``None``: this process alone; where
+            there are others, signals wait then.
+
+    Returns:
+        What ``function`` returns.
+
+    Raises:
+        Interrupted: a signal has come, to any of the ranks.
+
+    Examples:
+        >>> interruptible(lambda: 1 + 1)
+        2
+    """
+    signals = _active
+    here = threading.current_thread() is threading.main_thread()
+    if signals is None or not here or (ranks is None and _several()):
+        return function()
+    outer, result = signals.drops, None
+    try:
+        signals.drops = True
+        if not signals.received:
+            result = function()
+        signals.drops = outer
+    except BaseException as error:
+        signals.drops = outer
+        if not signals.received or isinstance(error, Interrupted):
+            raise
+        if not isinstance(error, KeyboardInterrupt):  # such as that of an engine that got the terminal's signal too
+            logger.info("dropped with %s: %s", type(error).__name__, error)
+    signum = signals.received if ranks is None else ranks.most(signals.received)
+    if signum:
+        raise Interrupted(signum)
+    return result  # type: ignore[return-value]
+
+
+@contextmanager
+def children_ignore_sigint() -> Iterator[None]:
+    """Inside, processes that this thread starts do not get the SIGINT that a terminal sends to all of them.
+
+    A blocked signal stays blocked over ``fork`` and ``exec``, whatever handlers the new process installs.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _say(line: str) -> None:
+    """Write a line; the handler may have come in the middle of a print, and of several ranks one speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        os.write(2, f"{line}\n".encode())
+
+
+def _after_fork() -> None:
+    global _active
+    if _active is not None:
+        _active.leave_to_parent()
+        _active = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
