@@ -38,6 +38,8 @@ from torchrl_llm.modules import use_adapter
 from torchrl_llm.trainers import RunConfig, build_run
 
 TOKENS_PER_TURN = 32
+ALONE = 2
+"""Iterations before the first raw limit: warm-up, and what the peak memory is of."""
 
 
 class AnyGuess:
@@ -174,8 +176,8 @@ def raw_learn(run, rows, epochs: int) -> None:
     run.trainer.optimizer.zero_grad()
 
 
-def measure(run, batches) -> dict[str, float]:
-    """One iteration of ours and then the raw limits on the same conversations."""
+def iterate(run, batches):
+    """One iteration of ours: its rows, its metrics and the CPU-seconds of its phases."""
     trainer, kept = run.trainer, {}
 
     def rollout() -> None:
@@ -185,12 +187,16 @@ def measure(run, batches) -> dict[str, float]:
         kept["metrics"] = trainer.learn(kept["rows"])
 
     seconds = {"rollout": cpu_seconds(rollout), "learn": cpu_seconds(learn)}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    rows = kept["rows"]
+    return kept["rows"], kept["metrics"], seconds
+
+
+def measure(run, batches) -> dict[str, float]:
+    """One iteration of ours and then the raw limits on the same conversations."""
+    rows, metrics, seconds = iterate(run, batches)
     sampled, unique = int((rows[keys.TURN_IDS] >= 0).sum()), int(rows[keys.ATTENTION_MASK].sum())
     raw = {
         "rollout": cpu_seconds(lambda: raw_rollout(run, rows)),
-        "learn": cpu_seconds(lambda: raw_learn(run, rows, trainer.config.epochs)),
+        "learn": cpu_seconds(lambda: raw_learn(run, rows, run.trainer.config.epochs)),
     }
     return {
         "rollout_tok_cpu_s": sampled / seconds["rollout"],
@@ -202,11 +208,15 @@ def measure(run, batches) -> dict[str, float]:
         "raw_learn_tok_cpu_s": unique / raw["learn"],
         "rollout_of_raw": raw["rollout"] / seconds["rollout"],
         "learn_of_raw": raw["learn"] / seconds["learn"],
-        "padding_share": kept["metrics"]["data/padding_share"],
-        "peak_rss_mb": peak,
+        "padding_share": metrics["data/padding_share"],
         "turns": float(rows[keys.TURN_MASK].sum() / rows.shape[0]),
         "row_tokens": unique / rows.shape[0],
     }
+
+
+def peak_mb() -> int:
+    """The most memory that this process has held, in MB."""
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
 
 
 def run_peer(command: str) -> dict[str, float]:
@@ -222,7 +232,7 @@ def main() -> None:
     """Measure, interleave the peer if asked to, print JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algo", choices=["LLMPPO", "LLMREINFORCE", "GRPO"], default="LLMPPO")
-    parser.add_argument("--iterations", type=int, default=5, help="measured iterations, after one warm-up")
+    parser.add_argument("--iterations", type=int, default=5, help="measured iterations, after the warm-up")
     parser.add_argument("--model-dir", help="a model to use instead of the one made here")
     parser.add_argument("--peer-cmd", help="command of the other library, run after every second iteration")
     parser.add_argument("--output", type=Path, help="write the JSON here too")
@@ -231,10 +241,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if arguments.model_dir is None:
             make_model(Path(folder))
-        config = make_config(arguments.algo, arguments.model_dir or folder, arguments.iterations + 1)
+        config = make_config(arguments.algo, arguments.model_dir or folder, arguments.iterations + ALONE + 1)
         run = build_run(config, env=AnyGuess)
         batches = iter(run.trainer.collector)
-        measure(run, batches)  # warm-up
+        for _ in range(ALONE):
+            iterate(run, batches)
+        peak = peak_mb()  # read before the raw limits run: those hold whole batches, and the mark never falls
+        measure(run, batches)  # warm-up of the raw limits
         rounds, peer = [], []
         for iteration in range(arguments.iterations):
             rounds.append(measure(run, batches))
@@ -243,8 +256,7 @@ def main() -> None:
         run.trainer.close()
     result = {"algo": arguments.algo, "iterations": len(rounds), "threads": torch.get_num_threads()}
     result |= {name: round(statistics.median(r[name] for r in rounds), 4) for name in rounds[0]}
-    # What the process needs before it has measured any raw limit.
-    result["peak_rss_mb"] = round(rounds[0]["peak_rss_mb"])
+    result["peak_rss_mb"] = peak
     if peer:
         for name in ("rollout_tok_cpu_s", "learn_tok_cpu_s", "peak_rss_mb"):
             theirs = statistics.median(p[name] for p in peer)

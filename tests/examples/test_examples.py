@@ -146,10 +146,22 @@ class TestBenchmarks:
         peer = shlex.join([sys.executable, "-c", _PEER])
         arguments = ["--algo=LLMPPO", "--iterations=1", f"--output={tmp_path / 'out.json'}", f"--peer-cmd={peer}"]
         monkeypatch.setattr(sys, "argv", ["iteration.py", *arguments])
-        load(ROOT / "benchmarks" / "iteration.py").main()
+        script = load(ROOT / "benchmarks" / "iteration.py")
+        monkeypatch.setattr(script, "ALONE", 1)
+        raw_learn, mark = script.raw_learn, [500]
+
+        def greedy_raw_learn(*given) -> None:
+            mark[0] = 9000
+            raw_learn(*given)
+
+        monkeypatch.setattr(script, "raw_learn", greedy_raw_learn)
+        monkeypatch.setattr(script.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=1024 * mark[0]))
+        script.main()
         result = json.loads((tmp_path / "out.json").read_text())
         wanted = {"rollout_tok_cpu_s", "learn_tok_cpu_s", "cpu_s_per_iteration", "peak_rss_mb", "padding_share"}
         assert wanted | {"rollout_of_raw", "learn_of_raw"} <= set(result)
+        assert result["peak_rss_mb"] == 500  # ours, not that of the raw limits
+        assert result["peak_rss_ratio"] == 125
         assert result["rollout_ratio"] == pytest.approx(result["rollout_tok_cpu_s"] / 2, rel=1e-3)
 
 

@@ -57,6 +57,10 @@ class UnknownEnvironmentError(ValueError):
     """No GEM environment has this id."""
 
 
+class MissingGEMError(ImportError):
+    """GEM cannot be imported."""
+
+
 class EnvironmentUnavailableError(RuntimeError):
     """A GEM environment cannot be made: a package or data is missing, or it needs arguments.
 
@@ -119,18 +123,39 @@ def pays_progress(env: str | Callable[[], TextEnv]) -> bool:
     return isinstance(env, str) and env.startswith("game:") and env[5:].partition("-")[0] in PAYS_PROGRESS
 
 
+def import_gem(env_id: str) -> Any:
+    """The module ``gem``, which an installation on Python 3.12.1 or later does not bring.
+
+    Args:
+        env_id: what it is wanted for, named in the error.
+
+    Raises:
+        MissingGEMError: it cannot be imported; the message says how to install it.
+    """
+    try:
+        import gem
+        import gem.envs.registration
+    except ImportError as error:
+        raise MissingGEMError(
+            f"{env_id!r} is an environment of GEM, which cannot be imported here ({error}); gem-llm declares Python <=3.12, "
+            "and on later ones pip installs it only if told to: pip install --ignore-requires-python gem-llm==0.1.0. "
+            "Environments of your own (pass a factory) and PromptDatasetEnv need no GEM."
+        ) from error
+    return gem
+
+
 def resolve_env(env: str | Callable[[], TextEnv]) -> tuple[str, Callable[[], TextEnv]]:
     """The name and the factory of an environment given as a GEM id or as a factory.
 
     Raises:
+        MissingGEMError: it is an id, and GEM cannot be imported.
         UnknownEnvironmentError: the id is not registered; close matches are named.
     """
     if not isinstance(env, str):
         return getattr(env, "__name__", type(env).__name__), env
-    from gem.envs.registration import ENV_REGISTRY
-
-    if env not in ENV_REGISTRY:
-        close = difflib.get_close_matches(env, ENV_REGISTRY, n=5, cutoff=0.4)
+    registry = import_gem(env).envs.registration.ENV_REGISTRY
+    if env not in registry:
+        close = difflib.get_close_matches(env, registry, n=5, cutoff=0.4)
         raise UnknownEnvironmentError(
             f"GEM has no environment {env!r}. "
             + (f"Did you mean one of {close}? " if close else "")
@@ -144,9 +169,9 @@ def _make(env_id: str) -> TextEnv:
 
     Raises:
         EnvironmentUnavailableError: it cannot be made; the message says what it lacks.
+        MissingGEMError: GEM cannot be imported.
     """
-    import gem
-
+    gem = import_gem(env_id)
     try:
         return cast(TextEnv, gem.make(env_id))
     except Exception as error:
@@ -165,16 +190,13 @@ PACKAGES = {
 
 def packages(env_id: str) -> tuple[str, ...]:
     """The packages that a GEM id needs and an installation of this library does not bring."""
-    from gem.envs.registration import ENV_REGISTRY
-
-    return PACKAGES.get(str(ENV_REGISTRY[env_id].entry_point).rpartition(":")[2], ())
+    registry = import_gem(env_id).envs.registration.ENV_REGISTRY
+    return PACKAGES.get(str(registry[env_id].entry_point).rpartition(":")[2], ())
 
 
 def _needs(env_id: str, error: Exception) -> str:
     """What is to be done about an error of ``gem.make``."""
-    from gem.envs.registration import ENV_REGISTRY
-
-    given = ENV_REGISTRY[env_id].kwargs
+    given = import_gem(env_id).envs.registration.ENV_REGISTRY[env_id].kwargs
     local = f"or pass local data with a factory: lambda: gem.make({env_id!r}, dataset=...), a datasets.Dataset"
     if isinstance(error, LookupError) and "NLTK" in str(error):
         return (

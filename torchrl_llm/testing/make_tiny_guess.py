@@ -27,7 +27,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import gem
 import torch
 import torch.nn.functional as F
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -35,7 +34,7 @@ from torch import Tensor
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from torchrl_llm.envs.chat import CHATML, ChatFormatter, compose_message
-from torchrl_llm.envs.game import kept_global_rng
+from torchrl_llm.envs.game import kept_global_rng, resolve_env
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +101,11 @@ def hint_reader(*, forget: float, full: tuple[int, int] = (1, 10)) -> Player:
     return guess
 
 
+def make_env(env_id: str) -> Any:
+    """A GEM environment, by its id."""
+    return resolve_env(env_id)[1]()
+
+
 def play(env: Any, seed: int, player: Player, rng: random.Random) -> list[str]:
     """One game as text: first message, response, feedback, response, ..., last feedback.
 
@@ -114,7 +118,7 @@ def play(env: Any, seed: int, player: Player, rng: random.Random) -> list[str]:
 
     Examples:
         >>> with kept_global_rng():
-        ...     texts = play(gem.make(ENV_ID), 0, hint_reader(forget=0.0), random.Random(1))
+        ...     texts = play(make_env(ENV_ID), 0, hint_reader(forget=0.0), random.Random(1))
         >>> texts[1], texts[2]
         ('\\\\boxed{2}', 'At turn 1, you guessed 2, and the target number is higher than 2.\\nEnter your next guess.')
     """
@@ -137,7 +141,7 @@ def corpus(rng: random.Random, *, games: int) -> list[str]:
     texts = [str(number) for number in range(100)] * 200
     texts += ["system\n", "user\n", "assistant\n"] * games
     for env_id in CORPUS_IDS:
-        env = gem.make(env_id)
+        env = make_env(env_id)
         for seed in range(games):
             texts += play(env, seed, _wild_guess, rng)
     return texts
@@ -270,7 +274,7 @@ def clone(model: Qwen2ForCausalLM, data: Iterator[tuple[Tensor, Tensor]], recipe
 
 def _lessons(tokenizer: Qwen2Tokenizer, recipe: Recipe, rng: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
     """The careful player's games, then the forgetful one's."""
-    env, formatter = gem.make(ENV_ID), ChatFormatter(tokenizer)
+    env, formatter = make_env(ENV_ID), ChatFormatter(tokenizer)
     for forget, steps in ((0.0, recipe.careful_steps), (recipe.forget, recipe.forgetful_steps)):
         games = batches(env, hint_reader(forget=forget), formatter, games=recipe.games, rng=rng)
         yield from itertools.islice(games, steps)
