@@ -31,41 +31,18 @@ from torchrl_llm.envs.tickets import Stream
 from torchrl_llm.modules import ActorCritic, HFPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
 from torchrl_llm.modules.lm import end_ids
 from torchrl_llm.modules.policy import SamplingConfig
-from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss
+from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.optional import running_ray
 from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReference
 from torchrl_llm.trainers.checkpoint import CheckpointStore, Optimizer, config_changes, environment, rewind_csv, verify
-from torchrl_llm.trainers.config import GRPO_ONLY, HOW_TO_RUN, PPO_ONLY, REINFORCE_ONLY, ConfigError, RunConfig
+from torchrl_llm.trainers.config import HOW_TO_RUN, LOSSES, ConfigError, RunConfig
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.ranks import Ranks
 from torchrl_llm.trainers.trainer import LLMTrainer
 from torchrl_llm.weight_update import RayWeightSync, VLLMWeightSync
 
 logger = logging.getLogger(__name__)
-
-SHARED = (
-    "gamma",
-    "keep_discount",
-    "clip_advantage",
-    "kl_coeff",
-    "kl_in",
-    "kl_kind",
-    "clipping",
-    "clip_epsilon",
-    "dual_clip",
-    "ratio_level",
-    "ratio_reduction",
-    "unit_weight",
-    "weighting",
-    "weight_constant",
-    "entropy_coeff",
-    "sampler_correction",
-    "sampler_bounds",
-    "sampler_level",
-    "sampler_reduction",
-)
-"""The fields that go to every loss."""
 
 _CANARY_LENGTH = 257
 """Two blocks of 128 tokens, the largest of vLLM's prefix caches, and one."""
@@ -207,6 +184,11 @@ def build_run(
     """
     if env is not None and make_env is not None:
         raise ConfigError("build_run got env and make_env: the second decides what is played, so leave env out.")
+    if config.env_weights is not None and make_env is not None:
+        raise ConfigError(
+            f"env_weights={config.env_weights} does nothing with build_run(make_env=...), which decides what is played: leave it "
+            "out, or give make_env the weights."
+        )
     if config.collector == "ray":
         running_ray()  # before the models are loaded
     accelerator = make_accelerator(config)
@@ -217,6 +199,7 @@ def build_run(
     make_env = make_env or partial(GEMEnv, env or config.env_name, weights=config.env_weights)
     make_env = partial(_make_env, config, tokenizer, make_env, worker=ranks.index, num_workers=ranks.count)
     train_env, evaluation_env = make_env(stream="train", group_size=config.group_size), make_env(stream="eval")
+    _check_mixture(config, train_env)
     sampling = make_sampling(config, path, train_env)
     models = load_models(config, path, tokenizer, sampling, device=accelerator.device)
     policy, weight_sync = make_policy(config, path, tokenizer, sampling, models)
@@ -247,6 +230,7 @@ def build_run(
     )
     if start is not None:
         checkpoints.resume(trainer, start)
+        _accept(config, trainer)
         policy.drop_cache()
         if config.accept_changes:
             trainer.reconsider()
@@ -267,6 +251,27 @@ def build_run(
         evaluation_env=evaluation_env,
         make_env=make_env,
     )
+
+
+def _check_mixture(config: RunConfig, env: GEMEnv) -> None:
+    """Refuse settings of a mixture where one environment is played."""
+    given = [name for name in ("adaptive_tasks", "env_weights") if getattr(config, name)]
+    if given and env.tickets.num_tasks < 2:
+        raise ConfigError(
+            f"{' and '.join(given)} chooses among environments, and {env.names[0]!r} is the only one: leave it out, or play a "
+            "mixture."
+        )
+
+
+def _accept(config: RunConfig, trainer: LLMTrainer) -> None:
+    """Let the changes count that ``config.accept_changes`` names and that a checkpoint's state has overwritten."""
+    for group in trainer.optimizer.param_groups:
+        group |= _adamw_options(config)
+    if "seed" in config.accept_changes:
+        trainer.generator.manual_seed(config.seed)
+        # The tasks from here on; what was dealt is counted on, so that ids stay unique.
+        env = trainer.collector.env
+        env.tickets = replace(env.tickets, seed=config.seed)
 
 
 def _check_sharding(config: RunConfig, ranks: Ranks) -> None:
@@ -515,11 +520,6 @@ def make_collector(
     """What fills the replay buffer with this rank's share of ``config.batch_size`` conversations an iteration."""
     common: dict[str, Any] = {"batch_size": _share(config, ranks.count), "replay_buffer": replay_buffer}
     if config.adaptive_tasks:
-        if env.tickets.num_tasks < 2:
-            raise ConfigError(
-                f"adaptive_tasks chooses among environments, and {env.names[0]!r} is the only one: leave it out, or play a "
-                "mixture."
-            )
         common["post_collect_hook"] = partial(adapt_tasks, env, gather=ranks.gather)
     if config.max_faults is not None:
         common["max_faults"] = config.max_faults
@@ -552,21 +552,9 @@ def _reference(config: RunConfig) -> bool | Literal["adapter"]:
 
 def make_objective(config: RunConfig, models: ActorCritic) -> TurnPolicyLoss:
     """The loss of ``config.algo`` with its value estimator; fields that are None keep the class's default."""
-
-    def given(*names: str) -> dict[str, Any]:
-        return {name: getattr(config, name) for name in names if getattr(config, name) is not None}
-
-    common = given(*SHARED)
-    if config.max_staleness and config.sampler_correction is None:
-        common |= {"sampler_correction": "truncate", "sampler_bounds": 2.0}
-    if config.algo == "LLMREINFORCE":
-        return LLMReinforceLoss(models.actor, **common, **given(*REINFORCE_ONLY))
-    if config.algo == "GRPO":
-        return LLMGRPOLoss(models.actor, group_size=config.group_size, **common, **given(*GRPO_ONLY))
-    own = given(*(name for name in PPO_ONLY if name != "lr_critic"))
-    if own.get("clip_value") == 0:
-        own["clip_value"] = None
-    return LLMPPOLoss(models.actor, models.critic, **common, **own)
+    loss_class: Any = LOSSES[config.algo][0]
+    networks = (models.actor, models.critic) if config.algo == "LLMPPO" else (models.actor,)
+    return loss_class(*networks, **config.loss_options())
 
 
 def make_optimizer(config: RunConfig, models: ActorCritic) -> torch.optim.Optimizer:
@@ -575,7 +563,11 @@ def make_optimizer(config: RunConfig, models: ActorCritic) -> torch.optim.Optimi
     if models.critic is not None:
         lr = config.lr_actor if config.lr_critic is None else config.lr_critic
         groups.append({"params": list(models.critic_parameters()), "lr": lr})
-    return torch.optim.AdamW(groups, weight_decay=config.weight_decay, betas=(0.9, config.adam_beta2))
+    return torch.optim.AdamW(groups, **_adamw_options(config))
+
+
+def _adamw_options(config: RunConfig) -> dict[str, Any]:
+    return {"weight_decay": config.weight_decay, "betas": (0.9, config.adam_beta2)}
 
 
 def make_replay_buffer(config: RunConfig) -> ReplayBuffer:

@@ -139,6 +139,12 @@ class LLMTrainer:
             raise ConfigError(
                 f"critic_warmup={config.critic_warmup}, but {type(loss).__name__} has no critic: leave it 0, or use LLMPPO."
             )
+        limit = self.policy.sampling.max_output_tokens
+        if config.overlong_buffer is not None and config.overlong_buffer > limit:
+            raise ConfigError(
+                f"overlong_buffer={config.overlong_buffer} is more than a response has, {limit} tokens: lower it, or raise the "
+                "policy's max_output_tokens."
+            )
         if config.old_log_probs == "sampler" and (
             loss.sampler_correction or getattr(loss.value_estimator, "corrects_sampler", False)
         ):
