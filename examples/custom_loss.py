@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrl_llm.modules import ActorCritic
 from torchrl_llm.objectives import LLMGRPOLoss
-from torchrl_llm.trainers import RunConfig, build_run, loss_options, parse_run_config
+from torchrl_llm.trainers import RunConfig, build_run, parse_run_config
 
 
 class SmoothClipLoss(LLMGRPOLoss):
@@ -23,7 +23,7 @@ class SmoothClipLoss(LLMGRPOLoss):
 
 def make_loss(config: RunConfig, models: ActorCritic) -> SmoothClipLoss:
     """The loss of a run, with every setting that ``config`` has for GRPO."""
-    return SmoothClipLoss(models.actor, **loss_options(config, SmoothClipLoss))
+    return SmoothClipLoss(models.actor, **config.loss_options(SmoothClipLoss))
 
 
 def main(config: RunConfig) -> list[dict[str, float]]:

@@ -3,7 +3,6 @@
 import math
 import re
 import threading
-from argparse import Namespace
 from dataclasses import fields
 
 import pytest
@@ -18,9 +17,8 @@ from torchrl_llm.modules import use_adapter
 from torchrl_llm.objectives import LLMReinforceLoss, TurnEstimator, TurnVTrace
 from torchrl_llm.record import METRICS
 from torchrl_llm.testing.environments import Echo
-from torchrl_llm.trainers import Callback, ConfigError, LLMTrainer, RunConfig, build_run, loss_options, make_objective
-from torchrl_llm.trainers.build import SHARED
-from torchrl_llm.trainers.config import GRPO_ONLY, PPO_ONLY, REINFORCE_ONLY
+from torchrl_llm.trainers import Callback, ConfigError, LLMTrainer, RunConfig, build_run, make_objective
+from torchrl_llm.trainers.config import GRPO_ONLY, PPO_ONLY, REINFORCE_ONLY, SHARED
 from torchrl_llm.trainers.trainer import _lr_factor
 
 SMALL = {
@@ -283,7 +281,7 @@ class CountedLoss(LLMReinforceLoss):
 
 
 def counted_loss(config, models):
-    return CountedLoss(models.actor, **loss_options(config, CountedLoss))
+    return CountedLoss(models.actor, **config.loss_options(CountedLoss))
 
 
 class TestParts:
@@ -343,7 +341,7 @@ class TestParts:
         with pytest.raises(
             ConfigError, match=r"algo='GRPO' are those of LLMGRPOLoss, which CountedLoss is no subclass"
         ):
-            loss_options(small_config(tmp_path, "GRPO"), CountedLoss)
+            small_config(tmp_path, "GRPO").loss_options(CountedLoss)
 
     def test_the_estimator_may_be_chosen_later(self, tmp_path):
         run = build_run(small_config(tmp_path, max_iterations=1))
@@ -456,41 +454,6 @@ class TestUpdate:
 
 class TestOptions:
     """What each setting of the algorithm and of the data does: without it, a test here fails."""
-
-    @pytest.mark.parametrize(
-        ("algo", "name", "value"),
-        [
-            ("LLMPPO", "gamma", 0.5),
-            ("LLMPPO", "keep_discount", True),
-            ("GRPO", "clip_advantage", 0.3),
-            ("LLMPPO", "kl_coeff", 0.2),
-            ("GRPO", "kl_in", "reward"),
-            ("LLMPPO", "kl_kind", "k2"),
-            ("LLMREINFORCE", "clipping", "cispo"),
-            ("LLMREINFORCE", "dual_clip", 4.0),
-            ("GRPO", "ratio_level", "sequence"),
-            ("GRPO", "ratio_reduction", "sum"),
-            ("GRPO", "unit_weight", "equal"),
-            ("GRPO", "weighting", "sequence"),
-            ("LLMPPO", "entropy_coeff", 0.1),
-            ("LLMPPO", "lmbda", 0.3),
-            ("LLMPPO", "critic_coeff", 0.3),
-            ("LLMPPO", "clip_value", 0.7),
-            ("LLMPPO", "granularity", "token"),
-            ("LLMPPO", "value_reduction", "mean"),
-            ("LLMPPO", "whiten", False),
-            ("LLMREINFORCE", "normalise_over", "none"),
-            ("GRPO", "credit", "turn"),
-            ("GRPO", "scale", "none"),
-        ],
-    )
-    def test_it_reaches_loss_or_estimator(self, tmp_path, algo, name, value):
-        loss = make_objective(small_config(tmp_path, algo, **{name: value}), ModelStub)
-        estimator = loss.value_estimator
-        places = [loss, estimator, *([Namespace(**estimator.options)] if hasattr(estimator, "options") else [])]
-        assert value in [getattr(place, name) for place in places if hasattr(place, name)]
-        default = make_objective(small_config(tmp_path, algo), ModelStub)
-        assert value not in [getattr(place, name, None) for place in (default, default.value_estimator)]
 
     def test_options_of_two_parts(self, tmp_path):
         loss = make_objective(

@@ -24,6 +24,7 @@ from torch import Tensor
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from torchrl_llm import keys
+from torchrl_llm.options import Checked, ConfigError, Count, MinP, Natural, Positive, PositiveShare, Temperature
 
 
 class ContextLengthError(ValueError):
@@ -35,7 +36,7 @@ class NonFiniteLogitsError(FloatingPointError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SamplingConfig:
+class SamplingConfig(Checked):
     """How responses are sampled. Complete: nothing is inherited from a model's ``generation_config``.
 
     The processors are applied in this order: ``min_output_tokens``, ``repetition_penalty``, ``temperature``, ``top_k``,
@@ -60,31 +61,20 @@ class SamplingConfig:
         True
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    min_output_tokens: int = 0
-    max_output_tokens: int = 64
+    temperature: Temperature = 1.0
+    top_k: Natural = 0
+    top_p: PositiveShare = 1.0
+    min_p: MinP = 0.0
+    repetition_penalty: Positive = 1.0
+    min_output_tokens: Natural = 0
+    max_output_tokens: Count = 64
     stop_ids: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        checks = {
-            "temperature": (self.temperature > 0, "> 0; for greedy decoding use ExplorationType.DETERMINISTIC"),
-            "top_k": (self.top_k >= 0, ">= 0 (0 keeps all tokens)"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "min_p": (0 <= self.min_p < 1, "in [0, 1)"),
-            "repetition_penalty": (self.repetition_penalty > 0, "> 0 (1.0 is off)"),
-            "max_output_tokens": (self.max_output_tokens >= 1, ">= 1"),
-            "min_output_tokens": (
-                0 <= self.min_output_tokens <= self.max_output_tokens,
-                f"between 0 and max_output_tokens={self.max_output_tokens}",
-            ),
-        }
-        for name, (holds, expected) in checks.items():
-            if not holds:
-                raise ValueError(f"SamplingConfig.{name} is {getattr(self, name)!r}; expected {expected}.")
+        if self.min_output_tokens > self.max_output_tokens:
+            raise ConfigError(
+                f"min_output_tokens is {self.min_output_tokens}; expected at most max_output_tokens={self.max_output_tokens}."
+            )
 
     @property
     def truncates(self) -> bool:

@@ -7,10 +7,9 @@ batch is estimated whole and once: its statistics must cover it all.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -23,13 +22,14 @@ from torchrl.objectives.value import ValueEstimatorBase
 from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
+from torchrl_llm.options import Checked, Count, Idle, Natural, NonNegative, Positive, Share, options_of
 
 Granularity = Literal["turn", "token", "auto"]
 Credit = Literal["episode", "turn"]
 Population = Literal["batch", "none"]
 
 
-class TurnEstimator(ValueEstimatorBase):
+class TurnEstimator(Checked, ValueEstimatorBase):
     """Base class of the estimators: the keys, and what every row must satisfy.
 
     A subclass implements :meth:`estimate`; what is said below holds for it without more. Every row must be a conversation played to its end: its last turn terminated
@@ -74,6 +74,8 @@ class TurnEstimator(ValueEstimatorBase):
 
     default_keys = _AcceptedKeys
 
+    idle: ClassVar[tuple[Idle, ...]] = (Idle(("keep_discount",), {"gamma": (1,)}, "discount (gamma below 1)"),)
+
     _reads: tuple[str, ...] = ("reward", "mask", "terminated", "truncated", "turn_ids")
     _writes: tuple[str, ...] = ("advantage", "value_target", "turn_advantage", "turn_value_target")
 
@@ -89,15 +91,13 @@ class TurnEstimator(ValueEstimatorBase):
         self,
         value_network: TensorDictModuleBase | None = None,
         *,
-        kl_coeff: float = 0.0,
+        kl_coeff: NonNegative = 0.0,
         keep_discount: bool = False,
-        clip_advantage: float | None = None,
+        clip_advantage: Positive | None = None,
         process_group: dist.ProcessGroup | None = None,
         **options: Any,
     ) -> None:
         super().__init__(value_network=value_network, **options)
-        if clip_advantage is not None and clip_advantage <= 0:
-            raise ValueError(f"clip_advantage is {clip_advantage}; expected a bound > 0, or None.")
         self.kl_coeff = kl_coeff
         self.keep_discount = keep_discount
         self.clip_advantage = clip_advantage
@@ -108,19 +108,11 @@ class TurnEstimator(ValueEstimatorBase):
         """Build an estimator from the options that ``loss_module`` was given; ``hyperparams`` win over them."""
         given: dict[str, Any] = {"value_network": getattr(loss_module, "critic_network", None)}
         given |= getattr(loss_module, "estimator_options", {})
-        known = cls._options()
-        return cls(**({name: value for name, value in given.items() if name in known} | hyperparams))
-
-    @classmethod
-    def _options(cls) -> set[str]:
-        """The names that the constructor takes, those it passes on to its bases included."""
-        names: set[str] = set()
-        for base in cls.__mro__:
-            parameters = inspect.signature(vars(base).get("__init__", base)).parameters.values()
-            names |= {parameter.name for parameter in parameters}
-            if base is TurnEstimator or all(parameter.kind != parameter.VAR_KEYWORD for parameter in parameters):
-                break
-        return names
+        # An option that the loss leaves None has the default of the estimator's own class.
+        known = options_of(cls)
+        return cls(
+            **({name: value for name, value in given.items() if name in known and value is not None} | hyperparams)
+        )
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -314,12 +306,18 @@ class TurnGAE(CriticEstimator):
         tensor([[0.0000, 0.5000, 0.5000, 0.0000, 1.0000]])
     """
 
+    idle = (
+        *TurnEstimator.idle,
+        Idle(("keep_discount",), {"granularity": ("token",), "gamma": (None,)}, "discount (gamma below 1)"),
+        Idle(("single_turn",), {"granularity": ("turn", "token")}, 'set granularity to "auto"'),
+    )
+
     def __init__(
         self,
         value_network: TensorDictModuleBase | None = None,
         *,
-        gamma: float | None = None,
-        lmbda: float = 0.95,
+        gamma: Share | None = None,
+        lmbda: Share = 0.95,
         granularity: Granularity = "turn",
         single_turn: bool | None = None,
         value_reduction: F.ValueReduction = "first",
@@ -327,8 +325,6 @@ class TurnGAE(CriticEstimator):
         **shared: Any,
     ) -> None:
         super().__init__(value_network, **shared)
-        F.check_choice("granularity", granularity, Granularity)
-        F.check_choice("value_reduction", value_reduction, F.ValueReduction)
         if granularity == "auto":
             if single_turn is None:
                 raise ValueError(
@@ -407,14 +403,13 @@ class ReBN(TurnEstimator):
     def __init__(
         self,
         *,
-        gamma: float = 0.9,
-        ddof: int = 1,
-        eps: float = 1e-8,
+        gamma: Share = 0.9,
+        ddof: Natural = 1,
+        eps: NonNegative = 1e-8,
         normalise_over: Population = "batch",
         **shared: Any,
     ) -> None:
         super().__init__(**shared)
-        F.check_choice("normalise_over", normalise_over, Population)
         self.gamma = gamma
         self.normalise_over = normalise_over
         self.ddof = ddof
@@ -469,18 +464,17 @@ class GroupRelative(TurnEstimator):
     def __init__(
         self,
         *,
-        gamma: float = 1.0,
+        gamma: Share = 1.0,
         credit: Credit = "episode",
         baseline: F.Baseline = "mean",
         scale: F.Scale = "std",
-        ddof: int = 1,
-        eps: float = 1e-6,
-        group_size: int | None = None,
+        ddof: Natural = 1,
+        eps: NonNegative = 1e-6,
+        group_size: Count | None = None,
         partial: F.Partial = "error",
         **shared: Any,
     ) -> None:
         super().__init__(**shared)
-        F.check_choice("credit", credit, Credit)
         if self.keep_discount and credit == "episode":
             raise ValueError(
                 'credit="episode" is discounted from the first turn on; keep_discount is for credit="turn".'
@@ -556,9 +550,9 @@ class TurnVTrace(CriticEstimator):
         self,
         value_network: TensorDictModuleBase | None = None,
         *,
-        gamma: float | None = None,
-        rho_clip: float = 1.0,
-        c_clip: float = 1.0,
+        gamma: Share | None = None,
+        rho_clip: NonNegative = 1.0,
+        c_clip: NonNegative = 1.0,
         **shared: Any,
     ) -> None:
         super().__init__(value_network, **shared)

@@ -9,6 +9,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.advantages import Credit, GroupRelative
 from torchrl_llm.objectives.policy import TurnPolicyLoss
+from torchrl_llm.options import Count, NonNegative, Share
 
 
 class LLMGRPOLoss(TurnPolicyLoss):
@@ -38,13 +39,13 @@ class LLMGRPOLoss(TurnPolicyLoss):
         self,
         actor: TensorDictModuleBase,
         *,
-        gamma: float = 1.0,
+        gamma: Share = 1.0,
         credit: Credit = "episode",
         baseline: F.Baseline = "mean",
         scale: F.Scale = "std",
-        group_size: int | None = None,
+        group_size: Count | None = None,
         partial: F.Partial = "error",
-        kl_coeff: float = 5e-4,
+        kl_coeff: NonNegative = 5e-4,
         **options: Any,
     ) -> None:
         super().__init__(actor, kl_coeff=kl_coeff, **options)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.advantages import ReBN, TurnEstimator, TurnGAE
+from torchrl_llm.options import Bound, Checked, Idle, NonNegative, Positive, Ratio
 
 UnitWeight = Literal["by_tokens", "equal"]
 Clipping = Literal["ppo", "cispo", "none"]
@@ -37,7 +38,7 @@ AVERAGED = ("ESS", "explained_variance")
 """Outputs that :func:`merge` averages by the micro-batches' shares of the weight; all others are sums."""
 
 
-class TurnPolicyLoss(LossModule):
+class TurnPolicyLoss(Checked, LossModule):
     """Policy loss over conversations: advantage x ratio level x clipping x weights x KL x entropy x sampler correction.
 
     ``loss_objective = -sum(loss_weight * correction * objective(log_ratio, advantage))``, where ``log_ratio`` is the
@@ -138,6 +139,20 @@ class TurnPolicyLoss(LossModule):
     tensor_keys: _AcceptedKeys
     default_value_estimator: type[TurnEstimator] = ReBN
 
+    idle: ClassVar[tuple[Idle, ...]] = (
+        Idle(("clip_epsilon",), {"clipping": ("none",)}, 'set clipping to "ppo" or "cispo"'),
+        Idle(("dual_clip",), {"clipping": ("cispo", "none")}, 'set clipping to "ppo"'),
+        Idle(
+            ("ratio_reduction", "unit_weight"), {"ratio_level": ("token",)}, 'set ratio_level to "turn" or "sequence"'
+        ),
+        Idle(("weight_constant",), {"weighting": ("token", "turn", "sequence")}, 'set weighting to "constant"'),
+        Idle(("kl_kind",), {"kl_in": ("reward",)}, 'set kl_in to "loss"'),
+        Idle(("kl_kind", "kl_in"), {"kl_coeff": (0,)}, "give the KL a weight"),
+        Idle(("sampler_bounds", "sampler_level", "sampler_reduction"), {"sampler_correction": (None,)}, "choose one"),
+        Idle(("sampler_reduction",), {"sampler_level": ("token",)}, 'set sampler_level to "turn" or "sequence"'),
+        Idle(("keep_discount",), {"gamma": (1,)}, "discount (gamma below 1)"),
+    )
+
     _weight_names: tuple[str, ...] = ("loss_weight",)
 
     actor_network: TensorDictModuleBase
@@ -149,23 +164,23 @@ class TurnPolicyLoss(LossModule):
         critic: TensorDictModuleBase | None = None,
         *,
         clipping: Clipping = "ppo",
-        clip_epsilon: float | tuple[float, float] = 0.2,
-        dual_clip: float | None = None,
+        clip_epsilon: NonNegative | tuple[NonNegative, NonNegative] = 0.2,
+        dual_clip: Ratio | None = None,
         ratio_level: F.RatioLevel = "token",
         ratio_reduction: F.RatioReduction = "mean",
         unit_weight: UnitWeight = "by_tokens",
         weighting: F.WeightKind = "token",
-        weight_constant: float | None = None,
-        kl_coeff: float = 0.0,
+        weight_constant: Positive | None = None,
+        kl_coeff: NonNegative = 0.0,
         kl_kind: F.KLKind = "k3",
         kl_in: KLPlace = "loss",
-        entropy_coeff: float = 0.0,
+        entropy_coeff: NonNegative = 0.0,
         sampler_correction: F.SamplerCorrection | None = None,
-        sampler_bounds: float | tuple[float, float] | None = None,
+        sampler_bounds: Bound | tuple[Bound, Bound] | None = None,
         sampler_level: F.RatioLevel = "token",
         sampler_reduction: F.RatioReduction = "sum",
         keep_discount: bool = False,
-        clip_advantage: float | None = None,
+        clip_advantage: Positive | None = None,
     ) -> None:
         super().__init__()
         self.actor_network = actor
@@ -191,22 +206,6 @@ class TurnPolicyLoss(LossModule):
         self._check_options()
 
     def _check_options(self) -> None:
-        for name, choices in (
-            ("clipping", Clipping),
-            ("ratio_level", F.RatioLevel),
-            ("ratio_reduction", F.RatioReduction),
-            ("unit_weight", UnitWeight),
-            ("weighting", F.WeightKind),
-            ("kl_kind", F.KLKind),
-            ("kl_in", KLPlace),
-            ("sampler_level", F.RatioLevel),
-            ("sampler_reduction", F.RatioReduction),
-        ):
-            F.check_choice(name, getattr(self, name), choices)
-        if self.clip_low < 0 or self.clip_high < 0:
-            raise ValueError(f"clip_epsilon is {(self.clip_low, self.clip_high)}; expected distances from 1, >= 0.")
-        if self.dual_clip is not None and self.clipping != "ppo":
-            raise ValueError(f'dual_clip={self.dual_clip} belongs to clipping="ppo"; got clipping={self.clipping!r}.')
         if self.kl_kind == "k1" and self.kl_in == "loss":
             raise ValueError('kl_kind="k1" has no gradient in expectation; use "k2", "k3", or kl_in="reward".')
         if self.unit_weight == "equal":
@@ -227,13 +226,12 @@ class TurnPolicyLoss(LossModule):
 
     def _check_sampler_correction(self) -> None:
         kind, bounds = self.sampler_correction, self.sampler_bounds
-        if (kind is None) != (bounds is None):
-            raise ValueError(
-                f"sampler_correction={kind!r} and sampler_bounds={bounds!r} go together: give both, or none."
-            )
         if kind is None:
             return
-        F.check_choice("sampler_correction", kind, F.SamplerCorrection)
+        if bounds is None:
+            raise ValueError(
+                f"sampler_correction={kind!r} without sampler_bounds: they go together, give both or none."
+            )
         if isinstance(bounds, tuple | list) == (kind == "truncate"):
             expected = "a cap" if kind == "truncate" else "(low, high)"
             raise ValueError(f"sampler_bounds is {bounds!r}; sampler_correction={kind!r} takes {expected}.")

@@ -14,6 +14,7 @@ from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.advantages import Granularity, TurnGAE
 from torchrl_llm.objectives.policy import TurnPolicyLoss
+from torchrl_llm.options import NonNegative, Positive, Share
 
 
 class LLMPPOLoss(TurnPolicyLoss):
@@ -41,6 +42,7 @@ class LLMPPOLoss(TurnPolicyLoss):
     """
 
     default_value_estimator = TurnGAE
+    idle = (*TurnPolicyLoss.idle, *TurnGAE.idle)
     critic_network: TensorDictModuleBase
 
     _weight_names = ("loss_weight", "critic_weight")
@@ -50,20 +52,18 @@ class LLMPPOLoss(TurnPolicyLoss):
         actor: TensorDictModuleBase,
         critic: TensorDictModuleBase,
         *,
-        critic_coeff: float = 0.5,
-        clip_value: float | None = 0.2,
-        gamma: float | None = None,
-        lmbda: float = 0.95,
+        critic_coeff: NonNegative = 0.5,
+        clip_value: Positive | None = 0.2,
+        gamma: Share | None = None,
+        lmbda: Share = 0.95,
         granularity: Granularity = "turn",
         single_turn: bool | None = None,
         value_reduction: F.ValueReduction = "first",
         whiten: bool = True,
-        kl_coeff: float = 0.01,
+        kl_coeff: NonNegative = 0.01,
         **options: Any,
     ) -> None:
         super().__init__(actor, critic, kl_coeff=kl_coeff, **options)
-        if clip_value is not None and clip_value <= 0:
-            raise ValueError(f"clip_value is {clip_value}; expected a distance > 0, or None.")
         self.critic_coeff = critic_coeff
         self.clip_value = clip_value
         self.estimator_options |= {

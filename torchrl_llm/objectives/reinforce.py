@@ -8,6 +8,7 @@ from tensordict.nn import TensorDictModuleBase
 
 from torchrl_llm.objectives.advantages import Population, ReBN
 from torchrl_llm.objectives.policy import KLPlace, TurnPolicyLoss
+from torchrl_llm.options import NonNegative, Share
 
 
 class LLMReinforceLoss(TurnPolicyLoss):
@@ -32,9 +33,9 @@ class LLMReinforceLoss(TurnPolicyLoss):
         self,
         actor: TensorDictModuleBase,
         *,
-        gamma: float = 0.9,
+        gamma: Share = 0.9,
         normalise_over: Population = "batch",
-        kl_coeff: float = 0.01,
+        kl_coeff: NonNegative = 0.01,
         kl_in: KLPlace = "reward",
         **options: Any,
     ) -> None:

@@ -1,7 +1,7 @@
 """The training loop, written out, and what it needs: settings, evaluation, checkpoints, callbacks."""
 
 from torchrl_llm.interrupts import Interrupted, catch_signals, interruptible
-from torchrl_llm.trainers.build import Run, build_run, loss_options, make_objective
+from torchrl_llm.trainers.build import Run, build_run, make_objective
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar
 from torchrl_llm.trainers.checkpoint import CheckpointStore, verify
 from torchrl_llm.trainers.cli import parse_run_config, resume_command
@@ -26,7 +26,6 @@ __all__ = [
     "catch_signals",
     "evaluate",
     "interruptible",
-    "loss_options",
     "make_objective",
     "parse_run_config",
     "resume_command",

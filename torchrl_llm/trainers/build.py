@@ -31,7 +31,7 @@ from torchrl_llm.envs import GEMEnv
 from torchrl_llm.envs.tickets import Stream
 from torchrl_llm.modules import ActorCritic, HFPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
-from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss
+from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.optional import running_ray
 from torchrl_llm.stops import response_end_ids
 from torchrl_llm.testing.tiny import tiny_model_path
@@ -45,43 +45,13 @@ from torchrl_llm.trainers.checkpoint import (
     states_of,
     verify,
 )
-from torchrl_llm.trainers.config import GRPO_ONLY, HOW_TO_RUN, PPO_ONLY, REINFORCE_ONLY, ConfigError, RunConfig
+from torchrl_llm.trainers.config import HOW_TO_RUN, LOSSES, ConfigError, RunConfig
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.ranks import Ranks
 from torchrl_llm.trainers.trainer import LLMTrainer
 from torchrl_llm.weight_update import RayWeightSync, VLLMWeightSync
 
 logger = logging.getLogger(__name__)
-
-SHARED = (
-    "gamma",
-    "keep_discount",
-    "clip_advantage",
-    "kl_coeff",
-    "kl_in",
-    "kl_kind",
-    "clipping",
-    "clip_epsilon",
-    "dual_clip",
-    "ratio_level",
-    "ratio_reduction",
-    "unit_weight",
-    "weighting",
-    "weight_constant",
-    "entropy_coeff",
-    "sampler_correction",
-    "sampler_bounds",
-    "sampler_level",
-    "sampler_reduction",
-)
-"""The fields that go to every loss."""
-
-_LOSSES: dict[str, tuple[type[TurnPolicyLoss], tuple[str, ...]]] = {
-    "LLMPPO": (LLMPPOLoss, tuple(name for name in PPO_ONLY if name != "lr_critic")),
-    "LLMREINFORCE": (LLMReinforceLoss, REINFORCE_ONLY),
-    "GRPO": (LLMGRPOLoss, GRPO_ONLY),
-}
-"""The loss of each algorithm, and the fields that go to it alone."""
 
 MakeLoss = Callable[[RunConfig, ActorCritic], TurnPolicyLoss]
 """Makes a run's loss: ``make_loss(config, models)``, see :func:`build_run`."""
@@ -221,7 +191,7 @@ def build_run(
         make_env: makes the environments of all streams from the keyword arguments of ``GEMEnv``, such as
             ``partial(PromptDatasetEnv, splits, reward_fn)``; default ``GEMEnv`` itself. Excludes ``env``.
         make_loss: makes the loss, ``make_loss(config, models)``, of ``models.actor`` and ``models.critic``;
-            :func:`loss_options` gives it the loss's settings. Default: :func:`make_objective`.
+            :meth:`RunConfig.loss_options` gives it the loss's settings. Default: :func:`make_objective`.
         callbacks: added to the progress bar.
 
     Returns:
@@ -234,6 +204,11 @@ def build_run(
     """
     if env is not None and make_env is not None:
         raise ConfigError("build_run got env and make_env: the second decides what is played, so leave env out.")
+    if config.env_weights is not None and make_env is not None:
+        raise ConfigError(
+            f"env_weights={config.env_weights} does nothing with build_run(make_env=...), which decides what is played: leave it "
+            "out, or give make_env the weights."
+        )
     if config.collector == "ray":
         running_ray()  # before the models are loaded
     accelerator = make_accelerator(config)
@@ -244,6 +219,7 @@ def build_run(
     make_env = make_env or partial(GEMEnv, env or config.env_name, weights=config.env_weights)
     make_env = partial(_make_env, config, tokenizer, make_env, worker=ranks.index, num_workers=ranks.count)
     train_env, evaluation_env = make_env(stream="train", group_size=config.group_size), make_env(stream="eval")
+    _check_mixture(config, train_env)
     sampling = make_sampling(config, path, train_env)
     models = load_models(config, path, tokenizer, sampling, device=accelerator.device)
     policy, weight_sync = make_policy(config, path, tokenizer, sampling, models)
@@ -274,6 +250,7 @@ def build_run(
     )
     if start is not None:
         checkpoints.resume(trainer, start)
+        _accept(config, trainer)
         policy.drop_cache()
         if config.accept_changes:
             trainer.reconsider()
@@ -294,6 +271,27 @@ def build_run(
         evaluation_env=evaluation_env,
         make_env=make_env,
     )
+
+
+def _check_mixture(config: RunConfig, env: GEMEnv) -> None:
+    """Refuse settings of a mixture where one environment is played."""
+    given = [name for name in ("adaptive_tasks", "env_weights") if getattr(config, name)]
+    if given and env.tickets.num_tasks < 2:
+        raise ConfigError(
+            f"{' and '.join(given)} chooses among environments, and {env.names[0]!r} is the only one: leave it out, or play a "
+            "mixture."
+        )
+
+
+def _accept(config: RunConfig, trainer: LLMTrainer) -> None:
+    """Let the changes count that ``config.accept_changes`` names and that a checkpoint's state has overwritten."""
+    for group in trainer.optimizer.param_groups:
+        group |= _adamw_options(config)
+    if "seed" in config.accept_changes:
+        trainer.generator.manual_seed(config.seed)
+        # The tasks from here on; what was dealt is counted on, so that ids stay unique.
+        env = trainer.collector.env
+        env.tickets = replace(env.tickets, seed=config.seed)
 
 
 def _check_sharding(config: RunConfig, ranks: Ranks) -> None:
@@ -540,11 +538,6 @@ def make_collector(
     """What fills the replay buffer with this rank's share of ``config.batch_size`` conversations an iteration."""
     common: dict[str, Any] = {"batch_size": _share(config, ranks.count), "replay_buffer": replay_buffer}
     if config.adaptive_tasks:
-        if env.tickets.num_tasks < 2:
-            raise ConfigError(
-                f"adaptive_tasks chooses among environments, and {env.names[0]!r} is the only one: leave it out, or play a "
-                "mixture."
-            )
         common["post_collect_hook"] = partial(adapt_tasks, env, gather=ranks.gather)
     if config.max_faults is not None:
         common["max_faults"] = config.max_faults
@@ -575,45 +568,11 @@ def _reference(config: RunConfig) -> bool | Literal["adapter"]:
     return "adapter" if config.lora_r and (config.init_reference or config.refresh_reference) else True
 
 
-def loss_options(config: RunConfig, loss_class: type[TurnPolicyLoss]) -> dict[str, Any]:
-    """The keyword arguments that ``config`` gives to the loss of its algorithm; fields that are None are left to the class.
-
-    Args:
-        config: the settings.
-        loss_class: what they are for: the loss of ``config.algo``, or a subclass of it.
-
-    Returns:
-        Names and values, with which ``loss_class(models.actor, **options)`` is made (LLMPPO: ``models.critic`` follows the
-        actor).
-
-    Raises:
-        ConfigError: ``loss_class`` is the loss of another algorithm, whose settings these are not.
-
-    Examples:
-        >>> loss_options(RunConfig(algo="GRPO", group_size=4, batch_size=8, num_envs=8, kl_coeff=0.0), LLMGRPOLoss)
-        {'kl_coeff': 0.0, 'group_size': 4}
-    """
-    stock, own = _LOSSES[config.algo]
-    if not issubclass(loss_class, stock):
-        raise ConfigError(
-            f"The settings of algo={config.algo!r} are those of {stock.__name__}, which {loss_class.__name__} is no subclass "
-            "of: choose the algorithm that it is one of, or make it from fields of the config by hand."
-        )
-    options = {name: getattr(config, name) for name in (*SHARED, *own) if getattr(config, name) is not None}
-    if config.max_staleness and config.sampler_correction is None:
-        options |= {"sampler_correction": "truncate", "sampler_bounds": 2.0}
-    if config.algo == "GRPO":
-        options["group_size"] = config.group_size
-    if options.get("clip_value") == 0:
-        options["clip_value"] = None
-    return options
-
-
 def make_objective(config: RunConfig, models: ActorCritic) -> TurnPolicyLoss:
     """The loss of ``config.algo`` with its value estimator; fields that are None keep the class's default."""
-    loss_class: Any = _LOSSES[config.algo][0]
+    loss_class: Any = LOSSES[config.algo][0]
     networks = (models.actor, models.critic) if config.algo == "LLMPPO" else (models.actor,)
-    return loss_class(*networks, **loss_options(config, loss_class))
+    return loss_class(*networks, **config.loss_options())
 
 
 def make_optimizer(config: RunConfig, models: ActorCritic) -> torch.optim.Optimizer:
@@ -622,7 +581,11 @@ def make_optimizer(config: RunConfig, models: ActorCritic) -> torch.optim.Optimi
     if models.critic is not None:
         lr = config.lr_actor if config.lr_critic is None else config.lr_critic
         groups.append({"params": list(models.critic_parameters()), "lr": lr})
-    return torch.optim.AdamW(groups, weight_decay=config.weight_decay, betas=(0.9, config.adam_beta2))
+    return torch.optim.AdamW(groups, **_adamw_options(config))
+
+
+def _adamw_options(config: RunConfig) -> dict[str, Any]:
+    return {"weight_decay": config.weight_decay, "betas": (0.9, config.adam_beta2)}
 
 
 def make_replay_buffer(config: RunConfig) -> ReplayBuffer:

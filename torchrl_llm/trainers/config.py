@@ -8,10 +8,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from torchrl_llm.modules.policy import SamplingConfig
-from torchrl_llm.objectives.functional import check_choice
+from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss
+from torchrl_llm.options import (
+    Bound,
+    Checked,
+    ConfigError,
+    Count,
+    Idle,
+    MinP,
+    Natural,
+    NonNegative,
+    Positive,
+    PositiveShare,
+    Range,
+    Ratio,
+    Share,
+    Temperature,
+    check_options,
+    nearest,
+)
 
 Algorithm = Literal["LLMPPO", "LLMREINFORCE", "GRPO"]
 OldLogProbs = Literal["auto", "sampler", "scorer"]
@@ -32,6 +50,29 @@ HOW_TO_RUN = (
 )
 """Settings that change no number of a run: a resumed run may differ in them."""
 
+SHARED = (
+    "gamma",
+    "keep_discount",
+    "clip_advantage",
+    "kl_coeff",
+    "kl_in",
+    "kl_kind",
+    "clipping",
+    "clip_epsilon",
+    "dual_clip",
+    "ratio_level",
+    "ratio_reduction",
+    "unit_weight",
+    "weighting",
+    "weight_constant",
+    "entropy_coeff",
+    "sampler_correction",
+    "sampler_bounds",
+    "sampler_level",
+    "sampler_reduction",
+)
+"""The fields that go to every loss."""
+
 PPO_ONLY = ("lmbda", "critic_coeff", "clip_value", "lr_critic", "granularity", "value_reduction", "whiten")
 REINFORCE_ONLY = ("normalise_over",)
 GRPO_ONLY = ("credit", "baseline", "scale")
@@ -49,8 +90,25 @@ VLLM_ONLY = (
 RAY_ONLY = ("ray_workers", "ray_worker_cpus", "ray_worker_gpus")
 
 
-class ConfigError(ValueError):
-    """A setting that is out of range, or two settings that contradict each other."""
+FROM_THE_START = (
+    "algo",
+    "critic_trunk",
+    "init_from",
+    "init_reference",
+    "init_critic",
+    "merge_lora_configs",
+    "lora_r",
+    "lora_alpha",
+    "lora_targets",
+)
+"""Settings of the weights that a run began with. A resumed run has those of its checkpoint, so they cannot be changed."""
+
+LOSSES: dict[str, tuple[type[TurnPolicyLoss], tuple[str, ...]]] = {
+    "LLMPPO": (LLMPPOLoss, tuple(name for name in PPO_ONLY if name != "lr_critic")),
+    "LLMREINFORCE": (LLMReinforceLoss, REINFORCE_ONLY),
+    "GRPO": (LLMGRPOLoss, GRPO_ONLY),
+}
+"""The loss of each algorithm, and the fields that go to it alone."""
 
 
 def _require(holds: bool, message: str) -> None:
@@ -59,7 +117,7 @@ def _require(holds: bool, message: str) -> None:
 
 
 @dataclass(kw_only=True)
-class TrainerConfig:
+class TrainerConfig(Checked):
     """What :class:`~torchrl_llm.trainers.LLMTrainer` itself reads.
 
     Attributes:
@@ -88,53 +146,39 @@ class TrainerConfig:
         seed: of minibatch order (and, in :class:`RunConfig`, of everything else).
     """
 
-    epochs: int = 1
-    minibatch_size: int | None = None
-    max_tokens: int = 16_384
+    epochs: Count = 1
+    minibatch_size: Count | None = None
+    max_tokens: Count = 16_384
     old_log_probs: OldLogProbs = "auto"
-    critic_warmup: int = 0
-    dynamic_sampling: int = 0
+    critic_warmup: Natural = 0
+    dynamic_sampling: Natural = 0
     overlong_filter: bool = False
-    overlong_penalty: float = 0.0
-    overlong_buffer: int | None = None
-    max_grad_norm: float = 1.0
+    overlong_penalty: NonNegative = 0.0
+    overlong_buffer: Count | None = None
+    max_grad_norm: Annotated[float, Range("(0, inf]")] = 1.0
     schedule: Literal["cosine", "constant"] = "cosine"
-    warmup_fraction: float = 0.0
-    min_lr_fraction: float = 0.0
-    max_steps: int = 100_000
-    max_iterations: int | None = None
-    max_seconds: float | None = None
-    stop_at_success: float | None = None
-    evaluation_interval: int = 10
-    checkpoint_interval: int = 10
-    seed: int = 0
+    warmup_fraction: Share = 0.0
+    min_lr_fraction: Share = 0.0
+    max_steps: Count = 100_000
+    max_iterations: Count | None = None
+    max_seconds: Positive | None = None
+    stop_at_success: PositiveShare | None = None
+    evaluation_interval: Natural = 10
+    checkpoint_interval: Natural = 10
+    seed: Natural = 0
+
+    idle: ClassVar[tuple[Idle, ...]] = (
+        Idle(("overlong_buffer",), {"overlong_penalty": (0,)}, "set overlong_penalty"),
+        Idle(("min_lr_fraction",), {"schedule": ("constant",)}, 'set schedule to "cosine"'),
+        Idle(("schedule", "min_lr_fraction"), {"warmup_fraction": (1,)}, "let the warm-up end earlier"),
+        Idle(("stop_at_success",), {"evaluation_interval": (0,)}, "set evaluation_interval to 1 or more"),
+    )
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "max_tokens", "max_steps"):
-            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected at least 1.")
-        for name in ("minibatch_size", "max_iterations", "overlong_buffer"):
-            value = getattr(self, name)
-            _require(value is None or value >= 1, f"{name} is {value}; expected at least 1, or null.")
-        for name in ("critic_warmup", "dynamic_sampling", "overlong_penalty"):
-            _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; expected at least 0.")
         _require(
-            self.overlong_buffer is None or self.overlong_penalty > 0,
-            f"overlong_buffer={self.overlong_buffer} without an overlong_penalty: set it, or leave the buffer out.",
-        )
-        check_choice("old_log_probs", self.old_log_probs, OldLogProbs)
-        for name in ("warmup_fraction", "min_lr_fraction"):
-            value = getattr(self, name)
-            _require(0 <= value <= 1, f"{name} is {value}; expected a share between 0 and 1.")
-        _require(self.max_grad_norm > 0, f"max_grad_norm is {self.max_grad_norm}; expected > 0.")
-        for name in ("evaluation_interval", "checkpoint_interval"):
-            _require(getattr(self, name) >= 0, f"{name} is {getattr(self, name)}; expected at least 0.")
-        _require(
-            self.stop_at_success is None or 0 < self.stop_at_success <= 1,
-            f"stop_at_success is {self.stop_at_success}; expected a rate in (0, 1], or null.",
-        )
-        _require(
-            self.stop_at_success is None or self.evaluation_interval > 0,
-            "stop_at_success needs evaluations during the run: set evaluation_interval to 1 or more.",
+            self.max_iterations is None or self.critic_warmup <= self.max_iterations,
+            f"critic_warmup={self.critic_warmup} is more than max_iterations={self.max_iterations}: the policy would never "
+            "learn. Lower the first or raise the second.",
         )
 
 
@@ -158,7 +202,8 @@ class RunConfig(TrainerConfig):
         quantization: "nf4" keeps the linear layers of the base in 4 bits (with LoRA and bitsandbytes).
         lora_r: rank of the LoRA adapters; 0 trains all weights.
         lora_alpha: LoRA's scale is lora_alpha / lora_r; None takes 2 * lora_r.
-        lora_targets: names of the linear modules that get adapters, or "all-linear".
+        lora_targets: names of the linear modules that get adapters, as a list; or "all-linear", or a regular expression that
+            matches whole module paths.
         critic_trunk: the critic has a "separate" adapter (or copy of the model), or is a head on the "shared" trunk of the
             actor (LLMPPO).
         init_from: a checkpoint (or what ActorCritic.save_pretrained wrote) whose weights the run starts from.
@@ -230,8 +275,8 @@ class RunConfig(TrainerConfig):
         weight_constant: tokens per conversation of weighting="constant".
         entropy_coeff: weight of the entropy bonus.
         sampler_correction: for samplers whose log-probs are not the trainer's: "truncate", "mask" or "reject". None takes
-            none, but with max_staleness "truncate", bounded by 2.
-        sampler_bounds: its cap ("truncate"), or [low, high].
+            none, but with max_staleness "truncate".
+        sampler_bounds: its cap ("truncate"), or [low, high]; None takes 2 where max_staleness asks for the correction.
         sampler_level: what has one such weight: "token", "turn" or "sequence".
         sampler_reduction: a unit's weight is that of the "sum" or of the "mean" of its tokens' log-ratios.
         lmbda: lambda of the turn-level GAE (LLMPPO).
@@ -258,7 +303,8 @@ class RunConfig(TrainerConfig):
         resume: go on from the newest checkpoint in output_dir, in the same bytes as if the run had never stopped; from the
             start if there is none.
         resume_from: the checkpoint to go on from, instead of the newest.
-        accept_changes: names of settings that may differ from those of the checkpoint; any other change is an error.
+        accept_changes: names of settings that may differ from those of the checkpoint, and take effect from there; any other
+            change is an error, and those of the weights themselves (algo, critic_trunk, init_*, lora_*) cannot be accepted.
         overwrite: start anew in an output_dir that holds a run already; its metrics and checkpoints are deleted.
         tensorboard: log to TensorBoard too.
         wandb: log to Weights & Biases too.
@@ -278,79 +324,79 @@ class RunConfig(TrainerConfig):
     gradient_checkpointing: bool = False
     compile: bool = False
     quantization: Literal["nf4"] | None = None
-    lora_r: int = 16
-    lora_alpha: int | None = None
+    lora_r: Annotated[int, Range("[0, inf)", "0 trains all weights")] = 16
+    lora_alpha: Count | None = None
     lora_targets: list[str] | str = "all-linear"
     critic_trunk: Literal["separate", "shared"] = "separate"
     init_from: Path | None = None
     init_reference: bool = False
     init_critic: bool = False
     merge_lora_configs: bool = False
-    refresh_reference: int = 0
+    refresh_reference: Natural = 0
     # environment
     env_name: str | list[str] = "game:GuessTheNumber-v0-easy"
-    env_weights: list[float] | None = None
+    env_weights: list[Positive] | None = None
     adaptive_tasks: bool = False
-    num_envs: int = 16
-    max_turns: int | None = None
-    max_model_len: int = 1024
+    num_envs: Count = 16
+    max_turns: Count | None = None
+    max_model_len: Count = 1024
     overflow: Literal["truncate", "slide"] = "truncate"
     system_prompt: str | None = None
     template: Literal["chat", "raw"] = "chat"
     history: Literal["refuse", "append"] = "refuse"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     # sampling
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    min_output_tokens: int = 0
-    max_output_tokens: int = 64
+    temperature: Temperature = 1.0
+    top_k: Natural = 0
+    top_p: PositiveShare = 1.0
+    min_p: MinP = 0.0
+    repetition_penalty: Positive = 1.0
+    min_output_tokens: Natural = 0
+    max_output_tokens: Count = 64
     # rollout
     policy: Literal["hf", "vllm"] = "hf"
     engine_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
-    tensor_parallel_size: int | None = None
-    gpu_memory_utilization: float | None = None
-    kv_cache_memory_bytes: int | None = None
+    tensor_parallel_size: Count | None = None
+    gpu_memory_utilization: PositiveShare | None = None
+    kv_cache_memory_bytes: Count | None = None
     enforce_eager: bool | None = None
     prefix_caching: bool | None = None
     engine_process: bool | None = None
     sleep_mode: bool | None = None
     weight_sync: Literal["adapter", "reload", "shared_memory", "nccl"] | None = None
     collector: Literal["turn", "async", "ray"] = "turn"
-    max_staleness: int | None = None
-    ray_workers: int | None = None
-    ray_worker_cpus: float | None = None
-    ray_worker_gpus: float | None = None
-    env_threads: int | None = None
-    step_timeout: float | None = None
-    max_faults: int | None = None
+    max_staleness: Natural | None = None
+    ray_workers: Count | None = None
+    ray_worker_cpus: NonNegative | None = None
+    ray_worker_gpus: NonNegative | None = None
+    env_threads: Natural | None = None
+    step_timeout: Positive | None = None
+    max_faults: Natural | None = None
     # algorithm
-    batch_size: int = 32
-    group_size: int = 1
-    gamma: float | None = None
+    batch_size: Count = 32
+    group_size: Count = 1
+    gamma: Share | None = None
     keep_discount: bool | None = None
-    clip_advantage: float | None = None
-    kl_coeff: float | None = None
+    clip_advantage: Positive | None = None
+    kl_coeff: NonNegative | None = None
     kl_in: Literal["loss", "reward"] | None = None
     kl_kind: Literal["k2", "k3"] | None = None
     clipping: Literal["ppo", "cispo", "none"] | None = None
-    clip_epsilon: float | tuple[float, float] | None = None
-    dual_clip: float | None = None
+    clip_epsilon: NonNegative | tuple[NonNegative, NonNegative] | None = None
+    dual_clip: Ratio | None = None
     ratio_level: Literal["token", "turn", "sequence"] | None = None
     ratio_reduction: Literal["sum", "mean"] | None = None
     unit_weight: Literal["by_tokens", "equal"] | None = None
     weighting: Literal["token", "turn", "sequence", "constant"] | None = None
-    weight_constant: float | None = None
-    entropy_coeff: float | None = None
+    weight_constant: Positive | None = None
+    entropy_coeff: NonNegative | None = None
     sampler_correction: Literal["truncate", "mask", "reject"] | None = None
-    sampler_bounds: float | tuple[float, float] | None = None
+    sampler_bounds: Bound | tuple[Bound, Bound] | None = None
     sampler_level: Literal["token", "turn", "sequence"] | None = None
     sampler_reduction: Literal["sum", "mean"] | None = None
-    lmbda: float | None = None
-    critic_coeff: float | None = None
-    clip_value: float | None = None
+    lmbda: Share | None = None
+    critic_coeff: NonNegative | None = None
+    clip_value: NonNegative | None = None
     granularity: Literal["turn", "token"] | None = None
     value_reduction: Literal["first", "mean", "last"] | None = None
     whiten: bool | None = None
@@ -359,17 +405,17 @@ class RunConfig(TrainerConfig):
     baseline: Literal["mean", "leave_one_out"] | None = None
     scale: Literal["std", "none"] | None = None
     # optimisation
-    lr_actor: float = 5e-6
-    lr_critic: float | None = None
-    weight_decay: float = 0.0
-    adam_beta2: float = 0.999
+    lr_actor: NonNegative = 5e-6
+    lr_critic: NonNegative | None = None
+    weight_decay: NonNegative = 0.0
+    adam_beta2: Annotated[float, Range("[0, 1)")] = 0.999
     # run
-    evaluation_episodes: int = 256
+    evaluation_episodes: Count = 256
     evaluation_greedy: bool = False
-    final_episodes: int = 512
+    final_episodes: Count = 512
     output_dir: Path = Path("runs/multiturn")
     save_checkpoints: bool = True
-    keep_checkpoints: int = 2
+    keep_checkpoints: Count = 2
     export_merged: bool = False
     resume: bool = False
     resume_from: Path | None = None
@@ -380,32 +426,56 @@ class RunConfig(TrainerConfig):
     wandb_project: str = "torchrl_llm"
     progress: bool = True
 
+    idle: ClassVar[tuple[Idle, ...]] = (
+        *TrainerConfig.idle,
+        Idle(
+            (*PPO_ONLY, "critic_warmup", "critic_trunk", "init_critic"),
+            {"algo": ("LLMREINFORCE", "GRPO")},
+            'set algo to "LLMPPO", which has a critic',
+        ),
+        Idle(REINFORCE_ONLY, {"algo": ("LLMPPO", "GRPO")}, 'set algo to "LLMREINFORCE"'),
+        Idle(GRPO_ONLY, {"algo": ("LLMPPO", "LLMREINFORCE")}, 'set algo to "GRPO"'),
+        Idle(VLLM_ONLY, {"policy": ("hf",)}, 'set policy to "vllm"'),
+        Idle(RAY_ONLY, {"collector": ("turn", "async")}, 'set collector to "ray"'),
+        Idle(("max_staleness",), {"collector": ("turn",)}, 'set collector to "async" or "ray"'),
+        Idle(("init_reference", "init_critic", "merge_lora_configs"), {"init_from": (None,)}, "say what to start from"),
+        Idle(("init_reference", "refresh_reference"), {"kl_coeff": (0,)}, "give the KL a weight"),
+        Idle(("lora_alpha", "lora_targets", "merge_lora_configs"), {"lora_r": (0,)}, "give LoRA a rank"),
+        Idle(("history", "chat_template_kwargs"), {"template": ("raw",)}, 'set template to "chat"'),
+        Idle(("evaluation_greedy",), {"evaluation_interval": (0,)}, "set evaluation_interval to 1 or more"),
+        Idle(("checkpoint_interval", "keep_checkpoints"), {"save_checkpoints": (False,)}, "save checkpoints"),
+        Idle(("accept_changes",), {"resume": (False,), "resume_from": (None,)}, "set resume"),
+        Idle(("wandb_project",), {"wandb": (False,)}, "set wandb"),
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.sampling()  # raises what SamplingConfig says of its fields
         self.output_dir = Path(self.output_dir)
+        self.init_from = None if self.init_from is None else Path(self.init_from)
         for name in ("clip_epsilon", "sampler_bounds"):
             if isinstance(value := getattr(self, name), list):
                 setattr(self, name, tuple(value))
-        _require(self.algo in ("LLMPPO", "LLMREINFORCE", "GRPO"), _unknown_algorithm(self.algo))
         if self.resume_from is not None:
             self.resume, self.resume_from = True, Path(self.resume_from)
         _require(not (self.resume and self.overwrite), "resume goes on and overwrite starts anew: give one of them.")
-        unknown = sorted(set(self.accept_changes) - set(vars(self)))
-        _require(not unknown, f"accept_changes names {', '.join(unknown)}: no such settings.")
-        for name in (
-            "num_envs", "batch_size", "group_size", "evaluation_episodes", "final_episodes", "keep_checkpoints",
-        ):  # fmt: skip
-            _require(getattr(self, name) >= 1, f"{name} is {getattr(self, name)}; expected at least 1.")
-        _require(self.lora_r >= 0, f"lora_r is {self.lora_r}; expected a rank, or 0 to train all weights.")
+        self.sampling()  # raises what SamplingConfig says of its fields
+        check_options(LOSSES[self.algo][0], self.loss_options())
+        self._check_accepted()
         self._check_groups()
-        self._check_algorithm()
+        self._check_lengths()
         self._check_rollout()
-        self._check_start()
+        self._check_ray()
+        self._check_model()
+
+    def _check_accepted(self) -> None:
+        names = list(vars(self))
+        for name in self.accept_changes:
+            _require(name in names, f"accept_changes names {name}: no such setting.{nearest(name, names)}")
+        fixed = [name for name in self.accept_changes if name in FROM_THE_START]
         _require(
-            self.max_output_tokens < self.max_model_len,
-            f"max_output_tokens={self.max_output_tokens} leaves no room for a prompt in "
-            f"max_model_len={self.max_model_len}: lower the first or raise the second.",
+            not fixed,
+            f"accept_changes names {', '.join(fixed)}, but a resumed run has the weights that its checkpoint began with: leave "
+            "out what changes them, or start another run with init_from.",
         )
 
     def _check_groups(self) -> None:
@@ -431,40 +501,25 @@ class RunConfig(TrainerConfig):
             f"GRPO compares the conversations of one task: group_size={group}, expected at least 2.",
         )
 
-    def _check_algorithm(self) -> None:
-        foreign = {
-            "LLMPPO": (*REINFORCE_ONLY, *GRPO_ONLY),
-            "LLMREINFORCE": (*PPO_ONLY, *GRPO_ONLY),
-            "GRPO": (*PPO_ONLY, *REINFORCE_ONLY),
-        }[self.algo]
-        given = [name for name in foreign if getattr(self, name) is not None]
-        _require(not given, f"{self.algo} has no {', '.join(given)}: remove the field, or use another algorithm.")
+    def _check_lengths(self) -> None:
         _require(
-            self.algo == "LLMPPO" or self.critic_warmup == 0,
-            f"{self.algo} has no critic: critic_warmup={self.critic_warmup}, expected 0.",
+            self.max_output_tokens < self.max_model_len,
+            f"max_output_tokens={self.max_output_tokens} leaves no room for a prompt in "
+            f"max_model_len={self.max_model_len}: lower the first or raise the second.",
+        )
+        _require(
+            self.overlong_buffer is None or self.overlong_buffer <= self.max_output_tokens,
+            f"overlong_buffer={self.overlong_buffer} is more than a response has, max_output_tokens="
+            f"{self.max_output_tokens}: lower the first or raise the second.",
         )
 
     def _check_rollout(self) -> None:
-        check_choice("policy", self.policy, Literal["hf", "vllm"])
-        check_choice("collector", self.collector, Literal["turn", "async", "ray"])
-        for choice, needed, names in (("policy", "vllm", VLLM_ONLY), ("collector", "ray", RAY_ONLY)):
-            given = [name for name in names if getattr(self, name) is not None]
-            _require(
-                getattr(self, choice) == needed or not given,
-                f"{', '.join(given)} without {choice}={needed!r}: remove the field, or set {choice}.",
-            )
-        _require(
-            self.max_staleness is None or self.collector != "turn",
-            f"max_staleness={self.max_staleness} with collector='turn', which is on-policy: remove the field, or set collector.",
-        )
-        self._check_ray()
         _require(
             self.step_timeout is None or self.env_threads != 0,
             f"step_timeout={self.step_timeout} with env_threads=0: what runs in the main thread cannot be left. Give it a "
             "thread, or leave env_threads out.",
         )
         stale = self.max_staleness or 0
-        _require(stale >= 0, f"max_staleness is {stale}; expected at least 0.")
         _require(
             stale == 0 or self.old_log_probs != "sampler",
             f'max_staleness={stale} with old_log_probs="sampler": the sampler may have had older weights. Use "auto".',
@@ -478,12 +533,12 @@ class RunConfig(TrainerConfig):
             stale == 0 or not self.sleep_mode,
             f"max_staleness={stale} plays on during updates, and sleep_mode stops the engine for them: choose one.",
         )
+        _require(
+            self.weight_sync != "adapter" or self.lora_r > 0,
+            "weight_sync='adapter' sends an adapter, and lora_r=0 has none: leave it out.",
+        )
 
     def _check_ray(self) -> None:
-        workers, cpus, gpus = self.ray_workers, self.ray_worker_cpus, self.ray_worker_gpus
-        _require(workers is None or workers >= 1, f"ray_workers is {workers}; expected at least 1, or null.")
-        for name, share in (("ray_worker_cpus", cpus), ("ray_worker_gpus", gpus)):
-            _require(share is None or share >= 0, f"{name} is {share}; expected at least 0, or null.")
         if self.collector != "ray":
             return
         _require(
@@ -491,26 +546,12 @@ class RunConfig(TrainerConfig):
             "sleep_mode shares a GPU between trainer and engine, and the engines of collector='ray' have their own: leave it out.",
         )
         _require(
-            self.weight_sync != "nccl",
-            "weight_sync='nccl' needs the engine at hand, and those of collector='ray' are elsewhere: leave it out.",
+            self.weight_sync in (None, "adapter"),
+            f"weight_sync={self.weight_sync!r} needs the engine at hand, and those of collector='ray' are elsewhere: leave it "
+            "out.",
         )
 
-    def _check_start(self) -> None:
-        if self.init_from is not None:
-            self.init_from = Path(self.init_from)
-        given = [name for name in ("init_reference", "init_critic", "merge_lora_configs") if getattr(self, name)]
-        _require(
-            self.init_from is not None or not given, f"{', '.join(given)} without init_from: say what to start from."
-        )
-        _require(
-            self.kl_coeff != 0 or not (self.init_reference or self.refresh_reference),
-            "kl_coeff=0 has no reference: leave init_reference and refresh_reference out, or give the KL a weight.",
-        )
-        _require(self.refresh_reference >= 0, f"refresh_reference is {self.refresh_reference}; expected at least 0.")
-        _require(
-            self.critic_trunk == "separate" or self.algo == "LLMPPO",
-            f"{self.algo} has no critic: critic_trunk='shared' is for LLMPPO.",
-        )
+    def _check_model(self) -> None:
         _require(
             not (self.compile and self.gradient_checkpointing),
             "compile and gradient_checkpointing exclude each other: choose one.",
@@ -519,6 +560,45 @@ class RunConfig(TrainerConfig):
             self.quantization is None or self.lora_r > 0,
             f"quantization={self.quantization!r} is for LoRA: lora_r=0 would train the weights that it rounds.",
         )
+        # PEFT reads a string as a regular expression of whole module paths, which a bare name never matches.
+        bare = isinstance(self.lora_targets, str) and self.lora_targets.isidentifier()
+        _require(
+            not bare,
+            f"lora_targets is {self.lora_targets!r}; expected a list of names, [{self.lora_targets}], a regular expression "
+            'that matches whole module paths, or "all-linear".',
+        )
+
+    def loss_options(self, loss_class: type[TurnPolicyLoss] | None = None) -> dict[str, Any]:
+        """The keyword arguments of the algorithm's loss; fields that are ``None`` are left to its class.
+
+        Args:
+            loss_class: what they are for, if not the stock loss: a subclass of it.
+
+        Returns:
+            Names and values, with which ``loss_class(models.actor, **options)`` is made (LLMPPO: ``models.critic`` follows
+            the actor).
+
+        Raises:
+            ConfigError: ``loss_class`` is the loss of another algorithm, whose settings these are not.
+
+        Examples:
+            >>> RunConfig(algo="GRPO", group_size=4, kl_coeff=0.0).loss_options()
+            {'kl_coeff': 0.0, 'group_size': 4}
+        """
+        stock, own = LOSSES[self.algo]
+        if loss_class is not None and not issubclass(loss_class, stock):
+            raise ConfigError(
+                f"The settings of algo={self.algo!r} are those of {stock.__name__}, which {loss_class.__name__} is no subclass "
+                "of: choose the algorithm that it is one of, or make it from fields of the config by hand."
+            )
+        options = {name: getattr(self, name) for name in (*SHARED, *own) if getattr(self, name) is not None}
+        if self.max_staleness and self.sampler_correction is None:
+            options = {"sampler_correction": "truncate", "sampler_bounds": 2.0} | options
+        if self.algo == "GRPO":
+            options["group_size"] = self.group_size
+        if options.get("clip_value") == 0:
+            options["clip_value"] = None
+        return options
 
     def as_json(self) -> dict[str, Any]:
         """The settings as JSON has them: paths as text, tuples as lists."""
@@ -536,7 +616,3 @@ class RunConfig(TrainerConfig):
             min_output_tokens=self.min_output_tokens,
             max_output_tokens=self.max_output_tokens,
         )
-
-
-def _unknown_algorithm(name: str) -> str:
-    return f"algo is {name!r}; expected one of 'LLMPPO', 'LLMREINFORCE', 'GRPO'."

@@ -214,6 +214,12 @@ class LLMTrainer:
                 f"critic_warmup={config.critic_warmup} steps the optimizer's second group of parameters, and there is one: give "
                 "the critic's a group of their own, after the actor's."
             )
+        limit = self.policy.sampling.max_output_tokens
+        if config.overlong_buffer is not None and config.overlong_buffer > limit:
+            raise ConfigError(
+                f"overlong_buffer={config.overlong_buffer} is more than a response has, {limit} tokens: lower it, or raise the "
+                "policy's max_output_tokens."
+            )
         if config.old_log_probs == "sampler" and (
             loss.sampler_correction or getattr(self.estimator, "corrects_sampler", False)
         ):

@@ -1,0 +1,287 @@
+"""Options that check themselves: types and ranges from annotations, and tables of what does nothing where.
+
+An option is declared once, by the annotation of the parameter or field that takes it: ``Literal`` names the choices, and
+the aliases below add a range to a number. :class:`Checked` reads the annotations when an object is made, so that settings,
+losses and estimators refuse the same values in the same words. The command line reads the same annotations.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from numbers import Integral, Real
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
+
+
+class ConfigError(ValueError):
+    """An option that is of another type or out of range, does nothing, or contradicts another."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """An interval that a number is in.
+
+    Args:
+        interval: in the notation of mathematics, such as ``"[0, 1)"``.
+        hint: what to do about a number outside; default nothing.
+
+    Examples:
+        >>> 1.0 in Range("[0, 1)"), float("nan") in Range("[0, inf)")
+        (False, False)
+        >>> [str(Range(interval)) for interval in ("[1, inf)", "(0, inf)", "[0, 1]", "[0, 1)")]
+        ['at least 1', 'greater than 0', 'between 0 and 1', 'in [0, 1)']
+    """
+
+    interval: str
+    hint: str = ""
+
+    @property
+    def _bounds(self) -> tuple[str, str]:
+        low, high = self.interval[1:-1].split(", ")
+        return low, high
+
+    def __contains__(self, value: float) -> bool:
+        low, high = map(float, self._bounds)
+        above = value >= low if self.interval[0] == "[" else value > low
+        return above and (value <= high if self.interval[-1] == "]" else value < high)
+
+    def __str__(self) -> str:
+        low, high = self._bounds
+        if high == "inf":
+            return f"at least {low}" if self.interval[0] == "[" else f"greater than {low}"
+        closed = self.interval[0] + self.interval[-1] == "[]"
+        return f"between {low} and {high}" if closed else f"in {self.interval}"
+
+
+Count = Annotated[int, Range("[1, inf)")]
+"""How many, at least one."""
+Natural = Annotated[int, Range("[0, inf)")]
+"""How many; 0 is none."""
+Positive = Annotated[float, Range("(0, inf)")]
+"""A finite number greater than 0."""
+NonNegative = Annotated[float, Range("[0, inf)")]
+"""A finite number, at least 0."""
+Share = Annotated[float, Range("[0, 1]")]
+"""A number between 0 and 1."""
+PositiveShare = Annotated[float, Range("(0, 1]")]
+"""A share that is not 0."""
+Bound = Annotated[float, Range("[0, inf]")]
+"""A bound of ratios; infinity bounds nothing."""
+Ratio = Annotated[float, Range("(1, inf)")]
+"""A ratio beyond 1."""
+
+Temperature = Annotated[float, Range("(0, inf)", "greedy decoding is ExplorationType.DETERMINISTIC")]
+"""What logits are divided by."""
+MinP = Annotated[float, Range("[0, 1)")]
+"""A share below 1."""
+
+_NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path", type(None): "None"}
+
+
+def fits(value: object, hint: Any) -> bool:
+    """Whether ``value`` is what an annotation says. Annotations of other kinds than options have (modules) fit anything.
+
+    Examples:
+        >>> fits(3, float), fits(3.0, int), fits(True, int), fits("1e-3", float)
+        (True, False, False, False)
+        >>> fits([0.2, 0.3], float | tuple[float, float]), fits(None, Literal["a"] | None), fits(0, Count)
+        (True, True, False)
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return fits(value, arguments[0]) and all(value in limit for limit in arguments[1:])
+    if origin in (Union, types.UnionType):
+        return any(fits(value, each) for each in arguments)
+    if origin is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in arguments)
+    if origin is list or arguments[1:] == (...,):
+        return isinstance(value, list | tuple) and all(fits(each, arguments[0]) for each in value)
+    if origin is tuple:  # YAML and JSON have lists only
+        same = isinstance(value, list | tuple) and len(value) == len(arguments)
+        return same and all(map(fits, value, arguments))  # type: ignore[call-overload]
+    if hint in (int, float):
+        return isinstance(value, Integral if hint is int else Real) and not isinstance(value, bool)
+    if hint is Path:
+        return isinstance(value, str | PathLike)
+    kind = origin or hint
+    return isinstance(value, kind) if kind in (bool, str, dict, type(None)) else True
+
+
+def describe(hint: Any) -> str:
+    """What an annotation expects, in words.
+
+    Examples:
+        >>> describe(Count | None)
+        'an integer, at least 1, or None'
+        >>> describe(Literal["k2", "k3"])
+        "one of 'k2', 'k3'"
+    """
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        limits = [f"{limit}{'; ' + limit.hint if limit.hint else ''}" for limit in arguments[1:]]
+        return ", ".join([describe(arguments[0]), *limits])
+    if origin in (Union, types.UnionType):
+        parts = [describe(each) for each in arguments]
+        return (", or " if any("," in part for part in parts) else " or ").join(parts)
+    if origin is Literal:
+        return f"one of {', '.join(map(repr, arguments))}" if len(arguments) > 1 else repr(arguments[0])
+    if origin is list or arguments[1:] == (...,):
+        return f"a list, each {describe(arguments[0])}"
+    if origin is tuple:
+        return f"a list of {len(arguments)}, each {describe(arguments[0])}"
+    if origin is dict or hint is dict:
+        return "a mapping"
+    return _NOUNS.get(hint, getattr(hint, "__name__", str(hint)))
+
+
+def check_value(name: str, value: object, hint: Any) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is what the annotation says.
+
+    Examples:
+        >>> check_value("gamma", 99, Share)
+        Traceback (most recent call last):
+        torchrl_llm.options.ConfigError: gamma is 99; expected a number, between 0 and 1.
+    """
+    if not fits(value, hint):
+        raise ConfigError(f"{name} is {value!r}; expected {describe(hint)}.")
+
+
+def nearest(name: str, names: Sequence[str]) -> str:
+    """``" Did you mean 'gamma'?"``, or nothing if no name is near.
+
+    Examples:
+        >>> nearest("gama", ["gamma", "lmbda"]), nearest("x", ["gamma"])
+        (" Did you mean 'gamma'?", '')
+    """
+    found = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    return f" Did you mean {found[0]!r}?" if found else ""
+
+
+class Idle(NamedTuple):
+    """A rule: under some values of other options, these do nothing, so that giving them is an error.
+
+    Attributes:
+        names: the options without effect.
+        under: values of other options, by name, that leave them without effect; all of them together.
+        instead: what to do so that they count.
+
+    Examples:
+        >>> rule = Idle(("clip_epsilon",), {"clipping": ("none",)}, 'set clipping to "ppo" or "cispo"')
+        >>> rule.check({"clipping": "none", "clip_epsilon": 0.3}, {"clip_epsilon": 0.2})
+        Traceback (most recent call last):
+        torchrl_llm.options.ConfigError: clip_epsilon=0.3 does nothing with clipping='none': leave it out, or set clipping to "ppo" or "cispo".
+    """
+
+    names: tuple[str, ...]
+    under: Mapping[str, tuple[Any, ...]]
+    instead: str
+
+    def check(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        """Raise :class:`ConfigError` for options that are given, are not their default, and do nothing."""
+        present = {**defaults, **given}
+        if not all(name in present and present[name] in values for name, values in self.under.items()):
+            return
+        changed = [name for name in self.names if name in given and given[name] != defaults.get(name)]
+        wasted = [f"{name}={given[name]!r}" for name in changed]
+        if wasted:
+            where = " and ".join(f"{name}={present[name]!r}" for name in self.under)
+            do, them = ("does", "it") if len(wasted) == 1 else ("do", "them")
+            raise ConfigError(f"{', '.join(wasted)} {do} nothing with {where}: leave {them} out, or {self.instead}.")
+
+
+class Option(NamedTuple):
+    """An option of a class: its annotation, and its default (``inspect.Parameter.empty``: none)."""
+
+    hint: Any
+    default: Any
+
+
+def options_of(cls: type) -> dict[str, Option]:
+    """The keyword arguments that ``cls`` takes, those it passes on to its bases by ``**options`` included.
+
+    Args:
+        cls: any class.
+
+    Examples:
+        >>> class Base:
+        ...     def __init__(self, *, gamma: Share = 0.9): ...
+        >>> class Derived(Base):
+        ...     def __init__(self, *, width: int = 1, **options): ...
+        >>> {name: option.default for name, option in options_of(Derived).items()}
+        {'width': 1, 'gamma': 0.9}
+    """
+    found: dict[str, Option] = {}
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        hints = _hints(base)
+        parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+        named = [each for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        made = {each.name: each.default_factory() for each in _fields(base) if each.default_factory is not MISSING}
+        for each in named:
+            found.setdefault(each.name, Option(hints.get(each.name, Any), made.get(each.name, each.default)))
+        if all(each.kind is not each.VAR_KEYWORD for each in parameters):
+            break
+    found.pop("self", None)
+    return found
+
+
+def _fields(cls: type) -> tuple[Field[Any], ...]:
+    return fields(cls) if is_dataclass(cls) else ()
+
+
+def _hints(cls: type) -> dict[str, Any]:
+    """The annotations of a constructor; none where names cannot be resolved (imported for a type checker only)."""
+    try:
+        # A dataclass inherits fields whose annotations are to be read in the module of its base.
+        return get_type_hints(cls if is_dataclass(cls) else vars(cls)["__init__"], include_extras=True)
+    except NameError:
+        return {}
+
+
+def check_options(cls: type[Checked], given: Mapping[str, Any]) -> None:
+    """Check what a class is to be made with: names, types and ranges, and that nothing given is without effect.
+
+    Args:
+        cls: what is to be made.
+        given: its keyword arguments.
+
+    Raises:
+        TypeError: the class has no such option; the nearest one is named.
+        ConfigError: a value is not what the annotation says, or does nothing (:attr:`Checked.idle`).
+    """
+    known = options_of(cls)
+    for name in given:
+        if name not in known:
+            raise TypeError(f"{cls.__name__} has no option {name!r}.{nearest(name, [*known])}")
+    for name, value in given.items():
+        check_value(f"{cls.__name__}.{name}", value, known[name].hint)
+    defaults = {name: option.default for name, option in known.items() if option.default is not inspect.Parameter.empty}
+    for rule in cls.idle:
+        rule.check(given, defaults)
+
+
+class Checked:
+    """Base class of what checks its keyword arguments before it is made, see :func:`check_options`.
+
+    A subclass that takes options of its own annotates them, and hands the others on as ``**options``.
+
+    Examples:
+        >>> class Model(Checked):
+        ...     def __init__(self, *, width: Count = 1): ...
+        >>> Model(widht=2)
+        Traceback (most recent call last):
+        TypeError: Model has no option 'widht'. Did you mean 'width'?
+    """
+
+    idle: ClassVar[tuple[Idle, ...]] = ()
+    """What does nothing under which other options."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        check_options(cls, options)
+        return super().__new__(cls)
