@@ -357,6 +357,30 @@ class TestMixtureOfExperts:
             assert torch.equal(one, other)
 
 
+class TestMasterWeights:
+    @pytest.mark.parametrize("dtype", [None, "bfloat16", torch.float16])
+    def test_what_trains_is_float32(self, dtype, caplog):
+        values = make_model().bfloat16().state_dict()
+        models = load_actor_critic(make_model().bfloat16(), critic=True, reference=True, dtype=dtype)
+        everything = [*models.actor_parameters(), *models.critic_parameters(), *models.base_parameters()]
+        assert {p.dtype for p in everything} == {torch.float32}
+        assert all(values[name].equal(x.to(torch.bfloat16)) for name, x in models.model.state_dict().items())
+        assert caplog.text.count("kept in float32") == 1
+
+    def test_a_checkpoint_is_not_rounded_on_the_way(self, tmp_path):
+        make_model().save_pretrained(tmp_path)
+        models = load_actor_critic(tmp_path, dtype="bfloat16")
+        assert all(x.equal(models.model.state_dict()[name]) for name, x in make_model().state_dict().items())
+
+    def test_not_where_nothing_or_only_adapters_train(self, caplog):
+        models = load_actor_critic(make_model(), dtype="bfloat16", master_weights=False)
+        assert models.model.dtype == torch.bfloat16
+        models = load_actor_critic(make_model(), dtype="bfloat16", lora=LoraConfig(**LORA))
+        assert {p.dtype for p in models.base_parameters()} == {torch.bfloat16}
+        assert load_actor_critic(make_model().double()).model.dtype == torch.float64
+        assert not caplog.text
+
+
 class TestQuantization:
     def test_what_is_refused(self, tmp_path, monkeypatch):
         make_model().save_pretrained(tmp_path)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from tensordict.nn import TensorDictModule
+from transformers import AutoModelForCausalLM
 
 from torchrl_llm import keys
 from torchrl_llm.data import informative, overlong, penalise_overlong
@@ -17,7 +18,9 @@ from torchrl_llm.modules import use_adapter
 from torchrl_llm.objectives import LLMReinforceLoss, TurnEstimator, TurnVTrace
 from torchrl_llm.record import METRICS
 from torchrl_llm.testing.environments import Echo
+from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 from torchrl_llm.trainers import Callback, ConfigError, LLMTrainer, RunConfig, build_run, make_objective
+from torchrl_llm.trainers.build import _worker_policy
 from torchrl_llm.trainers.config import GRPO_ONLY, PPO_ONLY, REINFORCE_ONLY, SHARED
 from torchrl_llm.trainers.trainer import _lr_factor
 
@@ -771,3 +774,80 @@ class TestMemoryAndPrecision:
         assert {p.dtype for p in trained} == {torch.float32}
         assert {p.dtype for p in run.models.model.parameters() if not p.requires_grad} == {torch.bfloat16}
         assert math.isfinite(history[-1]["loss/objective"])
+
+
+@pytest.fixture
+def half_model(tmp_path, monkeypatch):
+    """A folder with the tiny model in bfloat16, as most checkpoints are."""
+    # accelerate keeps one precision for a process; the test borrows a state of its own.
+    monkeypatch.setattr(AcceleratorState, "_shared_state", {})
+    load_tiny_model().bfloat16().save_pretrained(tmp_path / "half")
+    load_tiny_tokenizer().save_pretrained(tmp_path / "half")
+    return str(tmp_path / "half")
+
+
+class TestMasterWeights:
+    """AdamW's steps are below what bfloat16 can hold: where all weights train, they are kept in float32."""
+
+    @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+    def test_every_weight_moves_at_the_default_rate(self, half_model, tmp_path, dtype, caplog):
+        # In the first of two epochs the critic's head is zero, and its trunk has no gradient.
+        config = small_config(
+            tmp_path, "LLMPPO", model_path=half_model, dtype=dtype, max_iterations=1, epochs=2, kl_coeff=0.1
+        )
+        assert config.lr_actor == 5e-6
+        run = build_run(config)
+        # The critic's embedding has a gradient for tokens that occur.
+        trained = [*run.models.actor_parameters(), *run.models.critic_parameters()[1:]]
+        before = torch.cat([p.detach().flatten() for p in trained])
+        (metrics,) = run.trainer.train()
+        assert (torch.cat([p.flatten() for p in trained]) != before).float().mean() > 0.99
+        assert math.isfinite(metrics["loss/objective"])
+        # They still compute in the checkpoint's precision, and are scored before the update.
+        assert run.trainer.accelerator.mixed_precision == "bf16"
+        assert "kept in float32 and not in bfloat16" in caplog.text
+        assert {p.dtype for p in run.models.reference.model.parameters()} == {torch.float32}
+
+    def test_the_gain_is_that_of_a_float32_checkpoint(self, half_model, tmp_path):
+        """The same update on the same rows from the same values: what is rounded away would be missing."""
+        gains, rows = [], None
+        for dtype in ("bfloat16", "float32"):
+            run = build_run(small_config(tmp_path, model_path=half_model, dtype=dtype, mixed_precision="no"))
+            rows = one_batch(run) if rows is None else rows
+            before = run.models.actor(rows.clone())[keys.LOG_PROB].sum().item()
+            rows[keys.TURN_REWARD] = torch.arange(8.0).view(-1, 1).expand_as(rows[keys.TURN_REWARD]).contiguous()
+            run.trainer.learn(rows.clone())
+            gains.append(run.models.actor(rows.clone())[keys.LOG_PROB].sum().item() - before)
+        assert gains[0] == pytest.approx(gains[1], rel=1e-4) != 0.0
+
+    def test_checkpoint_and_export_are_float32_and_load(self, half_model, tmp_path):
+        run = build_run(small_config(tmp_path, "LLMPPO", model_path=half_model, max_iterations=1))
+        run.trainer.train()
+        run.models.export_merged(tmp_path / "merged", run.tokenizer)
+        saved = run.save_checkpoint(tmp_path / "saved")
+        own = run.models.model.state_dict()
+        for folder in (tmp_path / "merged", saved / "actor"):
+            loaded = AutoModelForCausalLM.from_pretrained(folder)
+            assert loaded.dtype == torch.float32
+            assert all(own[name].equal(value) for name, value in loaded.state_dict().items())
+        again = build_run(small_config(tmp_path / "again", "LLMPPO", model_path=half_model))
+        again.load_checkpoint(saved)
+        assert weights(again).equal(weights(run))
+
+    def test_adapters_leave_the_base_as_it_is(self, half_model, tmp_path):
+        run = build_run(small_config(tmp_path, model_path=half_model, dtype="auto", lora_r=2))
+        assert {p.dtype for p in run.models.base_parameters()} == {torch.bfloat16}
+        assert run.trainer.accelerator.mixed_precision == "no"
+
+    def test_what_only_plays_stays_as_it_is(self, half_model, tmp_path):
+        """Such as a worker on Ray: the dtype of an engine is that of the checkpoint or the settings."""
+        config = small_config(tmp_path, model_path=half_model, dtype="auto")
+        assert _worker_policy(config, load_tiny_tokenizer(), config.sampling(), None).dtype == torch.bfloat16
+
+    def test_a_loop_of_ones_own_is_told(self, half_model, tmp_path, caplog):
+        run = build_run(small_config(tmp_path, model_path=half_model))
+        parts = {name: getattr(run.trainer, name) for name in ("collector", "replay_buffer", "policy", "loss")}
+        run.models.model.bfloat16()
+        optimizer = torch.optim.AdamW(run.models.actor_parameters())
+        LLMTrainer(**parts, optimizer=optimizer, config=run.config, accelerator=run.trainer.accelerator)
+        assert "AdamW steps torch.bfloat16 weights without a float32 copy" in caplog.text

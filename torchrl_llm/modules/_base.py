@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from pathlib import Path
 from typing import Any, Literal
 
@@ -10,6 +11,8 @@ import torch
 from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+logger = logging.getLogger(__name__)
 
 Quantization = Literal["nf4"]
 
@@ -22,12 +25,15 @@ def load_base(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     quantization: Quantization | None = None,
+    master_weights: bool = False,
 ) -> Any:
     """A causal language model without dropout, in evaluation mode, from a path or as given.
 
     The arguments are those of :func:`torchrl_llm.modules.load_actor_critic`.
     """
     precision = _dtype(dtype)
+    if master_weights and precision is not None and _is_narrow(precision):
+        precision = None  # the checkpoint's own values, not rounded ones
     if isinstance(model, str | Path):
         options: dict[str, Any] = {"dtype": precision or "auto", "trust_remote_code": trust_remote_code}
         if attn_implementation is not None:
@@ -51,6 +57,8 @@ def load_base(
             lm.set_attn_implementation(attn_implementation)
         if precision is not None:
             lm.to(precision)
+    if master_weights:
+        _widen(lm)
     for module in lm.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # bitsandbytes' kernel for inference on a CPU has no gradient
             module.support_avx512bf16_for_cpu = False
@@ -66,6 +74,25 @@ def disable_dropout(model: nn.Module) -> None:
         for name in ("attention_dropout", "dropout"):  # transformers' attention layers keep a bare number
             if isinstance(getattr(module, name, None), float):
                 setattr(module, name, 0.0)
+
+
+def _widen(model: Any) -> None:
+    """Float32 for weights narrower than that, with a word on what it costs."""
+    narrow = [parameter for parameter in model.parameters() if _is_narrow(parameter.dtype)]
+    if not narrow:
+        return
+    before, dtype, count = model.get_memory_footprint(), narrow[0].dtype, sum(p.numel() for p in model.parameters())
+    model.to(torch.float32)
+    logger.warning(
+        "All weights of %s train, so they are kept in float32 and not in %s, to which most of AdamW's steps would be lost: %.3g "
+        "GiB instead of %.3g, and %.3g GiB with gradients and AdamW's two moments. Under autocast (mixed_precision) they still "
+        "compute in half precision.",
+        type(model).__name__, str(dtype).removeprefix("torch."), 4 * count / 2**30, before / 2**30, 16 * count / 2**30,
+    )  # fmt: skip
+
+
+def _is_narrow(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and torch.finfo(dtype).bits < 32
 
 
 def _dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -278,6 +278,7 @@ def load_actor_critic(
     attn_implementation: str | None = None,
     trust_remote_code: bool = False,
     quantization: Quantization | None = None,
+    master_weights: bool = True,
     gradient_checkpointing: bool = False,
     compile: bool = False,
     seed: int = 0,
@@ -285,8 +286,8 @@ def load_actor_critic(
     """Actor, critic and reference on one base model.
 
     With LoRA they share the frozen base: adapters ``actor`` and ``critic`` in float32, and as the reference the base
-    with adapters off, at no cost in memory, or a third adapter. Without, all weights train; critic and reference are
-    copies. Log-probs and values are float32 whatever the base is (float64 for a float64 model).
+    with adapters off, at no cost in memory, or a third adapter. Without, all weights train, in float32; critic and
+    reference are copies. Log-probs and values are float32 whatever the base is (float64 for a float64 model).
 
     All dropout is switched off: the log-probs of a row must be the same whenever they are compared.
 
@@ -310,6 +311,10 @@ def load_actor_critic(
         trust_remote_code: run code that comes with the model.
         quantization: ``"nf4"`` keeps the linear layers of the base in 4 bits (QLoRA, https://arxiv.org/abs/2305.14314)
             and computes in ``dtype`` (default bfloat16). Needs ``lora``, a path, and bitsandbytes.
+        master_weights: without LoRA, keep weights that are narrower than float32 in float32, whatever ``dtype`` says, and
+            log what that costs: bfloat16 rounds most of an optimizer's steps away. ``torch.autocast`` around forwards
+            still computes in half precision. ``False`` is for models that are not trained, and for optimizers with
+            float32 copies of their own. Default True.
         gradient_checkpointing: recompute activations in ``backward``.
         compile: ``torch.compile`` the layers for scorers and critic; generation is not compiled. Each adapter is a graph
             of its own, compiled when it is first used. Not together with ``gradient_checkpointing``.
@@ -339,6 +344,7 @@ def load_actor_critic(
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
         quantization=quantization,
+        master_weights=master_weights and lora is None,
     )
     if tokenizer is not None:
         check_vocabulary(base, tokenizer)

@@ -47,6 +47,7 @@ from torchrl_llm.trainers.checkpoint import (
 )
 from torchrl_llm.trainers.config import HOW_TO_RUN, LOSSES, ConfigError, RunConfig
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
+from torchrl_llm.trainers.precision import mixed_precision
 from torchrl_llm.trainers.ranks import Ranks
 from torchrl_llm.trainers.trainer import LLMTrainer
 from torchrl_llm.weight_update import RayWeightSync, VLLMWeightSync
@@ -386,7 +387,8 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     Raises:
         ConfigError: accelerate chose another device than ``config.device``.
     """
-    accelerator = Accelerator(mixed_precision=config.mixed_precision, cpu=config.device == "cpu")
+    precision = mixed_precision(config, _model_path(config))
+    accelerator = Accelerator(mixed_precision=precision, cpu=config.device == "cpu")
     chosen = accelerator.device
     if config.device is not None:
         wanted = torch.device(config.device)
@@ -515,6 +517,7 @@ def _worker_policy(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, 
         lora=lora,
         sampling=sampling,
         dtype=config.dtype,
+        master_weights=False,
         device="cuda" if config.ray_worker_gpus else "cpu",
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,

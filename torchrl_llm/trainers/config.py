@@ -191,16 +191,18 @@ class RunConfig(TrainerConfig):
         model_path: a directory, or a model id of a hub, in transformers format. "tiny" is the small model that comes
             with the package.
         tokenizer_path: where the tokenizer is; None takes model_path.
-        dtype: of the base weights; "auto" takes the checkpoint's. Adapters and heads are float32.
+        dtype: of the base weights; "auto" takes the checkpoint's. Adapters and heads are float32. Where all weights train
+            (lora_r=0) they are kept in float32, and this is what training computes in.
         device: torch device of model and training, such as cpu; None lets accelerate choose. Another one than accelerate's
             choice is an error.
-        mixed_precision: autocast of the training forward passes.
+        mixed_precision: autocast of the training forward passes; None is that of dtype (the checkpoint's, if "auto") where
+            all weights train, else "no".
         attn_implementation: as in transformers ("sdpa", "eager", "flash_attention_2"); None takes its default.
         trust_remote_code: run code that comes with the model.
         gradient_checkpointing: recompute activations in the backward pass to save memory.
         compile: torch.compile the layers for scoring and training; generation is not compiled.
         quantization: "nf4" keeps the linear layers of the base in 4 bits (with LoRA and bitsandbytes).
-        lora_r: rank of the LoRA adapters; 0 trains all weights.
+        lora_r: rank of the LoRA adapters; 0 trains all weights, with 16 bytes of memory for each.
         lora_alpha: LoRA's scale is lora_alpha / lora_r; None takes 2 * lora_r.
         lora_targets: names of the linear modules that get adapters, as a list; or "all-linear", or a regular expression that
             matches whole module paths.
@@ -318,7 +320,7 @@ class RunConfig(TrainerConfig):
     tokenizer_path: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str | None = None
-    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     attn_implementation: str | None = None
     trust_remote_code: bool = False
     gradient_checkpointing: bool = False

@@ -44,6 +44,7 @@ from torchrl_llm.record import LOSS_METRICS, Timer, credit_metrics, named, rollo
 from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.config import ConfigError, TrainerConfig
+from torchrl_llm.trainers.precision import warn_of_half_weights
 from torchrl_llm.trainers.ranks import Ranks, silenced
 from torchrl_llm.trainers.sharding import on_host
 from torchrl_llm.weight_update import RayWeightSync, VLLMWeightSync
@@ -151,6 +152,7 @@ class LLMTrainer:
         self.loss, self.reference, self.config = loss, reference, config
         self.weight_sync, self.evaluator, self.checkpoints = weight_sync, evaluator, checkpoints
         self.loggers, self.callbacks = tuple(loggers), tuple(callbacks)
+        warn_of_half_weights(optimizer)
         self.accelerator = accelerator or Accelerator()
         self.ranks = Ranks(self.accelerator)
         self._use(optimizer)
