@@ -80,6 +80,23 @@ class TestRows:
         path.write_text("\n".join(map(json.dumps, ROWS)) + "\n\n")
         assert read_rows(ROWS) == read_rows(path) == read_rows(str(path))
 
+    @pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1e"])
+    def test_only_a_line_feed_ends_a_line(self, tmp_path, separator):
+        rows = [{"question": f"a{separator}b{i}", "answer": separator} for i in range(2)]
+        raw = separator >= "\x20"  # JSON itself escapes the others
+        (tmp_path / "rows.jsonl").write_bytes("\n".join(json.dumps(row, ensure_ascii=not raw) for row in rows).encode())
+        assert read_rows(tmp_path / "rows.jsonl") == read_rows(rows)
+        splits = train_test_split(tmp_path / "rows.jsonl", test_size=0.5)
+        assert sorted(row["question"] for part in splits.values() for row in part) == [r["question"] for r in rows]
+
+    @pytest.mark.parametrize("end", ["\n", "\r\n"])
+    @pytest.mark.parametrize("last", ["", "\n", "\n \t\n\n"])
+    @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["", "BOM"])
+    def test_as_other_programs_write_it(self, tmp_path, end, last, mark):
+        text = end.join(map(json.dumps, ROWS)) + last.replace("\n", end)
+        (tmp_path / "rows.jsonl").write_bytes(mark + text.encode())
+        assert read_rows(tmp_path / "rows.jsonl") == read_rows(ROWS)
+
     def test_a_hugging_face_dataset(self, make, deal):
         datasets = pytest.importorskip("datasets")
         table = datasets.Dataset.from_list(ROWS)
@@ -109,9 +126,22 @@ class TestRows:
         with pytest.raises(ValueError, match=message):
             read_rows(dataset)
 
-    def test_a_bad_line_is_named(self, tmp_path):
-        (tmp_path / "rows.jsonl").write_text('{"question": "a", "answer": 1}\n{"question": \n')
-        with pytest.raises(ValueError, match=r"rows\.jsonl, line 2"):
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            (b'{"question": ', "Expecting value"),
+            (b'{"question": "a", "answer": 1} {"question": "b", "answer": 2}', "Extra data"),
+            (b'{"question": "\xff", "answer": 1}', "can't decode byte 0xff"),
+            (b'"text"', "is 'text'; expected a mapping"),
+            (b'{"question": "b"}', r"has no column \['answer'\]"),
+            (b'{"question": null, "answer": 1}', "has the question None"),
+            (b"[" * 100_000, "recursion"),
+        ],
+        ids=lambda value: str(value)[:20],
+    )
+    def test_a_bad_line_is_named(self, tmp_path, line, message):
+        (tmp_path / "rows.jsonl").write_bytes(b'{"question": "a", "answer": 1}\n\n' + line + b"\n")
+        with pytest.raises(ValueError, match=rf"rows\.jsonl, line 3.*{message}"):
             read_rows(tmp_path / "rows.jsonl")
 
 

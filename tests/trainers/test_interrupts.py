@@ -29,6 +29,7 @@ CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 def interrupt(signum=signal.SIGINT):
     os.kill(os.getpid(), signum)
+    return True
 
 
 class TestInterruptible:
@@ -95,8 +96,7 @@ class TestInterruptible:
 
     def test_the_echo_of_a_launcher_is_no_second_one(self):
         with pytest.raises(Interrupted), catch_signals(""):
-            for signum in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
-                interrupt(signum)
+            all(map(interrupt, (signal.SIGTERM, signal.SIGTERM, signal.SIGINT)))
 
     @pytest.mark.parametrize("name", CODES)
     def test_a_second_one_ends_the_process_where_it_stands(self, name):

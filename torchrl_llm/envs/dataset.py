@@ -8,6 +8,7 @@ episodes, groups, tokens and resuming is :mod:`~torchrl_llm.envs.gem`'s.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import inspect
 import json
 import math
@@ -72,41 +73,53 @@ def read_rows(dataset: Any, *, question: str = "question", answer: str = "answer
         >>> read_rows([{"question": "1 + 1?", "answer": "2", "level": 1}])
         (Row(question='1 + 1?', answer='2'),)
     """
-    records: Any = _read_jsonl(Path(dataset)) if isinstance(dataset, str | Path) else dataset
+    if isinstance(dataset, str | Path):
+        records: Any = _read_jsonl(Path(dataset))
+        places: Sequence[str] = [f"{dataset}, line {number}" for number in records]
+        records = list(records.values())
+    else:
+        records, places = dataset, ()
     if isinstance(records, Mapping) or not hasattr(records, "__len__"):
         raise ValueError(
             f"The dataset is a {type(dataset).__name__}; expected a list of dicts, a datasets.Dataset or the path of a JSONL "
             "file, one for each split. Load a streaming dataset into a list first."
         )
-    rows = tuple(_read_row(i, record, question, answer) for i, record in enumerate(records))
+    rows = tuple(
+        _read_row(places[i] if places else f"Row {i}", record, question, answer) for i, record in enumerate(records)
+    )
     if not rows:
         raise ValueError("The dataset has no rows; expected at least one.")
     return rows
 
 
-def _read_row(index: int, record: Any, question: str, answer: str) -> Row:
+def _read_row(place: str, record: Any, question: str, answer: str) -> Row:
     if not isinstance(record, Mapping):
-        raise ValueError(f"Row {index} is {record!r:.80}; expected a mapping from column names to values.")
+        raise ValueError(f"{place} is {record!r:.80}; expected a mapping from column names to values.")
     missing = [name for name in (question, answer) if name not in record]
     if missing:
         raise ValueError(
-            f"Row {index} has no column {missing}; its columns are {list(record)}. Name the right ones with question= and "
+            f"{place} has no column {missing}; its columns are {list(record)}. Name the right ones with question= and "
             "answer=."
         )
     if not isinstance(record[question], str):
-        raise ValueError(f"Row {index} has the question {record[question]!r:.80}; expected text.")
+        raise ValueError(f"{place} has the question {record[question]!r:.80}; expected text.")
     return Row(record[question], record[answer])
 
 
-def _read_jsonl(path: Path) -> list[Any]:
+def _read_jsonl(path: Path) -> dict[int, Any]:
+    """The values in a file by the numbers of their lines; blank lines are left out.
+
+    Lines end with a line feed and nothing else: JSON may hold what ``str.splitlines`` takes for an end, such as U+2028.
+    """
     if not path.is_file():
         raise ValueError(f"There is no file {str(path)!r}; expected the path of a JSONL file. Load hub datasets first.")
-    records = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    records = {}
+    lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
+    for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                records.append(json.loads(line))
-            except json.JSONDecodeError as error:
+                records[number] = json.loads(line.decode())
+            except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or beyond what Python reads
                 raise ValueError(f"{path}, line {number}: {error}; expected one JSON object to a line.") from error
     return records
 
@@ -124,7 +137,7 @@ def train_test_split(dataset: Any, *, test_size: float, seed: int = 0) -> dict[s
         >>> len(splits["train"]), len(splits["test"])
         (8, 2)
     """
-    records = list(_read_jsonl(Path(dataset)) if isinstance(dataset, str | Path) else dataset)
+    records = list(_read_jsonl(Path(dataset)).values() if isinstance(dataset, str | Path) else dataset)
     held_out = round(test_size * len(records))
     if not (0 < test_size < 1 and 0 < held_out < len(records)):
         raise ValueError(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,8 +52,23 @@ def conversations_text(rows: TensorDictBase, tokenizer: PreTrainedTokenizerBase,
         reason = keys.StopReason(int(row[keys.TURN_STOP_REASON][turns - 1])).name.lower().replace("_", " ")
         head = f"### episode {int(row[keys.EPISODE_ID])}: {reason} after {turns} turns, rewards {rewards}"
         contexts = map(tokenizer.decode, _contexts(row[keys.TOKENS], row[keys.ATTENTION_MASK]))
-        parts.append(f"{head}\n\n```text\n{_MADE_ANEW.join(contexts)}\n```\n")
+        parts.append(f"{head}\n\n{fenced(_MADE_ANEW.join(contexts))}\n")
     return "\n".join(parts)
+
+
+def fenced(text: str) -> str:
+    """``text`` as a block of Markdown that shows it as it is, whatever it holds: the fence is longer than any in it.
+
+    Examples:
+        >>> print(fenced("```\\n<b>"))
+        ````text
+        ```
+        <b>
+        ````
+    """
+    longest = max(map(len, re.findall("`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{text}\n{fence}"
 
 
 def _contexts(tokens: Tensor, attention_mask: Tensor) -> list[Tensor]:
@@ -88,7 +104,8 @@ def plot_learning_curve(history: Sequence[Mapping[str, float]], path: Path, *, t
         axes.plot(steps, [m["evaluation/success"] for m in evaluated], "o-", color="C0", label="held-out, sampled")
         low, high = ([m[f"evaluation/success_{end}"] for m in evaluated] for end in ("low", "high"))
         axes.fill_between(steps, low, high, color="C0", alpha=0.2, linewidth=0, label="95 % interval")
-    axes.set(xlabel="turns played", ylabel="win rate", ylim=(0, 1.02), title=title)
+    axes.set(xlabel="turns played", ylabel="win rate", ylim=(0, 1.02))
+    axes.set_title(title, parse_math=False)  # a name with dollar signs is no formula
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False)
     figure.savefig(path, dpi=130)
