@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tensordict import TensorDict
-from transformers import CohereConfig, CohereForCausalLM, Gemma2Config, Gemma2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
+from torchrl_llm.modules.critic import TurnCritic
 from torchrl_llm.modules.lm import UnsupportedHeadError, VocabularyMismatchError, check_head, check_vocabulary
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.modules.positions import RowError, action_positions
@@ -259,6 +273,83 @@ class TestTokenScorer:
     def test_bfloat16_scores_are_float32(self):
         rows = make_rows()
         assert TokenScorer(make_model(torch.bfloat16))(rows)["log_prob"].dtype == torch.float32
+
+
+ROPES = {
+    "dynamic": (LlamaForCausalLM, LlamaConfig, {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}),
+    "longrope": (
+        Phi3ForCausalLM,
+        Phi3Config,
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0 + i for i in range(8)],
+        },
+    ),
+}
+
+
+def make_moving_rope(kind: str):
+    """A model whose rotary frequencies change where the input is longer than 32 tokens."""
+    cls, config, rope = ROPES[kind]
+    length = 32 if kind == "dynamic" else 128
+    rope = rope | {"original_max_position_embeddings": 32}
+    fields = {"pad_token_id": 0, "original_max_position_embeddings": 32, "max_position_embeddings": length}
+    return make_model(torch.float32, cls, config, rope_parameters=rope, **fields)
+
+
+def make_long_rows() -> TensorDict:
+    """Rows of 20 to 90 tokens with an action in the middle and one at the end; the 32nd token is an action of two rows."""
+    lengths = torch.tensor([20, 90, 33, 32, 60])
+    tokens = torch.randint(1, VOCABULARY, (5, 90), generator=torch.Generator().manual_seed(0))
+    turn_ids = torch.full_like(tokens, -1)
+    for row, length in enumerate(lengths.tolist()):
+        turn_ids[row, 8:12] = 0
+        turn_ids[row, length - 3 : length] = 1
+    mask = torch.arange(90) < lengths.unsqueeze(-1)
+    return TensorDict(tokens=tokens * mask, attention_mask=mask, turn_ids=turn_ids, batch_size=[5])
+
+
+@pytest.mark.parametrize("kind", ROPES)
+class TestMovingRope:
+    """Rotary frequencies that depend on the length of the input: of a row's own length, whatever it is batched with."""
+
+    def test_a_row_is_scored_as_if_it_were_alone(self, kind):
+        model, rows = make_moving_rope(kind), make_long_rows()
+        found = TokenScorer(model)(rows)["log_prob"]
+        for i, row in enumerate(rows.split(1)):
+            n = int(row["attention_mask"].sum())
+            ids, there = row["tokens"][:, :n], row["turn_ids"][0, 1:n] >= 0
+            alone = copy.deepcopy(model)(input_ids=ids[:, :-1]).logits[0].log_softmax(-1)
+            expected = alone.gather(-1, ids[0, 1:].unsqueeze(-1)).squeeze(-1)[there]
+            torch.testing.assert_close(found[i, 1:n][there], expected, rtol=0, atol=1e-4)
+
+    def test_a_value_is_that_of_its_row_alone(self, kind):
+        critic, rows = TurnCritic(make_moving_rope(kind)), make_long_rows()
+        torch.nn.init.ones_(critic.value_head.weight)
+        found = critic(rows.clone())
+        alone = torch.cat([critic(row.clone()) for row in rows.split(1)])
+        for key in ("state_value", "bootstrap_value"):
+            torch.testing.assert_close(found[key], alone[key], rtol=0, atol=1e-4)
+
+    def test_the_gradient_is_the_sum_over_rows(self, kind):
+        model, rows = make_moving_rope(kind), make_long_rows()
+        grads = []
+        for parts in ([rows], rows.split(1)):
+            for part in parts:
+                TokenScorer(model)(part.clone())["log_prob"].sum().backward()
+            grads.append([parameter.grad.clone() for parameter in model.parameters()])
+            model.zero_grad(set_to_none=True)
+        for one, many in zip(*grads, strict=True):
+            torch.testing.assert_close(one, many, rtol=1e-3, atol=1e-3 * float(many.abs().max()))
+
+    def test_a_batch_leaves_nothing_behind(self, kind):
+        model, rows = make_moving_rope(kind), make_long_rows()
+        ids = rows["tokens"][3:4, :32]
+        before = model(input_ids=ids).logits
+        TokenScorer(model)(rows)
+        assert torch.equal(model(input_ids=ids).logits, before)
 
 
 class TestActionPositions:

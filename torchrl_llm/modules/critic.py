@@ -91,7 +91,7 @@ class TurnCritic(TensorDictModuleBase):
     def _value_rows(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, Tensor]:
         positions = action_positions(attention_mask, turn_ids)
         with use_adapter(self.model, self.adapter):
-            hidden = hidden_states(self.model, tokens[:, : positions.longest])
+            hidden = hidden_states(self.model, tokens[:, : positions.longest], positions.lengths)
         last = torch.arange(len(tokens), device=tokens.device) * hidden.shape[1] + positions.lengths - 1
         states = torch.cat([positions.gather_before(hidden), hidden.flatten(0, 1).index_select(0, last)])
         # Values are sums of rewards, not logits: autocast must not round them to half precision.

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm.modules._rope import rope_by_row
+
 
 class VocabularyMismatchError(ValueError):
     """The tokenizer and the model do not agree on what a token id is."""
@@ -37,8 +39,11 @@ def backbone(model: nn.Module) -> Any:
     return causal_lm(model).get_decoder()
 
 
-def hidden_states(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Last hidden states ``[B, L, H]`` of right-padded ``tokens`` ``[B, L]``.
+def hidden_states(model: nn.Module, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
+    """Last hidden states ``[B, L, H]`` of right-padded ``tokens`` ``[B, L]``, each row as if it were alone.
+
+    ``lengths`` ``[B]`` are the tokens of each row that matter, for models whose rotary frequencies depend on them
+    (:mod:`torchrl_llm.modules._rope`); ``None``: all L.
 
     Attention is causal and padding lies on the right, so no valid position ever sees it: no mask is passed, and
     attention kernels take their fast causal path. What is computed at padded positions means nothing.
@@ -50,8 +55,11 @@ def hidden_states(model: nn.Module, tokens: Tensor) -> Tensor:
     switch = torch.is_grad_enabled() and getattr(decoder, "gradient_checkpointing", False) and not decoder.training
     if switch:
         decoder.train()
+    if lengths is None:
+        lengths = torch.full(tokens.shape[:1], tokens.shape[1])
     try:
-        return decoder(input_ids=tokens, use_cache=False).last_hidden_state
+        with rope_by_row(decoder, lengths):
+            return decoder(input_ids=tokens, use_cache=False).last_hidden_state
     finally:
         if switch:
             decoder.eval()

@@ -40,6 +40,10 @@ class ActionPositions(NamedTuple):
         width = hidden.shape[1]
         return hidden.flatten(0, 1).index_select(0, self.rows * width + self.columns - 1)
 
+    def last_actions(self) -> Tensor:
+        """``[B]`` int64: the column of each row's last action token, which is the number of tokens before it; at least 1."""
+        return self.lengths.new_ones(self.shape[0]).scatter_reduce(0, self.rows, self.columns, "amax")
+
     def scatter(self, values: Tensor) -> Tensor:
         """Put ``values`` ``[M]`` at the action tokens of a ``[B, L]`` tensor of zeros."""
         flat = values.new_zeros(self.shape.numel())

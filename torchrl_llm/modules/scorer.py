@@ -120,7 +120,7 @@ class TokenScorer(TensorDictModuleBase):
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen), use_adapter(self.model, self.adapter):
             # What follows the last action token is behind everything that is scored; at least one column stays, so
             # that rows without actions still give a graph (distributed training needs one on every rank).
-            hidden = hidden_states(self.model, tokens[:, : max(positions.last_action, 1)])
+            hidden = hidden_states(self.model, tokens[:, : max(positions.last_action, 1)], positions.last_actions())
             scores = self._score_actions(positions.gather_before(hidden), positions, tokens, turn_ids)
         return tuple(positions.scatter(values) for values in scores)
 
