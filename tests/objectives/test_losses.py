@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -214,6 +215,42 @@ class TestTurnPolicyLoss:
             TurnPolicyLoss(table_actor(), **base | {name: v})(make_rows(LAYOUT))["loss_objective"] for v in values
         ]
         assert all((a - b).abs() > 1e-5 for a, b in itertools.combinations(results, 2))
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"gamma": 99}, "LLMPPOLoss.gamma is 99; expected a number, between 0 and 1"),
+            ({"lmbda": 7}, "LLMPPOLoss.lmbda is 7"),
+            ({"kl_coeff": -0.1}, "LLMPPOLoss.kl_coeff is -0.1"),
+            ({"critic_coeff": "0.5"}, "LLMPPOLoss.critic_coeff is '0.5'; expected a number"),
+            ({"weighting": "turns"}, "'token', 'turn', 'sequence', 'constant'"),
+            ({"kl_in": "reward", "kl_kind": "k2"}, "kl_kind='k2' does nothing with kl_in='reward'"),
+            ({"clipping": "none", "clip_epsilon": 0.3}, "clip_epsilon=0.3 does nothing with clipping='none'"),
+            ({"sampler_level": "turn"}, "sampler_level='turn' does nothing with sampler_correction=None"),
+            ({"ratio_reduction": "sum"}, "ratio_reduction='sum' does nothing with ratio_level='token'"),
+        ],
+    )
+    def test_types_ranges_and_options_without_effect(self, options, message):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            LLMPPOLoss(table_actor(), table_critic(), **options)
+
+    def test_a_misspelt_option_names_the_nearest_also_in_a_subclass(self):
+        class Own(LLMPPOLoss):
+            def __init__(self, *networks, width=1, **options):
+                super().__init__(*networks, **options)
+
+        for cls in (LLMPPOLoss, Own):
+            with pytest.raises(TypeError, match=rf"{cls.__name__} has no option 'gama'\. Did you mean 'gamma'\?"):
+                cls(table_actor(), table_critic(), gama=0.9)
+        assert Own(table_actor(), table_critic(), width=2, gamma=0.5).value_estimator.gamma == 0.5
+
+    def test_estimators_check_their_options_too(self):
+        with pytest.raises(TypeError, match="Did you mean 'lmbda'"):
+            TurnGAE(lmda=0.9)
+        with pytest.raises(ValueError, match=r"ReBN\.gamma is 1\.5"):
+            ReBN(gamma=1.5)
+        loss = LLMPPOLoss(table_actor(), table_critic())
+        assert loss.make_value_estimator(GroupRelative, partial="allow").value_estimator.gamma == 1.0
 
     def test_cispo_keeps_the_gradient_that_ppo_takes(self):
         rows = make_rows([[(True, 1, 2)]])

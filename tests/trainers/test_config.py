@@ -1,10 +1,15 @@
 """Settings: what is accepted, what is an error, and what the error says."""
 
 from pathlib import Path
+from types import NoneType, UnionType
+from typing import Union, get_args, get_origin
 
 import pytest
 
-from torchrl_llm.trainers import ConfigError, RunConfig, parse_run_config
+from torchrl_llm.modules import SamplingConfig
+from torchrl_llm.options import options_of
+from torchrl_llm.trainers import ConfigError, RunConfig, TrainerConfig, parse_run_config
+from torchrl_llm.trainers.config import LOSSES
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "configs"
 CONFIGS = sorted(path for path in SHIPPED.glob("*.yaml") if not path.stem.startswith("accelerate_"))
@@ -79,6 +84,69 @@ class TestRunConfig:
     def test_a_minibatch_may_hold_part_of_a_group(self):
         assert RunConfig(algo="GRPO", group_size=4, minibatch_size=2).minibatch_size == 2
 
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("gamma", 99), ("lmbda", 7), ("kl_coeff", -0.1), ("critic_coeff", -1.0), ("entropy_coeff", float("nan")),
+            ("lr_actor", "1e-3"), ("lr_actor", float("inf")), ("num_envs", 3.5), ("epochs", True), ("whiten", 1),
+            ("schedule", "linear"), ("critic_trunk", "Shared"), ("env_name", 3), ("env_weights", [1.0, 0.0]),
+            ("adam_beta2", 1.0), ("clip_epsilon", [0.1, 0.2, 0.3]), ("clip_epsilon", -0.1), ("chat_template_kwargs", []),
+            ("output_dir", None), ("lora_targets", [1]), ("seed", -1), ("max_steps", "9"), ("sampler_bounds", (0.1, -2.0)),
+        ],
+    )  # fmt: skip
+    def test_types_and_ranges_are_those_of_the_command_line(self, name, value, capsys):
+        with pytest.raises(ConfigError, match=rf"{name} is .*; expected "):
+            RunConfig(**{name: value})
+        if not isinstance(value, str | None) and name not in ("env_name", "lora_targets"):  # any text is one of these
+            as_text = str(value).replace("(", "[").replace(")", "]")
+            with pytest.raises(SystemExit):
+                parse_run_config([f"--{name}={as_text}"])
+            assert f"--{name} is " in capsys.readouterr().err
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"critic_warmup": 3, "max_iterations": 2}, "critic_warmup=3 is more than max_iterations=2"),
+            ({"overlong_penalty": 1.0, "overlong_buffer": 65}, "more than a response has, max_output_tokens=64"),
+            ({"lora_targets": "q_proj"}, r"expected a list of names, \[q_proj\]"),
+            ({"weight_sync": "adapter", "lora_r": 0, "policy": "vllm"}, "lora_r=0 has none"),
+            ({"weight_sync": "reload", "collector": "ray", "policy": "vllm"}, "weight_sync='reload' needs the engine"),
+            (
+                {"accept_changes": ["lora_r"], "resume": True},
+                "accept_changes names lora_r, but a resumed run has the weights",
+            ),
+        ],
+    )
+    def test_settings_that_exclude_each_other(self, settings, message):
+        with pytest.raises(ConfigError, match=message):
+            RunConfig(**settings)
+
+    def test_a_misspelt_field_names_the_nearest(self):
+        with pytest.raises(TypeError, match=r"RunConfig has no option 'lr_actr'\. Did you mean 'lr_actor'\?"):
+            RunConfig(lr_actr=1.0)
+
+    def test_a_value_equal_to_the_default_is_no_error_where_it_does_nothing(self):
+        config = RunConfig(
+            clipping="none", clip_epsilon=0.2, ratio_reduction="mean", sampler_level="token", schedule="constant",
+            min_lr_fraction=0.0, kl_in="reward", kl_kind="k3", lora_r=0, lora_targets="all-linear",
+        )  # fmt: skip
+        assert config.loss_options()["clip_epsilon"] == 0.2
+
+    def test_an_option_is_declared_once(self):
+        """What a field and the class that it configures say of it is the same."""
+
+        def without_none(hint):
+            return {*(get_args(hint) if get_origin(hint) is UnionType or get_origin(hint) is Union else [hint])} - {
+                NoneType
+            }
+
+        settings = options_of(RunConfig)
+        different = ("clip_value", "kl_kind", "granularity")  # 0 is off; the settings offer fewer choices
+        for cls in (SamplingConfig, TrainerConfig, *(loss for loss, _ in LOSSES.values())):
+            for name, option in options_of(cls).items():
+                if name in settings and name not in different:
+                    assert without_none(option.hint) == without_none(settings[name].hint), name
+
     def test_error_is_named(self):
         with pytest.raises(ConfigError):
             RunConfig(algo="GRPO")
@@ -121,19 +189,57 @@ class TestParseRunConfig:
         assert stopped.value.code == 2
         assert message in capsys.readouterr().err
 
-    def test_unknown_field_in_the_file(self, tmp_path, capsys):
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("algo: GRPO\nlr_actr: 1e-3\n", "line 2: lr_actr is no setting. Did you mean 'lr_actor'?"),
+            ("\nepochs: two\n", "line 2: epochs is 'two'; expected an integer, at least 1."),
+            ("gamma: 99\n", "line 1: gamma is 99; expected a number, between 0 and 1, or None."),
+            ("epochs: 1\nepochs: 2\n", "line 2: epochs is given twice."),
+            ("epochs: [1\n", "this is no YAML"),
+            ("- epochs\n", "expected lines of the form 'field: value'"),
+            ("lora_targets: q_proj\n", "expected a list of names, [q_proj]"),
+        ],
+    )
+    def test_a_wrong_file_is_one_line_that_names_the_place(self, tmp_path, capsys, text, message):
         path = tmp_path / "run.yaml"
-        path.write_text("algo: LLMPPO\nlearning_rate: 1.0\n")
+        path.write_text(text)
         with pytest.raises(SystemExit):
             parse_run_config([f"--config={path}"])
-        assert "learning_rate" in capsys.readouterr().err
+        said = capsys.readouterr().err
+        assert message in said
+        assert len(said.splitlines()) == 1
+
+    def test_scalars_are_what_they_look_like(self, tmp_path):
+        path = tmp_path / "run.yaml"
+        path.write_text(
+            "lr_actor: 1e-3\nmixed_precision: no\nclip_epsilon: [0.2, 0.28]\nwandb: true\nenv_name: [a, b]\n"
+        )
+        config = parse_run_config(
+            [
+                f"--config={path}",
+                "--system-prompt",
+                "# You are: x",
+                "--wandb-project=123",
+                "--gamma=null",
+                "--resume=false",
+            ]
+        )
+        assert (config.lr_actor, config.mixed_precision, config.clip_epsilon) == (1e-3, "no", (0.2, 0.28))
+        assert (config.system_prompt, config.wandb_project, config.gamma) == ("# You are: x", "123", None)
+        assert config.env_name == ["a", "b"]
+
+    def test_later_settings_win(self, tmp_path):
+        path = tmp_path / "run.yaml"
+        path.write_text("seed: 1\n")
+        assert parse_run_config(["--seed=2", f"--config={path}"]).seed == 1
 
     def test_help_documents_every_field(self, capsys):
         with pytest.raises(SystemExit):
             parse_run_config(["--help"])
         text = " ".join(capsys.readouterr().out.split())
         for name in vars(RunConfig()):
-            start = text.find(f"--{name} ")
+            start = text.find(f" --{name} ")
             assert start >= 0, name
             # More than the type and the default: the sentence of the docstring.
-            assert len(text[start : start + 200].split("(type")[0]) > len(name) + 15, name
+            assert len(text[start : start + 200].split("(type")[0]) > len(name) + 17, name

@@ -21,7 +21,7 @@ from peft import LoraConfig
 from torchrl.checkpoint import CheckpointError
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.record.loggers import Logger, TensorboardLogger, get_logger
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from torchrl_llm.collectors import AsyncTurnCollector, RayTurnCollector, TurnCollector, adapt_tasks
@@ -34,7 +34,6 @@ from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.optional import running_ray
 from torchrl_llm.stops import response_end_ids
-from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReference
 from torchrl_llm.trainers.checkpoint import (
     CheckpointStore,
@@ -49,6 +48,7 @@ from torchrl_llm.trainers.config import HOW_TO_RUN, LOSSES, ConfigError, RunConf
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.precision import mixed_precision
 from torchrl_llm.trainers.ranks import Ranks
+from torchrl_llm.trainers.sources import load_tokenizer, model_path
 from torchrl_llm.trainers.trainer import LLMTrainer
 from torchrl_llm.weight_update import RayWeightSync, VLLMWeightSync
 
@@ -215,8 +215,8 @@ def build_run(
     accelerator = make_accelerator(config)
     ranks = Ranks(accelerator)
     _check_sharding(config, ranks)
-    path = _model_path(config)
-    tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or path, trust_remote_code=config.trust_remote_code)
+    tokenizer = load_tokenizer(config)
+    path = model_path(config)
     make_env = make_env or partial(GEMEnv, env or config.env_name, weights=config.env_weights)
     make_env = partial(_make_env, config, tokenizer, make_env, worker=ranks.index, num_workers=ranks.count)
     train_env, evaluation_env = make_env(stream="train", group_size=config.group_size), make_env(stream="eval")
@@ -387,7 +387,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     Raises:
         ConfigError: accelerate chose another device than ``config.device``.
     """
-    precision = mixed_precision(config, _model_path(config))
+    precision = mixed_precision(config, model_path(config))
     accelerator = Accelerator(mixed_precision=precision, cpu=config.device == "cpu")
     chosen = accelerator.device
     if config.device is not None:
@@ -510,9 +510,9 @@ def _worker_policy(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, 
     """
     disable_progress_bar()
     if config.policy == "vllm":
-        return _make_engine(config, _model_path(config), tokenizer, sampling)
+        return _make_engine(config, model_path(config), tokenizer, sampling)
     models = load_actor_critic(
-        _model_path(config),
+        model_path(config),
         tokenizer=tokenizer,
         lora=lora,
         sampling=sampling,
@@ -524,10 +524,6 @@ def _worker_policy(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, 
         quantization=config.quantization,
     )
     return HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed)
-
-
-def _model_path(config: RunConfig) -> str:
-    return str(tiny_model_path()) if config.model_path == "tiny" else config.model_path
 
 
 def make_collector(

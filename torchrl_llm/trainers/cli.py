@@ -1,20 +1,28 @@
-"""Command line and YAML -> :class:`~torchrl_llm.trainers.RunConfig`. Needs the ``examples`` extra (jsonargparse)."""
+"""Command line and YAML -> :class:`~torchrl_llm.trainers.RunConfig`, read by the annotations that the class checks itself by."""
 
 from __future__ import annotations
 
+import argparse
+import inspect
+import re
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn
 
-from torchrl_llm.trainers.config import ConfigError, RunConfig
+import yaml
+
+from torchrl_llm.options import ConfigError, check_value, describe, fits, nearest, options_of
+from torchrl_llm.trainers.config import RunConfig, TrainerConfig
 
 
 def parse_run_config(argv: Sequence[str] | None = None, *, description: str | None = None) -> RunConfig:
     """Read the settings of a run from ``--config FILE.yaml`` and flags; a later one overrides an earlier one.
 
-    Every field of :class:`~torchrl_llm.trainers.RunConfig` is a flag (``--max-steps`` and ``--max_steps`` are the same),
-    a bare flag of a boolean field means true, and an unknown or contradictory field is an error.
+    Every field of :class:`~torchrl_llm.trainers.RunConfig` is a flag (``--max-steps`` and ``--max_steps`` are the same), a
+    bare flag of a boolean field means true, and values are YAML. An unknown field, a wrong value and contradictory fields
+    are errors that name the flag, or the file and its line.
 
     Args:
         argv: the arguments; None takes those of the process.
@@ -28,17 +36,15 @@ def parse_run_config(argv: Sequence[str] | None = None, *, description: str | No
         >>> config.algo, config.batch_size, config.wandb
         ('GRPO', 8, True)
     """
-    from jsonargparse import ArgumentParser
-
-    parser = ArgumentParser(description=description)
-    parser.add_argument("--config", action="config", help="a YAML file of the fields below")
-    parser.add_class_arguments(RunConfig, as_group=False)
-    arguments = _normalise(sys.argv[1:] if argv is None else list(argv))
-    settings = parser.parse_args(arguments)
-    settings.pop("config", None)
+    parser = _parser(description)
+    settings, unknown = parser.parse_known_args(_underscored(sys.argv[1:] if argv is None else argv))
+    if unknown:
+        name = unknown[0].partition("=")[0]
+        flags = [f"--{field}" for field in options_of(RunConfig)]
+        parser.error(f"{name} is no setting.{nearest(name, flags)}")
     try:
-        return RunConfig(**settings.as_dict())
-    except (ConfigError, ValueError) as error:
+        return RunConfig(**vars(settings))
+    except ConfigError as error:
         parser.error(str(error))
 
 
@@ -58,16 +64,115 @@ def resume_command(config: RunConfig) -> str:
     return shlex.join(["python", *given, *undone, "--resume"])
 
 
-def _normalise(argv: list[str]) -> list[str]:
-    """``--max-steps`` -> ``--max_steps``; a boolean flag without a value gets ``true``."""
-    booleans = {f"--{field.name}" for field in fields(RunConfig) if field.type == "bool"}
-    out = []
-    for position, word in enumerate(argv):
-        if word.startswith("--"):
-            flag, sign, value = word.partition("=")
-            word = flag.replace("-", "_").replace("__", "--", 1) + sign + value
-            bare = position + 1 == len(argv) or argv[position + 1].startswith("--")
-            if word in booleans and bare:
-                word += "=true"
-        out.append(word)
-    return out
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, and no more: the usage has a hundred lines."""
+        self.exit(2, f"{self.prog}: error: {message} (--help lists every setting.)\n")
+
+
+class _Flag(argparse.Action):
+    """One field of the settings."""
+
+    hint: Any = Any
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        try:
+            setattr(namespace, self.dest, _read(str(option_string), yaml.compose(values, _Loader), values, self.hint))
+        except yaml.YAMLError:  # an open bracket, say: as it is
+            setattr(namespace, self.dest, values)
+        except ConfigError as error:
+            parser.error(str(error))
+
+
+class _File(argparse.Action):
+    """``--config``: all fields of a YAML file."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        try:
+            for name, value in _settings_of(Path(values)):
+                setattr(namespace, name, value)
+        except ConfigError as error:
+            parser.error(str(error))
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's scalars: ``1e-3`` is a number, and ``no`` (of mixed_precision) is text."""
+
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("bool", "float")]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+_NUMBER = r"[-+]?(\d+\.?\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"^({_NUMBER})$"), list("-+.0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+
+
+def _settings_of(path: Path) -> Iterator[tuple[str, Any]]:
+    """The fields of a file; errors name its lines."""
+    known = options_of(RunConfig)
+    try:
+        text = path.read_text()
+        root = yaml.compose(text, _Loader)
+    except OSError as error:
+        raise ConfigError(f"--config is '{path}', which cannot be read: {error.strerror}.") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{path}, line {line}: this is no YAML, {error.problem}.") from error
+    if root is None:
+        return
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path}: expected lines of the form 'field: value'.")
+    seen: set[str] = set()
+    for key, node in root.value:
+        where = f"{path}, line {key.start_mark.line + 1}:"
+        if key.value not in known:
+            raise ConfigError(f"{where} {key.value} is no setting.{nearest(str(key.value), [*known])}")
+        if key.value in seen:
+            raise ConfigError(f"{where} {key.value} is given twice.")
+        seen.add(key.value)
+        yield key.value, _read(f"{where} {key.value}", node, node.value, known[key.value].hint)
+
+
+def _read(name: str, node: yaml.Node | None, text: Any, hint: Any) -> Any:
+    """The value of a node; where the field takes text only, the text itself."""
+    loader = _Loader("")
+    try:
+        value = text if node is None else loader.construct_document(node)
+    finally:
+        loader.dispose()
+    if isinstance(text, str) and (isinstance(value, str) or (not fits(value, hint) and fits(text, hint))):
+        value = text
+    check_value(name, value, hint)
+    return value
+
+
+def _parser(description: str | None) -> _Parser:
+    parser = _Parser(
+        description=description, allow_abbrev=False, usage="%(prog)s [--config FILE] [--FIELD VALUE ...]", formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+    )  # fmt: skip
+    parser.add_argument("--config", action=_File, metavar="FILE", help="a YAML file of the fields below")
+    meaning = {**_meanings(TrainerConfig), **_meanings(RunConfig)}
+    for name, option in options_of(RunConfig).items():
+        said = f"{meaning[name]} (type: {describe(option.hint)}; default: {option.default})".replace("%", "%%")
+        bare = {"nargs": "?", "const": "true"} if option.hint is bool else {}
+        flag = parser.add_argument(f"--{name}", action=_Flag, metavar="VALUE", help=said, **bare)
+        flag.hint = option.hint  # type: ignore[attr-defined]
+    return parser
+
+
+def _meanings(config: type) -> dict[str, str]:
+    """What the docstring says of each field."""
+    attributes = inspect.cleandoc(config.__doc__ or "").partition("Attributes:\n")[2]
+    return dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE))
+
+
+def _underscored(argv: Sequence[str]) -> list[str]:
+    """``--max-steps`` -> ``--max_steps``."""
+    words = (word.partition("=") for word in argv)
+    return ["--" + "".join([flag[2:].replace("-", "_"), *rest]) if flag.startswith("--") else "".join([flag, *rest])
+            for flag, *rest in words]  # fmt: skip

@@ -1,0 +1,63 @@
+"""Where a run's model and tokenizer are: paths and hub ids of the settings, found before anything is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from transformers import AutoConfig, AutoTokenizer
+
+from torchrl_llm.options import nearest
+from torchrl_llm.testing.tiny import tiny_model_path
+from torchrl_llm.trainers.config import ConfigError, RunConfig
+
+_T = TypeVar("_T")
+
+
+def model_path(config: RunConfig) -> str:
+    """What transformers loads the model from: a folder, or an id of a hub.
+
+    Raises:
+        ConfigError: ``config.model_path`` is a path without a folder.
+    """
+    return str(tiny_model_path()) if config.model_path == "tiny" else _located("model_path", config.model_path)
+
+
+def load_tokenizer(config: RunConfig) -> Any:
+    """The tokenizer of ``config``; the model's own settings are read too, so that a wrong path is one sentence.
+
+    Raises:
+        ConfigError: ``model_path``, ``tokenizer_path`` or ``init_from`` leads nowhere.
+    """
+    if config.init_from is not None:
+        _located("init_from", f"{config.init_from.expanduser().absolute()}")
+    path, options = model_path(config), {"trust_remote_code": config.trust_remote_code}
+    _loaded("model_path", config.model_path, lambda: AutoConfig.from_pretrained(path, **options))
+    name = "model_path" if config.tokenizer_path is None else "tokenizer_path"
+    given = getattr(config, name)
+    source = path if config.tokenizer_path is None else _located(name, given)
+    return _loaded(name, given, lambda: AutoTokenizer.from_pretrained(source, **options))
+
+
+def _located(name: str, given: str) -> str:
+    """A folder as it is; what cannot be a hub's id is an error, before a hub is asked for it."""
+    path = Path(given).expanduser()
+    if path.is_dir():
+        return str(path)
+    if path.is_absolute() or given.startswith((".", "~")) or given.count("/") > 1 or path.exists():
+        beside = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
+        raise ConfigError(f"{name} is {given!r}: there is no such folder.{nearest(path.name, beside)}")
+    return given
+
+
+def _loaded(name: str, given: str, load: Callable[[], _T]) -> _T:
+    try:
+        return load()
+    except (OSError, ValueError) as error:
+        said = " ".join(str(error).split())
+        # transformers' own traceback is about its cache and its hub, and as long as a page.
+        raise ConfigError(
+            f"{name} is {given!r}, which is no folder that transformers can load, and no model of a hub or cache that can be "
+            f"reached. It says: {said:.200}"
+        ) from None
