@@ -166,7 +166,7 @@ def credit_of(loss: TurnPolicyLoss, rows: TensorDict, index: Tensor) -> Tensor:
 
 def _batch(rows: TensorDict, index: Tensor) -> TensorDict:
     """The rows ``index`` as a batch of groups."""
-    batch = rows[index]
+    batch = rows.exclude(keys.EPISODE_ID)[index]
     batch[keys.GROUP_ID] = torch.arange(len(index)) // GROUP
     return batch
 

@@ -88,7 +88,7 @@ def turn_view(episodes: list[Episode], num_turns: int, mask_key: bool = False) -
             step[keys.POLICY_VERSION][:size] = turn.version
             step[keys.TURN].fill_(t)
             step[keys.EPISODE_ID].fill_(100 + b)
-            step[keys.GROUP_ID].fill_(10 + b // 2)
+            step[keys.GROUP_ID].fill_(10 + b)
             step[keys.ENV_ID].fill_(b % 2)
             step["next", keys.REWARD].fill_(turn.reward)
             step["next", keys.TERMINATED].fill_(last and not episode.truncated)
@@ -177,7 +177,7 @@ class TestTurnsToRows:
         assert row[keys.TURN_TRUNCATED].tolist() == [x and episode.truncated for x in ends]
         assert row[keys.TURN_SUCCESS].tolist() == [x and episode.turns[-1].reward == 1 for x in ends]
         assert row[keys.TURN_STOP_REASON].tolist() == [3 if x else 0 for x in ends]
-        assert (row[keys.EPISODE_ID], row[keys.GROUP_ID], row[keys.ENV_ID]) == (100 + b, 10 + b // 2, b % 2)
+        assert (row[keys.EPISODE_ID], row[keys.GROUP_ID], row[keys.ENV_ID]) == (100 + b, 10 + b, b % 2)
 
     @settings(deadline=None, max_examples=60)
     @given(episode=episodes.filter(lambda e: e.turns), data=st.data())
@@ -237,6 +237,30 @@ class TestTurnsToRows:
         change(td)
         with pytest.raises(TurnViewError, match=match):
             turns_to_rows(td)
+
+    @pytest.mark.parametrize(
+        ("collide", "match"),
+        [
+            (lambda td: td[keys.EPISODE_ID][1].fill_(100), r"Episode\(s\) \[100\] are in the batch more than once"),
+            (lambda td: td[keys.GROUP_ID][1:3].fill_(7), r"Group\(s\) \[7\] hold conversations of different tasks"),
+            (lambda td: td[keys.GROUP_ID][:2].fill_(7), r"Group\(s\) \[7\] hold conversations of different tasks"),
+        ],
+        ids=["episode", "context", "environment"],
+    )
+    def test_colliding_ids(self, collide, match):
+        said = [Turn([3, 4], [5]), Turn([6], [7])]
+        td = turn_view([Episode([1, 2], said), Episode([1, 2], said[:1]), Episode([1, 9], said)], 2)
+        td[keys.ENV_ID] = torch.tensor([0, 1, 1]).view(3, 1, 1).expand(3, 2, 1).clone()
+        turns_to_rows(td)
+        collide(td)
+        with pytest.raises(TurnViewError, match=match):
+            turns_to_rows(td)
+
+    def test_attempts_at_one_task_may_go_apart_after_it(self):
+        td = turn_view([Episode([1, 2], [Turn([3], [5])]), Episode([1, 2], [Turn([4, 4], [6])])], 1)
+        td[keys.GROUP_ID].fill_(7)
+        td[keys.ENV_ID].fill_(0)
+        assert turns_to_rows(td)[keys.GROUP_ID].tolist() == [7, 7]
 
     def test_limits_that_are_too_small(self):
         td = turn_view([Episode([1, 2], [Turn([3, 4], [5]), Turn([6], [7])])], 3)

@@ -31,10 +31,14 @@ def layouts(draw, max_rows: int = 4, max_turns: int = 5):
 def make_rows(layout, seed: int = 0, group_size: int = 1) -> TensorDict:
     """Rows in float64 from a layout; every figure off its mask is NaN, so that nobody may read it.
 
-    Some turns earn 0, and some episodes nothing at all.
+    Some turns earn 0, and some episodes nothing at all. A group has one task: its conversations begin with the same context.
     """
     generator = torch.Generator().manual_seed(seed)
-    rows = len(layout)
+    rows, group_id = len(layout), torch.arange(len(layout)) // group_size
+    first = group_id * group_size
+    layout = [
+        [(row[0][0], layout[i][0][1], row[0][2]), *row[1:]] for row, i in zip(layout, first.tolist(), strict=True)
+    ]
     ids = [
         [-1] + [t for k, (played, gap, n) in enumerate(row) for t in [-1] * gap + [k] * (n * played)] for row in layout
     ]
@@ -48,15 +52,17 @@ def make_rows(layout, seed: int = 0, group_size: int = 1) -> TensorDict:
         return torch.where(where, x, torch.nan)
 
     action = turn_ids >= 0
+    context = torch.arange(length) <= torch.tensor([[row[0][1]] for row in layout])
     ended = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
     cut = (torch.rand(rows, 1, generator=generator) < 0.5) & ended
     sample = -noise(action.shape, action).abs()
     # A generator of its own: rewards that are 0, and episodes that earn nothing.
     sparse = torch.Generator().manual_seed(seed + 1)
     earns = (torch.rand(mask.shape, generator=sparse) < 0.7) & (torch.rand(rows, 1, generator=sparse) < 0.8)
+    tokens = torch.randint(0, VOCAB, turn_ids.shape, generator=generator)
     return TensorDict(
         {
-            "tokens": torch.randint(0, VOCAB, turn_ids.shape, generator=generator).where(attention, 0),
+            "tokens": torch.where(context, tokens[first], tokens).where(attention, 0),
             "attention_mask": attention,
             "turn_ids": turn_ids,
             "turn": {
@@ -74,7 +80,7 @@ def make_rows(layout, seed: int = 0, group_size: int = 1) -> TensorDict:
             "theta_value": noise(action.shape, action),
             "advantage": noise(action.shape, action),
             "value_target": noise(action.shape, action),
-            "group_id": torch.arange(rows) // group_size,
+            "group_id": group_id,
         },
         batch_size=[rows],
     )

@@ -202,14 +202,16 @@ class TestBatches:
         """One backward pass over all batches, or each batch by itself: weights and statistics of its own."""
         mdp = EnumerableMDP(max_turns=1)
         policy_loss = LLMReinforceLoss(actor, kl_coeff=0.0, weighting="token")
-        rows, index_and_p = mdp.rows(actor), mdp.batches(actor, 2)
+        rows, index_and_p = mdp.rows(actor).exclude(keys.EPISODE_ID), mdp.batches(actor, 2)
         mean = sum(p * batch_gradient(policy_loss, rows[members]) for members, p in zip(*index_and_p, strict=True))
         assert relative_error(mdp.expected_gradient(policy_loss, 2), mean) < 1e-10
 
     def test_the_population_is_the_policy(self, mdp):
         actor = TokenScorer(make_dyadic(tiny_lm(2)))
         population = mdp.population(actor, 512)
-        share = torch.bincount(population[keys.EPISODE_ID], minlength=28) / 512
+        names = keys.TOKENS, keys.TURN_IDS
+        said, found = (torch.cat([rows[name] for name in names], 1) for rows in (mdp.rows(), population))
+        share = (found.unsqueeze(1) == said).all(-1).sum(0) / 512
         torch.testing.assert_close(share.double(), mdp.log_probability(actor).detach().exp(), rtol=0, atol=1e-12)
         assert mdp.policy_gradient(actor).norm() > 0.01
         with pytest.raises(ValueError, match="multiples of 1/256"):

@@ -13,6 +13,7 @@ from accelerate import PartialState
 
 from torchrl_llm import keys
 from torchrl_llm.data import cat_rows
+from torchrl_llm.objectives import LLMReinforceLoss, ReBN
 from torchrl_llm.trainers import Callback, RunConfig, build_run
 from torchrl_llm.trainers.sharding import on_host
 
@@ -66,6 +67,17 @@ UNEVEN = {
     "max_tokens": 150,
     "max_iterations": 5,
 }
+PARTS = {
+    "dynamic": {
+        "algo": "GRPO",
+        "dtype": "float64",
+        "dynamic_sampling": 3,
+        "max_iterations": 2,
+        "evaluation_interval": 0,
+    },
+    "later": {"algo": "LLMREINFORCE", "dtype": "float64", "max_iterations": 1, "evaluation_interval": 0},
+}
+"""A run that drops groups, and one with a loss of its own whose estimator is chosen after it was built."""
 HALF = {
     "bfloat16": {"algo": "LLMPPO", "dtype": "bfloat16", "max_iterations": 2},
     "mixed": {"algo": "LLMPPO", "dtype": "float32", "mixed_precision": "bf16", "max_iterations": 2},
@@ -85,9 +97,36 @@ class Die(Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def build(out, *, callbacks=(), **settings):
+class CountedLoss(LLMReinforceLoss):
+    """The stock objective, counted."""
+
+    calls = 0
+
+    def objective(self, log_ratio, advantage):
+        self.calls += 1
+        return super().objective(log_ratio, advantage)
+
+
+def build(out, *, callbacks=(), make_loss=None, **settings):
     """A run with small settings."""
-    return build_run(RunConfig(**COMMON | settings, output_dir=out), callbacks=callbacks)
+    return build_run(RunConfig(**COMMON | settings, output_dir=out), callbacks=callbacks, make_loss=make_loss)
+
+
+def run_parts(out, name):
+    """What a run of :data:`PARTS` learned, chose and called."""
+    if name == "dynamic":
+        return train(out / name, **PARTS[name])
+    run = build(
+        out / name,
+        make_loss=lambda config, models: CountedLoss(models.actor, **config.loss_options(CountedLoss)),
+        **PARTS[name],
+    )
+    loss = run.trainer.loss.make_value_estimator(ReBN, gamma=0.8)
+    rows = run.trainer.collect(iter(run.trainer.collector))
+    seen = set(run.trainer.ranks.rows(rows, [keys.EPISODE_ID, keys.ATTENTION_MASK]).keys())
+    metrics = run.trainer.learn(rows)
+    run.close()
+    return {"weights": whole_weights(run.trainer), "metrics": metrics, "calls": loss.calls, "seen": seen}
 
 
 def whole_weights(trainer):
@@ -179,6 +218,8 @@ def main():
     elif what == "replay":
         rows = torch.load(out / "rows.pt", weights_only=False)
         results = {name: replay(out / name, rows, **REPLAYED[name]) for name in names}
+    elif what == "parts":
+        results = {name: run_parts(out, name) for name in PARTS}
     elif what == "half":
         results = {name: train(out / name, **HALF[name]) for name in names}
     elif what == "resume":

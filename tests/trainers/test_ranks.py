@@ -276,6 +276,46 @@ class TestLaws:
 
 
 @pytest.mark.slow
+class TestParts:
+    """What may be chosen (a loss, an estimator, groups to learn from) is the same for two processes as for one."""
+
+    @pytest.fixture(scope="class")
+    def one(self, tmp_path_factory):
+        where = tmp_path_factory.mktemp("alone")
+        return {name: ranks_run.run_parts(where, name) for name in ranks_run.PARTS}
+
+    @pytest.fixture(scope="class")
+    def two(self, tmp_path_factory):
+        where = tmp_path_factory.mktemp("parts")
+        return cache(lambda how: results(where / how, "parts", how=how))
+
+    @BOTH
+    def test_groups_are_chosen_over_all_ranks(self, one, two, how):
+        alone, (first, second) = one["dynamic"], [result["dynamic"] for result in two(how)]
+        assert alone["history"][0]["data/chosen_share"] < 1, "some groups are left out"
+        for mine, theirs in zip(alone["history"], first["history"], strict=True):
+            assert mine["data/chosen_share"] == theirs["data/chosen_share"]
+        learned = [
+            set(batches[keys.EPISODE_ID].tolist())
+            for batches in (result["batches"] for result in (alone, first, second))
+        ]
+        assert learned[0] == learned[1] | learned[2]
+        assert difference(first["weights"], second["weights"]) == 0
+        assert difference(alone["weights"], first["weights"]) < 1e-9
+
+    @BOTH
+    def test_a_loss_and_an_estimator_of_ones_own(self, one, two, how):
+        alone, (first, second) = one["later"], [result["later"] for result in two(how)]
+        assert min(each["calls"] for each in (alone, first, second)) >= 4
+        assert difference(first["weights"], second["weights"]) == 0
+        assert difference(alone["weights"], first["weights"]) < 1e-9
+        same_figures(alone["metrics"], first["metrics"])
+
+    def test_metrics_read_the_same_keys(self, one, two):
+        assert [each["later"]["seen"] for each in (one, *two("ddp"))] == 3 * [{keys.EPISODE_ID, keys.ATTENTION_MASK}]
+
+
+@pytest.mark.slow
 class TestHalfPrecision:
     def test_sharded_weights_and_gradients_stay_in_float32(self, tmp_path):
         first, second = (result["mixed"] for result in results(tmp_path / "run", "half", "mixed", how="fsdp2"))

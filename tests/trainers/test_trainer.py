@@ -4,11 +4,14 @@ import math
 import re
 import threading
 from dataclasses import fields
+from typing import ClassVar
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from tensordict.nn import TensorDictModule
+from torchrl.record.loggers import CSVLogger
 from transformers import AutoModelForCausalLM
 
 from torchrl_llm import keys
@@ -19,8 +22,9 @@ from torchrl_llm.objectives import LLMReinforceLoss, TurnEstimator, TurnVTrace
 from torchrl_llm.record import METRICS
 from torchrl_llm.testing.environments import Echo
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
-from torchrl_llm.trainers import Callback, ConfigError, LLMTrainer, RunConfig, build_run, make_objective
+from torchrl_llm.trainers import Callback, ConfigError, LLMTrainer, RunConfig, build_run, make_objective, verify
 from torchrl_llm.trainers.build import _worker_policy
+from torchrl_llm.trainers.checkpoint import NOT_EVALUATED
 from torchrl_llm.trainers.config import GRPO_ONLY, PPO_ONLY, REINFORCE_ONLY, SHARED
 from torchrl_llm.trainers.trainer import _lr_factor
 
@@ -266,11 +270,78 @@ class TestIteration:
         run.trainer.train()
         assert versions == [1, 2, 3]
 
-    def test_unnamed_metric_is_an_error(self, tmp_path):
-        run = build_run(small_config(tmp_path, max_iterations=1))
-        with pytest.raises(KeyError, match="add them there"):
-            run.trainer._log({"rollout/unheard_of": 1.0})
-        run.trainer.close()
+    def test_an_evaluator_has_metrics_of_its_own(self, tmp_path):
+        settings = {"max_iterations": 1, "evaluation_interval": 1, "save_checkpoints": True}
+        run = build_run(small_config(tmp_path, **settings))
+        run.trainer.evaluator = lambda: {"evaluation/elo": torch.tensor(1200), "score": True}
+        (metrics,) = run.trainer.train()
+        assert (metrics["evaluation/elo"], metrics["score"]) == (1200.0, 1.0)
+        assert (tmp_path / "run" / "csv" / "scalars" / "evaluation" / "elo.csv").read_text().strip().endswith("1200.0")
+        assert verify(run.checkpoints.latest())["metadata"]["evaluation_success"] == NOT_EVALUATED
+
+
+class TestWhatOthersBring:
+    """An evaluator, a logger or a callback that fails ends the run with its error, and costs no iteration."""
+
+    @pytest.mark.parametrize(
+        ("returned", "error", "match"),
+        [
+            ({"evaluation/success": "high"}, TypeError, "'evaluation/success' is 'high'; expected a number"),
+            ({"rollout/reward": 1.0}, ValueError, r"\['rollout/reward'\], which are metrics of training"),
+            (
+                {"my/score": 1.0},
+                ConfigError,
+                r"needs \"evaluation/success\", and the evaluator returned \['my/score'\]",
+            ),
+            (ArithmeticError("mine"), ArithmeticError, "mine"),
+        ],
+    )
+    def test_an_evaluator(self, tmp_path, returned, error, match):
+        def evaluator():
+            if isinstance(returned, Exception):
+                raise returned
+            return returned
+
+        run = build_run(small_config(tmp_path, **self.SETTINGS, evaluation_interval=2, stop_at_success=1.0))
+        run.trainer.evaluator = evaluator
+        self.check(run, error, match, last=2)
+
+    def test_a_callback(self, tmp_path):
+        class Fails(Callback):
+            def on_iteration(self, trainer, metrics):
+                if trainer.iteration == 2:
+                    raise ArithmeticError("mine")
+
+        run = build_run(small_config(tmp_path, **self.SETTINGS), callbacks=[Fails()])
+        self.check(run, ArithmeticError, "mine", last=2)
+        assert len(run.trainer.history) == 2
+        resumed = build_run(small_config(tmp_path, **self.SETTINGS, resume=True))
+        assert len(resumed.trainer.train()) == 3
+
+    def test_a_logger(self, tmp_path):
+        class Offline(CSVLogger):
+            def log_metrics(self, *args, **kwargs):
+                raise ConnectionError("mine")
+
+        run = build_run(small_config(tmp_path, **self.SETTINGS))
+        run.trainer.loggers = (Offline("offline", str(tmp_path)),)
+        self.check(run, ConnectionError, "mine", last=1)
+
+    def test_the_end_of_a_callback(self, tmp_path):
+        class Fails(Callback):
+            def on_end(self, trainer):
+                raise ArithmeticError("mine")
+
+        run = build_run(small_config(tmp_path, **self.SETTINGS), callbacks=[Fails()])
+        self.check(run, ArithmeticError, "mine", last=3)
+
+    SETTINGS: ClassVar = {"max_iterations": 3, "checkpoint_interval": 0, "save_checkpoints": True}
+
+    def check(self, run, error, match, last):
+        with pytest.raises(error, match=match):
+            run.trainer.train()
+        assert verify(run.checkpoints.latest())["metadata"]["iteration"] == last
+        assert run.trainer.collector.closed
 
 
 class CountedLoss(LLMReinforceLoss):
@@ -339,6 +410,25 @@ class TestParts:
 
         with pytest.raises(ConfigError, match=r"leaves out 1 that are \(temperature\)"):
             build_run(small_config(tmp_path), make_loss=lambda _, models: Learned(models.actor, kl_coeff=0.0))
+
+    def test_accelerate_must_not_divide_the_gradient(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(GradientState, "_shared_state", {})
+        run = build_run(small_config(tmp_path))
+        parts = {
+            name: getattr(run.trainer, name) for name in ("collector", "replay_buffer", "policy", "loss", "config")
+        }
+        optimizer, rows = torch.optim.AdamW(run.models.actor_parameters()), prepared(run.trainer)
+        given = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        with pytest.raises(ConfigError, match="gradient_accumulation_steps=2"):
+            LLMTrainer(**parts, optimizer=optimizer, accelerator=given)
+        # accelerate keeps one number for a process: any later Accelerator changes it.
+        with pytest.raises(ConfigError, match="gradient_accumulation_steps=2"):
+            run.trainer.update(rows)
+        monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+        for make in (lambda: LLMTrainer(**parts, optimizer=optimizer), lambda: build_run(small_config(tmp_path))):
+            with pytest.raises(ConfigError, match=r"gradient_accumulation_steps=4.*by 4\. Leave it at 1"):
+                make()
+        run.close()
 
     def test_settings_are_those_of_one_algorithm(self, tmp_path):
         with pytest.raises(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchrl.envs.transforms import Transform
 
 from torchrl_llm import keys
+from torchrl_llm.objectives import functional as F
 from torchrl_llm.segments import Segments
 
 _MASK = ("collector", "mask")
@@ -29,7 +30,7 @@ _FILL: dict[keys.NestedKey, int] = {keys.TURN_IDS: -1, keys.POLICY_VERSION: -1}
 
 
 class TurnViewError(ValueError):
-    """A batch of turns that is not one whole episode a row."""
+    """A batch of turns that is not one whole episode a row, or whose ids collide."""
 
 
 class HistoryRewrittenError(ValueError):
@@ -101,7 +102,8 @@ def turns_to_rows(
         The row view, all tensors on the device of ``turns``.
 
     Raises:
-        TurnViewError: keys are missing, a row holds several episodes, part of one, or more than fits.
+        TurnViewError: keys are missing, a row holds several episodes, part of one, or more than fits; an episode is there
+            twice, or different tasks share a group.
         HistoryRewrittenError: ``context_{t+1} = context_t + response_t + feedback_t`` does not hold.
 
     Examples:
@@ -141,7 +143,9 @@ def turns_to_rows(
     for key, value in _per_token(parts, places, _fit(tokens, segments.width)).items():
         fill = _FILL.get(key, 0)
         result[key] = _fit(segments.join(value, fill=fill) if len(row) > len(turns) else value, width, fill=fill)
-    return TensorDict(result, batch_size=turns.shape[:1], device=turns.device)
+    rows = TensorDict(result, batch_size=turns.shape[:1], device=turns.device)
+    _check_ids(rows)
+    return rows
 
 
 def _segments(turns: TensorDictBase, played: Tensor) -> tuple[Tensor, TensorDictBase, _Turns]:
@@ -220,6 +224,13 @@ def _check_keys(turns: TensorDictBase) -> None:
             f"{list(turns.batch_size)}, missing {missing}. A collector must not drop the next observation "
             "(compact_obs=False), and a policy must be a TurnPolicy or write the same keys."
         )
+
+
+def _check_ids(rows: TensorDictBase) -> None:
+    fault = F.episode_fault(rows[keys.EPISODE_ID])
+    fault = fault or F.group_fault(*(rows[key] for key in (keys.GROUP_ID, keys.ENV_ID, keys.TOKENS, keys.TURN_IDS)))
+    if fault is not None:
+        raise TurnViewError(fault)
 
 
 def _check_episodes(turns: TensorDictBase, played: Tensor) -> None:

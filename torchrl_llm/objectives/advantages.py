@@ -32,8 +32,9 @@ Population = Literal["batch", "none"]
 class TurnEstimator(Checked, ValueEstimatorBase):
     """Base class of the estimators: the keys, and what every row must satisfy.
 
-    A subclass implements :meth:`estimate`; what is said below holds for it without more. Every row must be a conversation played to its end: its last turn terminated
-    or truncated.
+    A subclass implements :meth:`estimate`; what is said below holds for it without more. Every row must be a conversation played
+    to its end: its last turn terminated or truncated. Where the batch has ``"episode_id"``, an episode must be in it once; an
+    estimator that compares groups also refuses a ``"group_id"`` that conversations of different tasks share.
 
     Args:
         value_network: the critic, where the estimator has one.
@@ -144,6 +145,7 @@ class TurnEstimator(Checked, ValueEstimatorBase):
         """Write advantages and value targets into ``tensordict`` (rows, ``[B]``) and return it."""
         if params is not None or target_params is not None:
             raise ValueError(f"{type(self).__name__} runs plain modules; params and target_params must be None.")
+        self._check_ids(tensordict)
         self._check_finished(tensordict)
         rows = tensordict
         if not self.takes_kl and (penalty := self._turn_penalty(tensordict)) is not None:
@@ -215,6 +217,17 @@ class TurnEstimator(Checked, ValueEstimatorBase):
         if self.keep_discount:
             advantage = advantage * F.discount(played, self.gamma).to(advantage.dtype)
         return advantage
+
+    def _check_ids(self, tensordict: TensorDictBase) -> None:
+        """Rows whose ids collide, as far as the batch has them, are refused: credit would merge what has nothing in common."""
+        episode_id, fault = tensordict.get(keys.EPISODE_ID, None), None
+        if episode_id is not None:
+            fault = F.episode_fault(episode_id)
+        if fault is None and "group_id" in self._reads:
+            compared = (tensordict.get(key, None) for key in (keys.ENV_ID, keys.TOKENS, self.tensor_keys.turn_ids))
+            fault = F.group_fault(self._get(tensordict, "group_id"), *compared)
+        if fault is not None:
+            raise ValueError(fault)
 
     def _check_finished(self, tensordict: TensorDictBase) -> None:
         ended = self._at_end(tensordict, "terminated") | self._at_end(tensordict, "truncated")

@@ -74,7 +74,7 @@ METRICS: dict[str, str] = {
     "evaluation_greedy/turns": "turns per episode on the held-out tasks, greedy decoding",
     "evaluation_greedy/faults": "held-out episodes whose environment failed; they count as not won",
 }
-"""Name -> meaning of every metric that the trainer logs. A metric that is not listed here is an error."""
+"""Name -> meaning of every metric that the trainer logs; an evaluator may add others under names of their own."""
 
 
 PER_ENVIRONMENT = ("reward", "success", "turns")
@@ -129,10 +129,11 @@ def named(metric: str) -> bool:
     """Whether a metric is in :data:`METRICS`, or is one of them for one environment of a mixture.
 
     Examples:
-        >>> named("rollout/success/game:Wordle-v0-easy"), named("evaluation/turns/Echo"), named("rollout/luck")
-        (True, True, False)
+        >>> named("rollout/success/game:Wordle-v0-easy"), named("evaluation/turns/Echo"), named("rollout/luck"), named("elo")
+        (True, True, False, False)
     """
-    phase, figure, *name = metric.split("/", 2)
+    phase, _, rest = metric.partition("/")
+    figure, *name = rest.split("/", 1)
     shared = phase in ("rollout", "evaluation", "evaluation_greedy") and figure in PER_ENVIRONMENT
     return metric in METRICS or (shared and name != [])
 

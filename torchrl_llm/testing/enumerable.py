@@ -356,9 +356,10 @@ class EnumerableMDP:
         actor = loss_module.actor_network
         rows = self.rows(actor) if rows is None else rows
         index, probability = self.batches(actor, size, same_task=same_task)
-        batches = [
-            write_loss_weights(loss_module.value_estimator(batch), loss_module) for batch in rows[index].unbind(0)
-        ]
+        drawn = rows.exclude(keys.EPISODE_ID)[
+            index
+        ]  # a conversation may be drawn twice: two episodes, and no id says so
+        batches = [write_loss_weights(loss_module.value_estimator(batch), loss_module) for batch in drawn.unbind(0)]
         everything, share = TensorDict.cat(batches), probability.repeat_interleave(size).unsqueeze(1)
         for name in loss_module.weights(everything[keys.TURN_IDS]):
             key = getattr(loss_module.tensor_keys, name)
@@ -368,7 +369,8 @@ class EnumerableMDP:
     def population(self, actor: TensorDictModuleBase, size: int) -> TensorDict:
         """A batch of ``size`` rows in which every conversation is as frequent as it is probable.
 
-        Statistics over it are those of the policy itself: the limit of large batches.
+        Statistics over it are those of the policy itself: the limit of large batches. It has no ``"episode_id"``: a
+        conversation that is there twice is two episodes.
 
         Raises:
             ValueError: a probability is not a multiple of ``1 / size``, see :func:`make_dyadic`.
@@ -378,7 +380,7 @@ class EnumerableMDP:
         count = share.round()
         if bool(((share - count).abs() > 1e-6).any()):
             raise ValueError(f"Probabilities are not multiples of 1/{size}: make the policy dyadic, or size larger.")
-        return rows[torch.arange(len(rows)).repeat_interleave(count.long())]
+        return rows.exclude(keys.EPISODE_ID)[torch.arange(len(rows)).repeat_interleave(count.long())]
 
     @cached_property
     def _rows(self) -> TensorDict:

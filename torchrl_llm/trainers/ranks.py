@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 from torchrl_llm import keys
 from torchrl_llm.data import cat_rows
+from torchrl_llm.trainers.config import ConfigError
 from torchrl_llm.trainers.sharding import Sharded, adopt, check_plugin, on_host
 from torchrl_llm.weight_update.tensors import AT_HAND, Access
 
@@ -37,7 +38,10 @@ class Ranks:
     Every method is collective: all ranks call it at the same place.
 
     Args:
-        accelerator: knows the processes.
+        accelerator: knows the processes; its ``gradient_accumulation_steps`` must be 1.
+
+    Raises:
+        ConfigError: accelerate would divide the gradient.
 
     Attributes:
         index: this process, 0-based.
@@ -52,6 +56,7 @@ class Ranks:
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
+        check_accumulation(accelerator)
         self.accelerator = accelerator
         self.index, self.count = accelerator.process_index, accelerator.num_processes
         self.first = accelerator.is_main_process
@@ -149,12 +154,33 @@ class Ranks:
         return values if self.count == 1 else gather_object(values)
 
     def rows(self, rows: TensorDictBase, names: Sequence[keys.NestedKey] | None = None) -> TensorDictBase:
-        """The rows of all ranks in the order of their episodes, with the keys ``names`` (default: all) that they have."""
+        """The rows of all ranks in the order of their episodes, with the keys ``names`` (default: all) that they have.
+
+        One process has no other keys than several: what reads one that is not named fails in both, or in neither.
+        """
+        rows = rows if names is None else rows.select(*names, strict=False)
         if self.count == 1:
             return rows
-        parts = self.gather([(rows if names is None else rows.select(*names, strict=False)).cpu()])
+        parts = self.gather([rows.cpu()])
         everyone = cat_rows(parts)
         return everyone[everyone[keys.EPISODE_ID].argsort()].to(rows.device)
+
+
+def check_accumulation(accelerator: Accelerator) -> None:
+    """Refuse gradient accumulation: ``Accelerator.backward`` divides by its steps, and losses here are sums that add up.
+
+    accelerate keeps the number for the whole process, so that any ``Accelerator`` made later changes it.
+
+    Raises:
+        ConfigError: the number is not 1.
+    """
+    steps = accelerator.gradient_accumulation_steps
+    if steps != 1:
+        raise ConfigError(
+            f"accelerate has gradient_accumulation_steps={steps} (an argument, a plugin, or the environment variable "
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS), which would divide every gradient by {steps}. Leave it at 1: "
+            "minibatch_size says how many conversations an optimizer step has, and max_tokens how many tokens a backward pass."
+        )
 
 
 def _sharding(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.config import ConfigError, TrainerConfig
 from torchrl_llm.trainers.precision import warn_of_half_weights
-from torchrl_llm.trainers.ranks import Ranks, silenced
+from torchrl_llm.trainers.ranks import Ranks, check_accumulation, silenced
 from torchrl_llm.trainers.sharding import on_host
 from torchrl_llm.weight_update import RayWeightSync, VLLMWeightSync
 
@@ -81,7 +81,7 @@ _FIXED = (
 """Parts that other parts hold as well: another one put here later would be used by half of a trainer."""
 _STATE = ("iteration", "steps", "episodes", "best_success", "history", "stop_reason", "elapsed")
 Evaluator = Callable[[], dict[str, float]]
-"""Plays held-out episodes and returns metrics; ``evaluation/success`` decides what is best."""
+"""Plays held-out episodes and returns metrics, of any names but those of training; ``evaluation/success`` decides what is best."""
 
 
 class Boundary(NamedTuple):
@@ -109,7 +109,8 @@ class LLMTrainer:
         reference: scores the reference log-probs; None where the loss needs none.
         weight_sync: brings the new weights to a policy that has its own, after each update; None where the policy samples
             from the trained model itself.
-        evaluator: run every ``config.evaluation_interval`` iterations.
+        evaluator: run every ``config.evaluation_interval`` iterations; its metrics may have names of their own. If it fails
+            (or a logger, or a callback), the iteration is saved before the error goes on.
         checkpoints: where the run is saved: every ``config.checkpoint_interval`` iterations, after an evaluation that is the
             best so far, and at the end.
         loggers: TorchRL loggers; each gets every metric.
@@ -272,9 +273,11 @@ class LLMTrainer:
                 self._end_interrupted(interrupted)
                 raise
             finally:
-                for callback in self.callbacks:
-                    callback.on_end(self)
-                self.close()
+                try:
+                    for callback in self.callbacks:
+                        callback.on_end(self)
+                finally:
+                    self.close()
         return self.history
 
     def _train(self) -> None:
@@ -303,8 +306,7 @@ class LLMTrainer:
         if self.evaluator is not None and interval and (self.iteration % interval == 0 or self.stop_reason):
             metrics = metrics | self._evaluate(self.evaluator) | _named_seconds(self._timer.read())
         self.unfinished = None
-        self._log(metrics)
-        self._save_if_due(metrics)
+        self._report(metrics)
 
     def _end_interrupted(self, interrupted: Interrupted) -> None:
         """Save the run where it was before what was dropped."""
@@ -326,6 +328,16 @@ class LLMTrainer:
         self.boundary = Boundary(self.collector.state_dict() if asked else None, GlobalRNGState().state_dict())
         yield
         self.boundary = Boundary()
+
+    def _report(self, metrics: dict[str, float]) -> None:
+        """Log and save a finished iteration; a logger or callback that fails does not cost the checkpoint."""
+        try:
+            self._log(metrics)
+        except Exception:
+            # Saving takes all processes, and this may be the only one that knows: of several, they save if it is time for all.
+            self._save(metrics) if self.ranks.count == 1 else self._save_if_due(metrics)
+            raise
+        self._save_if_due(metrics)
 
     def _save_if_due(self, metrics: dict[str, float]) -> None:
         interval = self.config.checkpoint_interval
@@ -522,6 +534,7 @@ class LLMTrainer:
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:
         """``config.epochs`` passes of optimizer steps over ``batch``; returns the means of the loss's figures."""
+        check_accumulation(self.accelerator)
         steps: list[dict[str, Tensor]] = []
         padding: list[float] = []
         size = self.config.minibatch_size or int(self.ranks.sum(batch.shape[0]))
@@ -601,14 +614,28 @@ class LLMTrainer:
             self.stop_reason = f"max_seconds={config.max_seconds}"
 
     def _evaluate(self, evaluator: Evaluator) -> dict[str, float]:
-        with self._droppable(), self._timer("evaluation"), self.playing():
-            metrics = interruptible(evaluator)
-        success = metrics["evaluation/success"]
-        self.best_success = max(self.best_success, success)
-        target = self.config.stop_at_success
-        if target is not None and success >= target:
-            self.stop_reason = f"stop_at_success={target} reached: {success:.3f}"
+        try:
+            with self._droppable(), self._timer("evaluation"), self.playing():
+                metrics = _as_numbers(interruptible(evaluator))
+            self._judge(metrics)
+        except Exception:
+            if self.ranks.count == 1:  # of several, the others may be anywhere in their evaluation
+                self._save({})
+            raise
         return metrics
+
+    def _judge(self, metrics: dict[str, float]) -> None:
+        """Take note of the success rate, if the evaluator reports one."""
+        success, target = metrics.get("evaluation/success"), self.config.stop_at_success
+        if success is None and target is not None:
+            raise ConfigError(
+                f'stop_at_success={target} needs "evaluation/success", and the evaluator returned {sorted(metrics)}: return '
+                "it, or set stop_at_success to null."
+            )
+        if success is not None:
+            self.best_success = max(self.best_success, success)
+            if target is not None and success >= target:
+                self.stop_reason = f"stop_at_success={target} reached: {success:.3f}"
 
     def _progress_metrics(self, batch: TensorDictBase) -> dict[str, float]:
         seconds = self._timer.read()
@@ -636,9 +663,6 @@ class LLMTrainer:
         }
 
     def _log(self, metrics: dict[str, float]) -> None:
-        unknown = sorted(name for name in metrics if not named(name))
-        if unknown:
-            raise KeyError(f"metrics {unknown} are not named in torchrl_llm.record.METRICS: add them there.")
         self.history.append(metrics)
         for target in self.loggers:
             target.log_metrics(metrics, step=self.steps)
@@ -684,3 +708,19 @@ def _lr_factor(config: TrainerConfig, before: int, after: int) -> float:
 
 def _named_seconds(seconds: dict[str, float]) -> dict[str, float]:
     return {f"time/{phase}_s": value for phase, value in seconds.items()}
+
+
+def _as_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """What an evaluator returned, as loggers and checkpoints take it."""
+    taken = sorted(name for name in metrics if named(name) and not name.startswith("evaluation"))
+    if taken:
+        raise ValueError(
+            f"The evaluator returned {taken}, which are metrics of training: give them names of their own."
+        )
+    numbers = {}
+    for name, value in metrics.items():
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"The evaluator's metric {name!r} is {value!r}; expected a number.") from error
+    return numbers

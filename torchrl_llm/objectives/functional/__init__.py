@@ -4,8 +4,8 @@ Everything here is vectorised, keeps no state, draws no random number and accumu
 conversations, ``T`` turns, ``L`` tokens. ``turn_ids [B, L]`` is -1 wherever a token is not an action, and the action
 mask is always ``turn_ids >= 0``. Entries off a mask are never read: they may hold anything, NaN included.
 
-Four rooms: ``turns`` (between tokens and turns), ``credit`` (returns, advantages, normalisation), ``surrogate`` (what is
-maximised, and how tokens are weighed) and ``figures``. Reading and writing TensorDicts is the business of
+Five rooms: ``turns`` (between tokens and turns), ``credit`` (returns, advantages, normalisation), ``surrogate`` (what is
+maximised, and how tokens are weighed), ``figures`` and ``ids`` (of what belongs together). Reading and writing TensorDicts is the business of
 :mod:`torchrl_llm.objectives.advantages` and :mod:`torchrl_llm.objectives.policy`; no TensorDict appears here.
 """
 
@@ -28,6 +28,7 @@ from torchrl_llm.objectives.functional.credit import Baseline as Baseline
 from torchrl_llm.objectives.functional.credit import Partial as Partial
 from torchrl_llm.objectives.functional.credit import Scale as Scale
 from torchrl_llm.objectives.functional.figures import effective_sample_size, explained_variance
+from torchrl_llm.objectives.functional.ids import episode_fault, group_fault
 from torchrl_llm.objectives.functional.surrogate import KLKind as KLKind
 from torchrl_llm.objectives.functional.surrogate import RatioLevel as RatioLevel
 from torchrl_llm.objectives.functional.surrogate import RatioReduction as RatioReduction
@@ -61,8 +62,10 @@ __all__ = [
     "count_turns",
     "discount",
     "effective_sample_size",
+    "episode_fault",
     "episode_return",
     "explained_variance",
+    "group_fault",
     "group_relative",
     "importance_ratio",
     "kl_estimate",
