@@ -116,6 +116,7 @@ def evaluate_before(run: Run) -> Evaluation:
         return Evaluation(**json.loads(path.read_text()))
     if run.trainer.iteration:
         raise FileNotFoundError(f"{path} is missing, and the model is trained already: nothing to compare with.")
+    run.begin()
     before = run.final_evaluation()
     if run.trainer.ranks.first:
         write_conversations(run, before, "before")

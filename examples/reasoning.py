@@ -80,6 +80,7 @@ def evaluate_before(run: Run) -> Evaluation:
     path = run.config.output_dir / "evaluation_before.json"
     if run.trainer.iteration:
         return Evaluation(**json.loads(path.read_text()))
+    run.begin()
     before = run.final_evaluation()
     write_json(before.figures(), path)
     return before

@@ -169,7 +169,7 @@ class TestPickles:
 class TestResumed:
     """A sample of them through ``build_run``: nothing of the run has changed by then."""
 
-    @pytest.mark.parametrize("damage", ["iteration", "config", "planted", "manifest"])
+    @pytest.mark.parametrize("damage", ["steps", "iteration", "config", "planted", "manifest"])
     def test_refused_before_anything_is_changed(self, run, tmp_path, damage):
         folder = shutil.copytree(run.config.output_dir, tmp_path / "run", symlinks=True)
         last = folder / "checkpoints" / "checkpoint-000000000002"

@@ -7,7 +7,6 @@ The only place that knows every part. What it returns is plain TorchRL pieces: r
 from __future__ import annotations
 
 import logging
-import shutil
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -40,7 +39,6 @@ from torchrl_llm.trainers.checkpoint import (
     Optimizer,
     config_changes,
     environment,
-    rewind_csv,
     states_of,
     verify,
 )
@@ -48,6 +46,7 @@ from torchrl_llm.trainers.config import HOW_TO_RUN, LOSSES, ConfigError, RunConf
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.precision import mixed_precision
 from torchrl_llm.trainers.ranks import Ranks
+from torchrl_llm.trainers.run_folder import RunFolder
 from torchrl_llm.trainers.sources import load_tokenizer, model_path
 from torchrl_llm.trainers.trainer import LLMTrainer
 from torchrl_llm.weight_update import RayWeightSync, VLLMWeightSync
@@ -83,6 +82,7 @@ class Run:
         checkpoints: where the trainer saves.
         evaluation_env: what evaluations during the run play.
         make_env: makes an environment for a ticket stream: ``make_env(stream="test")``.
+        opening: the callback behind :meth:`begin`.
     """
 
     config: RunConfig
@@ -94,6 +94,14 @@ class Run:
     checkpoints: CheckpointStore
     evaluation_env: GEMEnv
     make_env: Callable[..., GEMEnv]
+    opening: Callback
+
+    def begin(self) -> None:
+        """Make ``config.output_dir`` this run's, as ``trainer.train()`` does first: an earlier run there is moved aside.
+
+        To be called before something is written there; to build a run changes nothing. A second call does nothing.
+        """
+        self.opening.on_start(self.trainer)
 
     def final_evaluation(self, *, greedy: bool = False) -> Evaluation:
         """Play ``config.final_episodes`` tasks that nothing else uses."""
@@ -215,6 +223,8 @@ def build_run(
     accelerator = make_accelerator(config)
     ranks = Ranks(accelerator)
     _check_sharding(config, ranks)
+    folder = RunFolder(config)
+    start = ranks.on_first(lambda: _where_to_start(config, folder))  # before the models are loaded
     tokenizer = load_tokenizer(config)
     path = model_path(config)
     make_env = make_env or partial(GEMEnv, env or config.env_name, weights=config.env_weights)
@@ -232,8 +242,15 @@ def build_run(
         workers = Workers(make_train_env, partial(_worker_policy, config, tokenizer, sampling, lora), weight_sync)
     collector = make_collector(config, train_env, policy, replay_buffer, ranks, workers)
     loss = (make_loss or make_objective)(config, models)
-    checkpoints = _checkpoint_store(config, models, tokenizer)
-    start = _where_to_start(config, checkpoints, ranks)
+    checkpoints = CheckpointStore(
+        folder.checkpoints.directory,
+        models=models,
+        tokenizer=tokenizer,
+        config=config.as_json(),
+        keep_last=config.keep_checkpoints,
+        on_save=folder.settle,
+    )
+    opening = _Opening(config, folder, start)
     trainer = LLMTrainer(
         collector=collector,
         replay_buffer=replay_buffer,
@@ -245,8 +262,7 @@ def build_run(
         weight_sync=weight_sync,
         evaluator=_make_evaluator(config, policy, evaluation_env, ranks),
         checkpoints=checkpoints if config.save_checkpoints else None,
-        loggers=make_loggers(config) if ranks.first else (),
-        callbacks=_callbacks(config, models, callbacks, progress=config.progress and ranks.first),
+        callbacks=[opening, *_callbacks(config, models, callbacks, progress=config.progress and ranks.first)],
         accelerator=accelerator,
     )
     if start is not None:
@@ -255,8 +271,6 @@ def build_run(
         policy.drop_cache()
         if config.accept_changes:
             trainer.reconsider()
-        for target in trainer.loggers:
-            _forget_after(target, trainer.logged_steps)
     if weight_sync is not None:
         # The engine has the weights of model_path so far. This is no update: the version stays.
         policy.policy_version -= 1
@@ -271,6 +285,7 @@ def build_run(
         checkpoints=checkpoints,
         evaluation_env=evaluation_env,
         make_env=make_env,
+        opening=opening,
     )
 
 
@@ -293,6 +308,25 @@ def _accept(config: RunConfig, trainer: LLMTrainer) -> None:
         # The tasks from here on; what was dealt is counted on, so that ids stay unique.
         env = trainer.collector.env
         env.tickets = replace(env.tickets, seed=config.seed)
+
+
+class _Opening(Callback):
+    """Makes the folder of a run its own when training begins."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, start: Path | None) -> None:
+        self.config, self.folder, self.start, self.opened = config, folder, start, False
+
+    def on_start(self, trainer: LLMTrainer) -> None:
+        if self.opened:
+            return
+        self.opened = True
+        if trainer.ranks.first:
+            trainer.loggers = tuple(
+                self.folder.open(self.start, trainer.logged_steps, partial(make_loggers, self.config))
+            )
+            if self.start is not None:
+                for target in trainer.loggers:
+                    _forget_after(target, trainer.logged_steps)
 
 
 def _check_sharding(config: RunConfig, ranks: Ranks) -> None:
@@ -326,42 +360,31 @@ def _callbacks(config: RunConfig, models: ActorCritic, own: Sequence[Callback], 
     return [*refresh, *([ProgressBar()] if progress else []), *own]
 
 
-def _checkpoint_store(config: RunConfig, models: ActorCritic, tokenizer: Any) -> CheckpointStore:
-    return CheckpointStore(
-        config.output_dir / "checkpoints",
-        models=models,
-        tokenizer=tokenizer,
-        config=config.as_json(),
-        keep_last=config.keep_checkpoints,
-    )
-
-
-def _where_to_start(config: RunConfig, checkpoints: CheckpointStore, ranks: Ranks) -> Path | None:
-    """The checkpoint to go on from, if any; the first rank makes the folder of the run ready for it."""
-    with ranks.accelerator.main_process_first():
-        start = _make_ready(config, checkpoints) if ranks.first else None
-    return ranks.agree(start)
-
-
-def _make_ready(config: RunConfig, checkpoints: CheckpointStore) -> Path | None:
-    where = config.output_dir
+def _where_to_start(config: RunConfig, folder: RunFolder) -> Path | None:
+    """The checkpoint to go on from, if any; ``folder`` and the checkpoint are checked, and nothing is changed."""
+    folder.check()
+    checkpoints = folder.checkpoints
+    latest = checkpoints.latest()
     if not config.resume:
-        if checkpoints.latest() is not None and not config.overwrite:
+        if latest is not None and not config.overwrite:
             raise ConfigError(
-                f"{where} holds a run already (checkpoint {checkpoints.latest()}): resume=true goes on with it, "
-                "overwrite=true deletes it, or choose another output_dir."
+                f"{config.output_dir} holds a run already (checkpoint {latest}): resume=true goes on with it, overwrite=true "
+                "replaces it, or choose another output_dir."
             )
-        for old in (checkpoints.directory, where / "csv", where / "tensorboard"):
-            shutil.rmtree(old, ignore_errors=True)
         return None
-    checkpoints.clean()
-    start = config.resume_from or checkpoints.latest()
-    steps = 0
+    if config.resume_from is None:
+        start = latest
+    else:
+        start = config.resume_from.resolve()
+        if start.parent == checkpoints.directory.resolve():
+            start = checkpoints.directory / start.name
+        elif latest is not None:
+            raise ConfigError(
+                f"resume_from is {config.resume_from}, but {config.output_dir} holds another run (checkpoint {latest}): "
+                "resume=true without resume_from goes on with that one, or choose another output_dir."
+            )
     if start is not None:
-        manifest = checkpoints.verify(start)
-        _check_same(config, manifest["metadata"], start)
-        steps = manifest["metadata"]["steps"]
-    rewind_csv(where / "csv", steps)
+        _check_same(config, checkpoints.verify(start)["metadata"], start)
     return start
 
 

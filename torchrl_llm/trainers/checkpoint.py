@@ -23,7 +23,7 @@ import re
 import shutil
 import subprocess
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -311,10 +311,11 @@ class CheckpointStore:
 
     Args:
         directory: where they are; made on the first save.
-        models: the weights.
+        models: the weights; ``None``: nothing is saved or resumed.
         tokenizer: saved with them; ``None``: none.
         config: the run's settings as JSON-compatible values, written to the manifest and compared on resume.
         keep_last: how many of the newest are kept, >= 1. Two, so that there is one to go back to.
+        on_save: called after each :meth:`save`, where the files are written.
 
     Examples:
         >>> store = CheckpointStore("runs/none/checkpoints", models=None)
@@ -326,11 +327,13 @@ class CheckpointStore:
         self,
         directory: str | Path,
         *,
-        models: ActorCritic,
+        models: ActorCritic | None,
         tokenizer: Any = None,
         config: Mapping[str, Any] | None = None,
         keep_last: int = 2,
+        on_save: Callable[[], None] | None = None,
     ) -> None:
+        self.on_save = on_save
         self.models, self.tokenizer, self.config = models, tokenizer, dict(config or {})
         self.rotation = _Rotation(directory, keep_last=keep_last, keep_best=(SUCCESS, "max"))
         self.directory = self.rotation.directory
@@ -372,6 +375,8 @@ class CheckpointStore:
             raise CheckpointError(f"{place} could not be saved ({type(error).__name__}: {error}). {rest}") from error
         self.rotation.prune()
         self.link()
+        if self.on_save is not None:
+            self.on_save()
 
     def link(self) -> None:
         """Let ``last`` and ``best`` point to the newest and the best checkpoint; a link that has none is removed."""
@@ -437,7 +442,7 @@ class CheckpointStore:
         return {
             SUCCESS: float(metrics.get("evaluation/success", NOT_EVALUATED)),
             "iteration": trainer.iteration,
-            "steps": trainer.logged_steps,
+            "steps": trainer.steps,
             "config": self.config,
             "environment": environment(),
         }
@@ -459,7 +464,8 @@ class CheckpointStore:
 
     def _link(self, name: str, target: Path | None) -> None:
         if target is None:
-            (self.directory / name).unlink(missing_ok=True)
+            if (self.directory / name).is_symlink():
+                (self.directory / name).unlink()
             return
         link = self.directory / f".{name}.link"
         link.unlink(missing_ok=True)

@@ -304,10 +304,11 @@ class RunConfig(TrainerConfig):
         export_merged: write the trained actor as one whole model to output_dir/merged at the end.
         resume: go on from the newest checkpoint in output_dir, in the same bytes as if the run had never stopped; from the
             start if there is none.
-        resume_from: the checkpoint to go on from, instead of the newest.
+        resume_from: the checkpoint to go on from, instead of the newest; newer ones are moved aside.
         accept_changes: names of settings that may differ from those of the checkpoint, and take effect from there; any other
             change is an error, and those of the weights themselves (algo, critic_trunk, init_*, lora_*) cannot be accepted.
-        overwrite: start anew in an output_dir that holds a run already; its metrics and checkpoints are deleted.
+        overwrite: start anew in an output_dir that holds a run already; it is moved aside, and deleted when the new run has a
+            whole checkpoint.
         tensorboard: log to TensorBoard too.
         wandb: log to Weights & Biases too.
         wandb_project: its project.
