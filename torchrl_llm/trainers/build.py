@@ -27,7 +27,7 @@ from transformers.utils.logging import disable_progress_bar
 from torchrl_llm.collectors import AsyncTurnCollector, RayTurnCollector, TurnCollector, adapt_tasks
 from torchrl_llm.collectors.async_turn import STEP_TIMEOUT
 from torchrl_llm.data import TurnsToSequence
-from torchrl_llm.envs import GEMEnv
+from torchrl_llm.envs import GEMEnv, SeenTasks
 from torchrl_llm.envs.tickets import Stream
 from torchrl_llm.modules import ActorCritic, HFPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
 from torchrl_llm.modules.lm import end_ids
@@ -107,11 +107,18 @@ class Run:
     make_env: Callable[..., GEMEnv]
 
     def final_evaluation(self, *, greedy: bool = False) -> Evaluation:
-        """Play ``config.final_episodes`` tasks that nothing else uses."""
+        """Play ``config.final_episodes`` tickets that nothing else uses."""
         env = self.make_env(stream="test")
         try:
             with self.trainer.playing():
-                return evaluate(env, self.policy, self.config.final_episodes, greedy=greedy, ranks=self.trainer.ranks)
+                return evaluate(
+                    env,
+                    self.policy,
+                    self.config.final_episodes,
+                    greedy=greedy,
+                    ranks=self.trainer.ranks,
+                    seen_tasks=self.trainer.seen_tasks,
+                )
         finally:
             env.close()
 
@@ -215,7 +222,7 @@ def build_run(
     _check_sharding(config, ranks)
     path = _model_path(config)
     tokenizer = AutoTokenizer.from_pretrained(config.tokenizer_path or path, trust_remote_code=config.trust_remote_code)
-    make_env = make_env or partial(GEMEnv, env or config.env_name, weights=config.env_weights)
+    make_env = make_env or partial(GEMEnv, env or config.env_name, weights=config.env_weights, divide=True)
     make_env = partial(_make_env, config, tokenizer, make_env, worker=ranks.index, num_workers=ranks.count)
     train_env, evaluation_env = make_env(stream="train", group_size=config.group_size), make_env(stream="eval")
     sampling = make_sampling(config, path, train_env)
@@ -230,6 +237,7 @@ def build_run(
     collector = make_collector(config, train_env, policy, replay_buffer, ranks, workers)
     loss = make_objective(config, models)
     checkpoints = _checkpoint_store(config, models, tokenizer)
+    seen_tasks = SeenTasks()
     start = _where_to_start(config, checkpoints, ranks)
     trainer = LLMTrainer(
         collector=collector,
@@ -240,11 +248,12 @@ def build_run(
         config=config,
         reference=models.reference,
         weight_sync=weight_sync,
-        evaluator=_make_evaluator(config, policy, evaluation_env, ranks),
+        evaluator=_make_evaluator(config, policy, evaluation_env, ranks, seen_tasks),
         checkpoints=checkpoints if config.save_checkpoints else None,
         loggers=make_loggers(config) if ranks.first else (),
         callbacks=_callbacks(config, models, callbacks, progress=config.progress and ranks.first),
         accelerator=accelerator,
+        seen_tasks=seen_tasks,
     )
     if start is not None:
         checkpoints.resume(trainer, start)
@@ -658,8 +667,10 @@ def _step_timeout(config: RunConfig) -> float | None:
     return STEP_TIMEOUT
 
 
-def _make_evaluator(config: RunConfig, policy: TurnPolicy, env: GEMEnv, ranks: Ranks) -> Callable[[], dict]:
-    play = partial(evaluate, env, policy, config.evaluation_episodes, ranks=ranks)
+def _make_evaluator(
+    config: RunConfig, policy: TurnPolicy, env: GEMEnv, ranks: Ranks, seen_tasks: SeenTasks
+) -> Callable[[], dict]:
+    play = partial(evaluate, env, policy, config.evaluation_episodes, ranks=ranks, seen_tasks=seen_tasks)
 
     def evaluator() -> dict[str, float]:
         metrics = play().metrics("evaluation")
