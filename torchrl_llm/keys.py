@@ -15,6 +15,7 @@ constant                     shape, dtype       meaning                         
 :data:`EPISODE_ID`           ``[N, 1]`` int64   unique over the run                                     env
 :data:`GROUP_ID`             ``[N, 1]`` int64   unique over the run; same group = same task             env
 :data:`ENV_ID`               ``[N, 1]`` int64   index into the mixture of environments                  env
+:data:`TASK_ID`              ``[N, 1]`` int64   hash of what the task is; optional                      env
 :data:`RESPONSE`             ``[N, A]`` int64   the sampled ids, end-of-turn token included             policy
 :data:`RESPONSE_MASK`        ``[N, A]`` bool    True on sampled tokens                                  policy
 :data:`RESPONSE_LOG_PROBS`   ``[N, A]`` float   log-prob under the distribution really sampled from     policy
@@ -42,7 +43,7 @@ constant                     shape, dtype       meaning                         
 :data:`TURN_TRUNCATED`       ``[B, T]`` bool                                                            sequence
 :data:`TURN_SUCCESS`         ``[B, T]`` bool                                                            sequence
 :data:`TURN_STOP_REASON`     ``[B, T]`` int64                                                           sequence
-:data:`EPISODE_ID` and kin   ``[B]`` int64      also :data:`GROUP_ID`, :data:`ENV_ID`                   sequence
+:data:`EPISODE_ID` and kin   ``[B]`` int64      also :data:`GROUP_ID`, :data:`ENV_ID`, :data:`TASK_ID`  sequence
 :data:`STATE_VALUE`          ``[B, L]`` float   index i: value of the prefix before token i             critic
 :data:`BOOTSTRAP_VALUE`      ``[B]`` float      value of the whole row                                  critic
 :data:`TURN_VALUE`           ``[B, T]`` float                                                           estimator
@@ -86,6 +87,7 @@ STOP_REASON = "stop_reason"
 EPISODE_ID = "episode_id"
 GROUP_ID = "group_id"
 ENV_ID = "env_id"
+TASK_ID = "task_id"
 TURN_IDS = "turn_ids"
 POLICY_VERSION = "policy_version"
 

@@ -1,17 +1,22 @@
 """Evaluation and checkpoints."""
 
 import time
+from dataclasses import replace
 from functools import partial
 
+import gem
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from torchrl_llm import keys
-from torchrl_llm.envs import EnvironmentFault, GEMEnv
+from torchrl_llm.envs import EnvironmentFault, GEMEnv, PromptDatasetEnv, SeenTasks
 from torchrl_llm.modules import use_adapter
+from torchrl_llm.record import success_interval, wilson_interval
 from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import tiny_model_path
@@ -134,6 +139,128 @@ class TestFaults:
         with pytest.raises(EnvironmentFault, match="overturned"):
             evaluate(make(max_faults=3), says(crash_every_fourth), 16)
         assert evaluate(make(max_faults=4), says(crash_every_fourth), 16).faults == 4
+
+
+QUESTIONS = [{"question": f"{i}?", "answer": str(i)} for i in range(20)]
+
+
+@pytest.fixture
+def ask(tokenizer):
+    def ask(**kwargs):
+        splits = {"train": QUESTIONS, "test": [{**row, "question": f"x{row['question']}"} for row in QUESTIONS]}
+        options = {"num_envs": 4, "max_model_len": 256, "max_output_tokens": 32, "stream": "test", **kwargs}
+        return PromptDatasetEnv(splits, lambda said, answer, _: said == answer, tokenizer=tokenizer, **options)
+
+    return ask
+
+
+def even_rows(episode, turn, context):
+    row = episode % 2**40 % 20
+    return str(row) if row % 2 == 0 else "?"
+
+
+class TestTasks:
+    """Episodes of one task are no independent samples of tasks."""
+
+    def test_repeats_narrow_no_interval(self, ask, says):
+        once, often = (evaluate(ask(), says(even_rows), n) for n in (20, 200))
+        assert (once.success, often.success) == (0.5, 0.5)
+        assert (once.tasks, often.tasks) == (20, 20)
+        assert once.success_ci95 == pytest.approx(wilson_interval(10, 20))
+        assert often.success_ci95 == pytest.approx(once.success_ci95)
+
+    def test_greedy_plays_each_task_once(self, ask, says):
+        result = evaluate(ask(), says(even_rows), 200, greedy=True)
+        assert (result.episodes, result.tasks, len(result.rows)) == (20, 20, 20)
+        again = evaluate(ask(), says(even_rows), 30)
+        assert again.episodes == 30
+
+    def test_greedy_in_a_world_of_few_tasks(self, make, says):
+        env = make("game:GuessTheNumber-v0-easy", max_model_len=1024)
+        result = evaluate(env, says(lambda *_: r"\boxed{3}"), 100, greedy=True)
+        assert (result.episodes, result.tasks) == (10, 10)
+        assert result.success == 0.1
+        assert evaluate(env, says(lambda *_: r"\boxed{3}"), 100).episodes == 100
+
+    def test_greedy_where_something_unknown_is_hidden(self, make, says):
+        result = evaluate(make(), says(lambda *_: "stop"), 12, greedy=True)
+        assert (result.episodes, result.tasks) == (12, 1)
+
+    def test_a_failed_task_of_a_greedy_evaluation_counts(self, ask, says):
+        env = ask()
+        env._grader.reward_fn = lambda said, answer, _: 1 / (int(answer) - 3)
+        result = evaluate(env, says(even_rows), 200, greedy=True)
+        assert (result.episodes, result.faults) == (20, 1)
+
+    def test_interval_by_hand(self):
+        won, task = torch.tensor([True, True, False, False]), torch.tensor([5, 5, 9, 9])
+        assert success_interval(won, task) == pytest.approx(wilson_interval(1, 2))
+        assert success_interval(won, torch.arange(4)) == pytest.approx(wilson_interval(2, 4))
+        assert success_interval(won, torch.zeros(4)) == pytest.approx(wilson_interval(2, 4))
+        assert success_interval(torch.ones(40).bool(), torch.arange(40) % 4) == pytest.approx(wilson_interval(4, 4))
+
+    def test_interval_covers_the_rate_over_tasks(self):
+        """40 tasks, each won always or never, played ten times: the interval of 400 coins covers in one case of three."""
+        rng, hits = np.random.default_rng(0), [0, 0]
+        for _ in range(300):
+            won = torch.from_numpy(rng.random(40) < 0.4).repeat(10)
+            clustered = success_interval(won, torch.arange(40).repeat(10))
+            for i, (low, high) in enumerate((clustered, wilson_interval(int(won.sum()), 400))):
+                hits[i] += low <= 0.4 <= high
+        assert hits[0] > 0.9 * 300
+        assert hits[1] < 0.6 * 300
+
+
+class TestOverlap:
+    """Streams share no seed; whether they share tasks is measured."""
+
+    def test_of_data_and_of_a_small_world(self, ask, make, says):
+        seen = SeenTasks()
+        seen.add(evaluate(ask(stream="train"), says(even_rows), 20).rows[keys.TASK_ID])
+        assert evaluate(ask(), says(even_rows), 40, seen_tasks=seen).task_overlap == 0.0
+        assert evaluate(ask(), says(even_rows), 40).metrics("evaluation").get("evaluation/task_overlap") is None
+        env = make("game:GuessTheNumber-v0-easy", max_model_len=1024, stream="train")
+        seen.add(evaluate(env, says(lambda *_: r"\boxed{3}"), 100).rows[keys.TASK_ID])
+        env = make("game:GuessTheNumber-v0-easy", max_model_len=1024)
+        result = evaluate(env, says(lambda *_: r"\boxed{3}"), 50, seen_tasks=seen)
+        assert result.metrics("evaluation")["evaluation/task_overlap"] == 1.0
+
+    def test_a_run_reports_it_and_a_resumed_one_too(self, tmp_path):
+        config = RunConfig(
+            algo="LLMREINFORCE", model_path="tiny", device="cpu", output_dir=tmp_path, num_envs=8, batch_size=8, lora_r=2,
+            max_model_len=256, max_output_tokens=16, evaluation_interval=1, evaluation_episodes=8, final_episodes=8,
+            max_iterations=1, progress=False,
+        )  # fmt: skip
+        run = build_run(config)
+        assert run.final_evaluation().task_overlap == 0.0
+        history = run.trainer.train()
+        assert 0 < history[-1]["evaluation/task_overlap"] <= 1
+        played, after = run.trainer.seen_tasks, run.final_evaluation().task_overlap
+        assert 1 < len(played) <= 8
+        assert after > 0
+        run.close()
+        resumed = build_run(replace(config, resume=True))
+        assert resumed.trainer.seen_tasks.tasks.tolist() == played.tasks.tolist()
+        assert resumed.final_evaluation().task_overlap == after
+        resumed.close()
+
+    def test_streams_of_a_run_divide_the_rows_of_a_data_set(self, tmp_path):
+        def factory():
+            rows = [{"problem": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(200)]
+            return gem.make("math:GSM8K", dataset=Dataset.from_list(rows), use_mp=False)
+
+        config = RunConfig(
+            algo="LLMREINFORCE", model_path="tiny", device="cpu", output_dir=tmp_path, num_envs=1, batch_size=2,
+            lora_r=2, max_model_len=256, progress=False, save_checkpoints=False,
+        )  # fmt: skip
+        run = build_run(config, env=factory)
+        shown = []
+        for stream in ("train", "eval", "test"):
+            env = run.make_env(stream=stream)
+            shown.append({env.open(0, i).task.task_id for i in range(300)})
+        run.close()
+        assert sum(map(len, shown)) == len(set.union(*shown))
+        assert [len(each) for each in shown[1:]] == [20, 20]
 
 
 class TestLimits:

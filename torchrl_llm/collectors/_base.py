@@ -31,7 +31,7 @@ MASK = ("collector", "mask")
 
 PADDING: dict[Any, int] = {
     key: -1
-    for name in (keys.TURN_IDS, keys.POLICY_VERSION, keys.EPISODE_ID, keys.GROUP_ID)
+    for name in (keys.TURN_IDS, keys.POLICY_VERSION, keys.EPISODE_ID, keys.GROUP_ID, keys.TASK_ID)
     for key in (name, ("next", name))
 }
 """What the steps after an episode's end hold, where it is not 0."""

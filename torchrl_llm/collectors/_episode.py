@@ -27,6 +27,7 @@ class Episode:
     Attributes:
         index: the place of the ticket among the tickets.
         ticket: the ticket.
+        task_id: of the task that it names.
         lengths: tokens of the context before each turn, and after the last one.
         segments: for each of these, how often the context was made anew before.
         responses: the policy's, one a turn.
@@ -38,6 +39,7 @@ class Episode:
 
     index: int
     ticket: Ticket
+    task_id: int = -1
     lengths: list[int] = field(default_factory=list)
     segments: list[int] = field(default_factory=list)
     responses: list[TurnResponse] = field(default_factory=list)
@@ -81,7 +83,11 @@ def batch_of(episodes: Sequence[Episode], *, width: int, output_width: int, slid
     columns: dict[Any, Tensor] = _contexts(episodes, mask, width) | _responses(episodes, mask, output_width)
     reasons = torch.tensor([episode.stop_reason for episode in episodes]).unsqueeze(-1)
     terminated = torch.tensor([episode.stop_reason in TERMINATED for episode in episodes]).unsqueeze(-1)
-    ids = torch.tensor([episode.ticket[:3] for episode in episodes]).unsqueeze(1).expand(-1, len(steps), -1)
+    ids = (
+        torch.tensor([[*episode.ticket[:3], episode.task_id] for episode in episodes])
+        .unsqueeze(1)
+        .expand(-1, len(steps), -1)
+    )
     flat: dict[Any, Tensor] = {
         keys.TURN: steps.expand_as(mask),
         ("next", keys.TURN): steps.expand_as(mask) + 1,
@@ -97,7 +103,7 @@ def batch_of(episodes: Sequence[Episode], *, width: int, output_width: int, slid
         segment = _padded([episode.segments for episode in episodes], mask.shape[1] + 1)
         flat |= {keys.SEGMENT: segment[:, :-1], ("next", keys.SEGMENT): segment[:, 1:]}
     flat |= {key: torch.zeros_like(mask) for key in (keys.SUCCESS, keys.DONE, keys.TERMINATED, keys.TRUNCATED)}
-    for i, name in enumerate((keys.EPISODE_ID, keys.GROUP_ID, keys.ENV_ID)):
+    for i, name in enumerate((keys.EPISODE_ID, keys.GROUP_ID, keys.ENV_ID, keys.TASK_ID)):
         flat |= {name: ids[..., i], ("next", name): ids[..., i]}
     for key, value in flat.items():
         columns[key] = value.masked_fill(~mask, PADDING.get(key, 0)).unsqueeze(-1)

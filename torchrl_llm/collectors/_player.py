@@ -146,6 +146,7 @@ class SlotPlayer:
         """Take a slot on to a reply; then ask for its next turn, or leave it if that was the last one."""
         if not episode.lengths:
             self.env.start(slot, episode.index, reply)
+            episode.task_id = self.env.slots[slot].task_id
         elif self.env.slots[slot].index != episode.index:
             raise RuntimeError(
                 f"Slot {slot} of the environment was reset by something else than this collector, which plays ticket "

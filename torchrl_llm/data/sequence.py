@@ -139,7 +139,8 @@ def turns_to_rows(
             f"An episode of {most} turns and one of {segments.shape[1]} tokens do not fit into max_turns={num_turns} and "
             f"max_model_len={width}. Give TurnsToSequence the limits of the environment."
         )
-    result = _per_turn(turns, played, num_turns) | {name: turns[name][:, 0, 0] for name in _ID_KEYS}
+    ids = _ID_KEYS if turns.get(keys.TASK_ID, None) is None else (*_ID_KEYS, keys.TASK_ID)
+    result = _per_turn(turns, played, num_turns) | {name: turns[name][:, 0, 0] for name in ids}
     for key, value in _per_token(parts, places, _fit(tokens, segments.width)).items():
         fill = _FILL.get(key, 0)
         result[key] = _fit(segments.join(value, fill=fill) if len(row) > len(turns) else value, width, fill=fill)

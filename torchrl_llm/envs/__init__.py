@@ -33,10 +33,12 @@ from torchrl_llm.envs.game import (
     UnknownEnvironmentError,
 )
 from torchrl_llm.envs.gem import GEMEnv, PromptTooLongError, Reply, Slot
+from torchrl_llm.envs.tasks import HIDDEN, SeenTasks, Task, divide_rows, task_of
 from torchrl_llm.envs.tickets import Ticket, Tickets
 
 __all__ = [
     "CHATML",
+    "HIDDEN",
     "PAYS_PROGRESS",
     "ChatFormatter",
     "ChatTemplateError",
@@ -56,13 +58,17 @@ __all__ = [
     "RewardTimeoutError",
     "Row",
     "RowTickets",
+    "SeenTasks",
     "Slot",
+    "Task",
     "TextEnv",
     "TextStep",
     "Ticket",
     "Tickets",
     "UnknownEnvironmentError",
     "compose_message",
+    "divide_rows",
     "read_rows",
+    "task_of",
     "train_test_split",
 ]

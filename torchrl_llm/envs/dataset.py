@@ -416,6 +416,9 @@ class _Question:
         self._row = seed
         return self._grader.rows[self._row].question, {}
 
+    def hidden_state(self) -> None:
+        """Nothing: the task is the question."""
+
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         return "", self._grader(self._row, action), True, False, {}
 

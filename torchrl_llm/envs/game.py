@@ -26,7 +26,8 @@ import numpy as np
 from numpy.random import mtrand
 
 from torchrl_llm.envs.chat import Role, compose_message
-from torchrl_llm.envs.tickets import Ticket
+from torchrl_llm.envs.tasks import Task, divide_rows, gem_kinds, task_of
+from torchrl_llm.envs.tickets import Stream, Ticket
 from torchrl_llm.keys import StopReason
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,10 @@ class TextEnv(Protocol):
     There is one set of them in a process, so such environments are called one at a time, also from several threads. One
     that never touches them (it owns its generators, or asks a server) says so with the attribute ``thread_safe = True``;
     then its calls really run in parallel, and the global generators are neither seeded nor put back for it.
+
+    Tasks are told apart by their first observations. An environment that hides a part of its task has a method
+    ``hidden_state()``, which returns after a reset all that makes this task, as anything whose ``repr`` says it, such as the
+    secret word and the rules; ``None`` says that nothing is hidden.
     """
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
@@ -224,7 +229,7 @@ def _mend(env: TextEnv, name: str) -> TextEnv:
         EnvironmentUnavailableError: its process for grading does not start.
     """
     gem_env: Any = getattr(env, "unwrapped", env)
-    kinds = {cls.__name__ for cls in type(gem_env).__mro__ if cls.__module__.startswith("gem.envs.")}
+    kinds = gem_kinds(env)
     if "ReasoningGymEnv" in kinds:
         gem_env.size = math.inf  # it deals new questions after `size` resets of an instance
     elif "QaEnv" in kinds:
@@ -232,6 +237,14 @@ def _mend(env: TextEnv, name: str) -> TextEnv:
     elif "MathEnv" in kinds:
         _wait_for_grader(gem_env, name)
     return env
+
+
+def _divide(env: TextEnv, stream: Stream, name: str) -> None:
+    try:
+        divide_rows(env, stream)
+    except ValueError as error:
+        needs = f"The streams of training and evaluation play different rows of it: {error}."
+        raise EnvironmentUnavailableError(name, needs, error) from error
 
 
 def _answer_or_none(extract: Callable[[str], str | None], response: str) -> str:
@@ -372,8 +385,11 @@ class Game:
     Args:
         factory: makes the environment; called at the first reset.
         name: of the environment, for messages.
+        rows: whose rows it plays, of one of GEM's data sets (:func:`~torchrl_llm.envs.tasks.divide_rows`); default ``None``:
+            all.
 
     Attributes:
+        task: what the last reset started; ``None`` before the first.
         busy_since: ``time.monotonic()`` when the running call reached the environment; ``None``: no call is there.
 
     Examples:
@@ -383,9 +399,10 @@ class Game:
         ('Say stop or go on.', 1.0)
     """
 
-    def __init__(self, factory: Callable[[], TextEnv], name: str = "") -> None:
+    def __init__(self, factory: Callable[[], TextEnv], name: str = "", *, rows: Stream | None = None) -> None:
         self.busy_since: float | None = None
-        self._factory, self._name = factory, name
+        self.task: Task | None = None
+        self._factory, self._name, self._rows = factory, name, rows
         self._env: TextEnv | None = None
         self._takes_seed = True
         self._python: Any = None
@@ -396,11 +413,14 @@ class Game:
         if self._env is None:
             with self._calling(0):  # what it draws when it is made must not depend on the first task of its slot
                 self._env = _mend(self._factory(), self._name)
+                if self._rows is not None:
+                    _divide(self._env, self._rows, self._name)
             self._takes_seed = "seed" in inspect.signature(self._env.reset).parameters
         with self._calling(seed):
             result = self._env.reset(seed=seed) if self._takes_seed else self._env.reset()
-        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str)):
-            raise TypeError(f"reset() returned {result!r:.200}; expected (text, info)")
+            if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str)):
+                raise TypeError(f"reset() returned {result!r:.200}; expected (text, info)")
+            self.task = task_of(self._env, result[0])
         return compose_message(*result)
 
     def step(self, action: str) -> TextStep:

@@ -38,6 +38,7 @@ from torchrl_llm.envs.game import (
     resolve_env,
     revoke_global_rng,
 )
+from torchrl_llm.envs.tasks import Task
 from torchrl_llm.envs.tickets import Stream, Ticket, Tickets
 from torchrl_llm.keys import StopReason
 from torchrl_llm.stops import share_stop_ids
@@ -49,6 +50,7 @@ Overflow = Literal["truncate", "slide"]
 SuccessBy = Literal["last", "return"]
 
 _NO_TICKET = Ticket(-1, -1, 0, 0)
+_NO_TASK = Task(-1, known=False)
 TERMINATED = (StopReason.WON, StopReason.LOST, StopReason.TURN_LIMIT)
 FAILED = (StopReason.ERROR, StopReason.TIMEOUT)
 _PATIENCE = 1.0  # seconds that threads may take to end
@@ -71,12 +73,14 @@ class Reply(NamedTuple):
         reward: of the turn; 0.0 at a start.
         stop_reason: of the episode after it.
         dropped: the oldest turns that leave the context, to make room; 0: the context grows.
+        task: of a start, what is played.
     """
 
     ids: Sequence[int]
     reward: float = 0.0
     stop_reason: StopReason = StopReason.RUNNING
     dropped: int = 0
+    task: Task = _NO_TASK
 
 
 @dataclass
@@ -87,6 +91,7 @@ class Slot:
         games: its games, by index into the mixture, each with its own random state.
         index: the place of its ticket among the tickets; ``None``: the slot idles.
         ticket: the ticket being played.
+        task_id: of the task that it names (:class:`~torchrl_llm.envs.tasks.Task`).
         turn: turns played.
         total: sum of the rewards.
         length: tokens of the context.
@@ -99,6 +104,7 @@ class Slot:
     games: dict[int, Game] = field(default_factory=dict)
     index: int | None = None
     ticket: Ticket = _NO_TICKET
+    task_id: int = -1
     turn: int = 0
     total: float = 0.0
     length: int = 0
@@ -131,7 +137,7 @@ class GEMEnv(EnvBase):
     """N text environments as one TorchRL environment of batch size ``[N]``; a turn is a step.
 
     Observations (:mod:`torchrl_llm.keys`): the whole context so far ``("tokens", "prompt")`` ``[N, max_model_len]``
-    int64, right-padded with 0, and its length, ``"turn"``, ``"episode_id"``, ``"group_id"``, ``"env_id"``,
+    int64, right-padded with 0, and its length, ``"turn"``, ``"episode_id"``, ``"group_id"``, ``"env_id"``, ``"task_id"``,
     ``"success"`` and ``"stop_reason"``, all ``[N, 1]``. Action: ``("tokens", "response")`` ``[N, max_output_tokens]``
     int64 and ``("tokens", "response_mask")`` bool. The last observation of an episode holds its last response and,
     as far as it fits, the environment's last words.
@@ -170,8 +176,8 @@ class GEMEnv(EnvBase):
         weights: how often each environment of a mixture is dealt, see :class:`~torchrl_llm.envs.tickets.Tickets`; default
             none, in turn.
         max_faults: failed episodes tolerated in a row, with none between them that ended well; one more raises the first
-            of them. In an evaluation also how many may fail at all. Default 16, so that one bad task does not end a long run, and a broken environment does. 0 raises at
-            once.
+            of them. In an evaluation also how many may fail at all. Default 16, so that one bad task does not end a long
+            run, and a broken environment does. 0 raises at once.
         num_threads: threads that call environments, so that slow ones answer side by side (those that declare
             ``thread_safe = True``, see :class:`TextEnv`; others one at a time). Default: none (0), which is the fastest for
             environments that answer in microseconds; with ``step_timeout`` one a slot, 32 at most.
@@ -185,6 +191,9 @@ class GEMEnv(EnvBase):
         on_done: what a partial reset does to a finished slot: ``"refill"`` (default) deals the next ticket; ``"idle"``
             leaves it empty (``prompt_length`` 0, reward 0, no environment call) until a reset of the whole environment.
         stream, seed, worker, num_workers: see :class:`~torchrl_llm.envs.tickets.Tickets`.
+        divide: divide the rows of GEM's data-backed environments among the streams (:func:`~torchrl_llm.envs.divide_rows`):
+            eight tenths are for training, one for each other stream. Default ``None``: those of a GEM id, but for ids of
+            ``eval:``, which are held out as they are; not those that a factory was given.
         device: device of the tensors; default CPU.
 
     Raises:
@@ -236,6 +245,7 @@ class GEMEnv(EnvBase):
         seed: int = 0,
         worker: int = 0,
         num_workers: int = 1,
+        divide: bool | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(device=device or "cpu", batch_size=(num_envs,))
@@ -274,6 +284,8 @@ class GEMEnv(EnvBase):
         self._faults_in_a_row: list[EnvironmentFault] = []
         self.max_model_len, self.max_output_tokens, self.max_turns = max_model_len, max_output_tokens, max_turns
         self.success_reward, self.on_done, self.overflow = success_reward, on_done, overflow
+        divided = [isinstance(env, str) and not env.startswith("eval:") if divide is None else divide for env in envs]
+        self._rows = [stream if divides else None for divides in divided]
         self._sums = [pays_progress(env) if success_by is None else success_by == "return" for env in envs]
         self._prompt = torch.zeros(num_envs, max_model_len, dtype=torch.int64)
         self._make_specs(len(tokenizer))
@@ -326,6 +338,7 @@ class GEMEnv(EnvBase):
                 keys.EPISODE_ID: Unbounded(**size),
                 keys.GROUP_ID: Unbounded(**size),
                 keys.ENV_ID: Bounded(low=0, high=len(self.names), **size),
+                keys.TASK_ID: Unbounded(**size),
                 keys.SUCCESS: Binary(1, shape=(n, 1), dtype=torch.bool),
                 keys.STOP_REASON: Bounded(low=0, high=max(StopReason), **size),
             },
@@ -433,8 +446,9 @@ class GEMEnv(EnvBase):
         name = self.names[ticket.env_id]
         try:
             if ticket.env_id not in games:
-                games[ticket.env_id] = Game(self._factories[ticket.env_id], name)
+                games[ticket.env_id] = Game(self._factories[ticket.env_id], name, rows=self._rows[ticket.env_id])
             context = self.formatter.start(games[ticket.env_id].reset(ticket.seed))
+            task = games[ticket.env_id].task or _NO_TASK
         except EnvironmentUnavailableError:
             raise
         except (Exception, SystemExit) as error:
@@ -446,11 +460,12 @@ class GEMEnv(EnvBase):
                 "shorten the system prompt"
             )
             raise PromptTooLongError(name, ticket, -1, cause)
-        return Reply(context)
+        return Reply(context, task=task)
 
     def start(self, slot: int, index: int, reply: Reply) -> None:
         """Let a slot play the ticket ``index`` from what :meth:`open` returned."""
-        self._slots[slot] = Slot(self._slots[slot].games, index=index, ticket=self.tickets[index])
+        games = self._slots[slot].games
+        self._slots[slot] = Slot(games, index=index, ticket=self.tickets[index], task_id=reply.task.task_id)
         self._slots[slot].pieces.append(reply.ids)
         self._prompt[slot] = 0
         self._append(slot, reply.ids)
@@ -491,6 +506,24 @@ class GEMEnv(EnvBase):
             self._append(slot, [*chain.from_iterable(playing.pieces)])
         else:
             self._append(slot, reply.ids[: self.max_model_len - playing.length])
+
+    def first_of_each_task(self, count: int) -> list[int]:
+        """Of the next ``count`` tickets, counted from 0, those that no earlier one shares a known task with.
+
+        Resets the games of all slots, so no episode may be running. A ticket counts where its environment fails, or does not
+        say what is hidden (:class:`~torchrl_llm.envs.Task`).
+        """
+        seen: dict[Any, int] = {}
+        slots = len(self._slots)
+        for first in range(0, count, slots):
+            tickets = {slot: self.tickets[first + slot] for slot in range(min(slots, count - first))}
+            calls = {i: (ticket, -1, partial(self.open, i, first + i)) for i, ticket in tickets.items()}
+            for slot, reply in self._call(calls).items():
+                if isinstance(reply, EnvironmentFault):
+                    self._slots[slot].games.pop(reply.ticket.env_id, None)
+                known = isinstance(reply, Reply) and reply.task.known
+                seen.setdefault(reply.task.task_id if known else ("group", tickets[slot].group_id), first + slot)
+        return sorted(seen.values())
 
     def busy_since(self, slot: int) -> float | None:
         """``time.monotonic()`` when the slot's running call reached the environment; ``None``: no call is there."""
@@ -590,11 +623,11 @@ class GEMEnv(EnvBase):
         slots = self._slots
         columns = torch.tensor(
             [
-                [s.length, s.turn, *s.ticket[:3], s.stop_reason, s.stop_reason == StopReason.WON, s.segment]
+                [s.length, s.turn, *s.ticket[:3], s.task_id, s.stop_reason, s.stop_reason == StopReason.WON, s.segment]
                 for s in slots
             ]
         ).unsqueeze(-1)
-        length, turn, episode, group, env, reason, success, segment = columns.unbind(1)
+        length, turn, episode, group, env, task, reason, success, segment = columns.unbind(1)
         return {
             **({keys.SEGMENT: segment} if self.overflow == "slide" else {}),
             keys.PROMPT: self._prompt.masked_fill(length == 0, 0),
@@ -603,6 +636,7 @@ class GEMEnv(EnvBase):
             keys.EPISODE_ID: episode,
             keys.GROUP_ID: group,
             keys.ENV_ID: env,
+            keys.TASK_ID: task,
             keys.STOP_REASON: reason,
             keys.SUCCESS: success.bool(),
         }

@@ -47,7 +47,8 @@ class Tickets:
 
     Groups are dealt one after the other, and the environments of a mixture in turn, a group each, or drawn with
     ``weights``: which one a group plays depends on (seed, stream, group) alone. Seeds are a hash of
-    (seed, stream, group); the streams share no seed, so evaluation never meets a task of training. Several workers
+    (seed, stream, group); the streams share no seed. (Two seeds may name the same task all the same, where there are few:
+    :class:`~torchrl_llm.envs.Task`.) Several workers
     share one stream without overlap: worker ``w`` of ``W`` deals the groups ``w, w + W, w + 2W, ...``.
 
     A mixture may be dealt by recent success: from the first :meth:`learn` on, environment ``e`` is drawn with
@@ -164,7 +165,7 @@ def _ticket(tickets: Tickets, shares: tuple[float, ...] | None, index: int) -> T
     group = tickets.worker + round_ * tickets.num_workers
     stream = get_args(Stream).index(tickets.stream)
     drawn, chosen = map(int, np.random.SeedSequence(tickets.seed, spawn_key=(stream, group)).generate_state(2))
-    # The lowest bits name the stream, so no task of one stream is ever met in another.
+    # The lowest bits name the stream, so no seed of one stream is ever met in another.
     seed = drawn & ~3 | stream
     env_id = group % tickets.num_tasks if shares is None else _pick(shares, chosen / 2**32)
     return Ticket(tickets.base + group * tickets.group_size + member, tickets.base + group, env_id, seed)

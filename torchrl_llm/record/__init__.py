@@ -7,7 +7,17 @@ from torchrl_llm.record.metrics import (
     credit_metrics,
     named,
     rollout_metrics,
+    success_interval,
     wilson_interval,
 )
 
-__all__ = ["LOSS_METRICS", "METRICS", "Timer", "credit_metrics", "named", "rollout_metrics", "wilson_interval"]
+__all__ = [
+    "LOSS_METRICS",
+    "METRICS",
+    "Timer",
+    "credit_metrics",
+    "named",
+    "rollout_metrics",
+    "success_interval",
+    "wilson_interval",
+]

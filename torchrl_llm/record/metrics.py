@@ -62,17 +62,21 @@ METRICS: dict[str, str] = {
     "time/rollout_tokens_per_s": "sampled tokens per second of collecting",
     "time/update_tokens_per_s": "row tokens per second of score and update; a row counts once, whatever the epochs",
     "evaluation/success": "success rate on the held-out tasks, sampled as in training",
-    "evaluation/success_low": "lower end of its 95 % Wilson interval",
-    "evaluation/success_high": "upper end of its 95 % Wilson interval",
+    "evaluation/success_low": "lower end of its 95 % interval (Wilson's, clustered by task)",
+    "evaluation/success_high": "upper end of its 95 % interval (Wilson's, clustered by task)",
     "evaluation/reward": "return on the held-out tasks, sampled",
     "evaluation/turns": "turns per episode on the held-out tasks, sampled",
     "evaluation/faults": "held-out episodes whose environment failed; they count as not won",
+    "evaluation/tasks": "different tasks among the held-out episodes, by first observation and hidden state",
+    "evaluation/task_overlap": "share of the held-out episodes whose task this run has played in training",
     "evaluation_greedy/success": "success rate on the held-out tasks, greedy decoding",
-    "evaluation_greedy/success_low": "lower end of its 95 % Wilson interval",
-    "evaluation_greedy/success_high": "upper end of its 95 % Wilson interval",
+    "evaluation_greedy/success_low": "lower end of its 95 % interval (Wilson's, clustered by task)",
+    "evaluation_greedy/success_high": "upper end of its 95 % interval (Wilson's, clustered by task)",
     "evaluation_greedy/reward": "return on the held-out tasks, greedy decoding",
     "evaluation_greedy/turns": "turns per episode on the held-out tasks, greedy decoding",
     "evaluation_greedy/faults": "held-out episodes whose environment failed; they count as not won",
+    "evaluation_greedy/tasks": "different tasks among the held-out episodes, by first observation and hidden state",
+    "evaluation_greedy/task_overlap": "share of the held-out episodes whose task this run has played in training",
 }
 """Name -> meaning of every metric that the trainer logs; an evaluator may add others under names of their own."""
 
@@ -98,11 +102,11 @@ LOSS_METRICS: dict[str, str] = {
 """Output key of a loss -> its name in :data:`METRICS`; averaged over the optimizer steps of an iteration."""
 
 
-def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
+def wilson_interval(successes: float, trials: float, z: float = 1.959964) -> tuple[float, float]:
     """Confidence interval of a success rate (Wilson, 1927), 95 % by default.
 
     Args:
-        successes: number of successes, 0 <= successes <= trials.
+        successes: number of successes, 0 <= successes <= trials. A rate times an effective number of trials need not be whole.
         trials: number of trials, >= 1.
         z: normal quantile of the two-sided level.
 
@@ -123,6 +127,37 @@ def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[f
     centre = (rate + z2n / 2) / (1 + z2n)
     half = z / (1 + z2n) * (rate * (1 - rate) / trials + z2n / (4 * trials)) ** 0.5
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def success_interval(won: Tensor, task: Tensor) -> tuple[float, float]:
+    """95 % interval of a success rate whose episodes share tasks: Wilson's, for the effective number of episodes.
+
+    Episodes of one task are no independent samples of tasks. With the variance of the rate, clustered by task, ``V = sum_g
+    (sum_{i in g} (won_i - rate))**2 / n**2`` (Miller, *Adding Error Bars to Evals*, 2024, arXiv:2411.00640), they are worth
+    ``rate (1 - rate) / V`` independent ones, at most ``n``; where all were won, or none, one a task. With a single task the
+    interval is that of the rate on this task.
+
+    Args:
+        won: ``[n]`` bool.
+        task: ``[n]`` int64, equal for episodes of the same task.
+
+    Examples:
+        >>> won = torch.tensor([True, False] * 10)
+        >>> apart = success_interval(won, torch.arange(20))
+        >>> repeated = success_interval(won.repeat(10), torch.arange(20).repeat(10))
+        >>> [round(end, 2) for end in (*apart, *repeated)]
+        [0.3, 0.7, 0.3, 0.7]
+    """
+    n, rate = len(won), won.double().mean().item()
+    of = task.unique(return_inverse=True)[1]
+    groups = int(of.max()) + 1
+    sums = torch.zeros(groups, dtype=torch.float64, device=won.device).index_add_(0, of, won.double() - rate)
+    spread, variance = rate * (1 - rate), sums.square().sum().item() / n**2
+    if spread == 0 and groups > 1:
+        effective = float(groups)
+    else:
+        effective = spread / variance if variance * n > spread else float(n)
+    return wilson_interval(rate * effective, max(1.0, effective))
 
 
 def named(metric: str) -> bool:

@@ -27,20 +27,30 @@ _MADE_ANEW = "\n\n[... earlier turns leave the context; the model sees from here
 
 
 def comparison_table(evaluations: Mapping[str, Evaluation]) -> str:
-    """A plain-text table, one evaluation a line: win rate with its 95 % interval, turns, return.
+    """A plain-text table, one evaluation a line: win rate with its 95 % interval, turns, return, and what was played.
+
+    The last columns are the different tasks among the episodes, the share of episodes whose task training has played, and the
+    episodes whose environment failed; "-" where it is unknown.
 
     Args:
         evaluations: label -> :class:`~torchrl_llm.trainers.Evaluation`.
     """
     width = max(len("weights"), *(len(label) for label in evaluations))
-    lines = [f"{'weights':<{width}}  win rate  95 % interval    turns  return  episodes"]
+    lines = [f"{'weights':<{width}}  win rate  95 % interval    turns  return  episodes  tasks  trained on  faults"]
     for label, result in evaluations.items():
         low, high = result.success_ci95
         lines.append(
             f"{label:<{width}}  {result.success:8.3f}  [{low:.3f}, {high:.3f}]  {result.turns:6.2f}  "
-            f"{result.reward:6.3f}  {result.episodes:8d}"
+            f"{result.reward:6.3f}  {result.episodes:8d}  {_known(result.tasks, 5, 'd')}  "
+            f"{_known(result.task_overlap, 10, '.0%')}  {result.faults:6d}"
         )
     return "\n".join(lines)
+
+
+def _known(value: float | None, width: int, kind: str) -> str:
+    """A number, or a dash in its place."""
+    known = value is not None and not math.isnan(value)
+    return f"{value:{width}{kind}}" if known else f"{'-':>{width}}"
 
 
 def conversations_text(rows: TensorDictBase, tokenizer: PreTrainedTokenizerBase, *, count: int = 4) -> str:

@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from torchrl_llm.collectors import AsyncTurnCollector, RayTurnCollector, TurnCollector, adapt_tasks
 from torchrl_llm.collectors.async_turn import STEP_TIMEOUT
 from torchrl_llm.data import TurnsToSequence
-from torchrl_llm.envs import GEMEnv
+from torchrl_llm.envs import GEMEnv, SeenTasks
 from torchrl_llm.envs.tickets import Stream
 from torchrl_llm.modules import ActorCritic, HFPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
@@ -104,11 +104,18 @@ class Run:
         self.opening.on_start(self.trainer)
 
     def final_evaluation(self, *, greedy: bool = False) -> Evaluation:
-        """Play ``config.final_episodes`` tasks that nothing else uses."""
+        """Play ``config.final_episodes`` tickets that nothing else uses."""
         env = self.make_env(stream="test")
         try:
             with self.trainer.playing():
-                return evaluate(env, self.policy, self.config.final_episodes, greedy=greedy, ranks=self.trainer.ranks)
+                return evaluate(
+                    env,
+                    self.policy,
+                    self.config.final_episodes,
+                    greedy=greedy,
+                    ranks=self.trainer.ranks,
+                    seen_tasks=self.trainer.seen_tasks,
+                )
         finally:
             env.close()
 
@@ -227,7 +234,7 @@ def build_run(
     start = ranks.on_first(lambda: _where_to_start(config, folder))  # before the models are loaded
     tokenizer = load_tokenizer(config)
     path = model_path(config)
-    make_env = make_env or partial(GEMEnv, env or config.env_name, weights=config.env_weights)
+    make_env = make_env or partial(GEMEnv, env or config.env_name, weights=config.env_weights, divide=True)
     make_env = partial(_make_env, config, tokenizer, make_env, worker=ranks.index, num_workers=ranks.count)
     train_env, evaluation_env = make_env(stream="train", group_size=config.group_size), make_env(stream="eval")
     _check_mixture(config, train_env)
@@ -251,6 +258,7 @@ def build_run(
         on_save=folder.settle,
     )
     opening = _Opening(config, folder, start)
+    seen_tasks = SeenTasks()
     trainer = LLMTrainer(
         collector=collector,
         replay_buffer=replay_buffer,
@@ -260,10 +268,11 @@ def build_run(
         config=config,
         reference=models.reference,
         weight_sync=weight_sync,
-        evaluator=_make_evaluator(config, policy, evaluation_env, ranks),
+        evaluator=_make_evaluator(config, policy, evaluation_env, ranks, seen_tasks),
         checkpoints=checkpoints if config.save_checkpoints else None,
         callbacks=[opening, *_callbacks(config, models, callbacks, progress=config.progress and ranks.first)],
         accelerator=accelerator,
+        seen_tasks=seen_tasks,
     )
     if start is not None:
         checkpoints.resume(trainer, start)
@@ -689,8 +698,10 @@ def _step_timeout(config: RunConfig) -> float | None:
     return STEP_TIMEOUT
 
 
-def _make_evaluator(config: RunConfig, policy: TurnPolicy, env: GEMEnv, ranks: Ranks) -> Callable[[], dict]:
-    play = partial(evaluate, env, policy, config.evaluation_episodes, ranks=ranks)
+def _make_evaluator(
+    config: RunConfig, policy: TurnPolicy, env: GEMEnv, ranks: Ranks, seen_tasks: SeenTasks
+) -> Callable[[], dict]:
+    play = partial(evaluate, env, policy, config.evaluation_episodes, ranks=ranks, seen_tasks=seen_tasks)
 
     def evaluator() -> dict[str, float]:
         metrics = play().metrics("evaluation")

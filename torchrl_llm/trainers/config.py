@@ -296,8 +296,8 @@ class RunConfig(TrainerConfig):
         weight_decay: AdamW's.
         adam_beta2: AdamW's second moment decay.
         evaluation_episodes: conversations per evaluation, the same held-out tasks each time.
-        evaluation_greedy: evaluate greedy decoding too.
-        final_episodes: conversations of the evaluations before and after the run, on tasks used for nothing else.
+        evaluation_greedy: evaluate greedy decoding too, each task once.
+        final_episodes: conversations of the evaluations before and after the run, on tickets used for nothing else.
         output_dir: where metrics, checkpoints and the report go.
         save_checkpoints: write checkpoints to output_dir/checkpoints: the newest, and the best by evaluation.
         keep_checkpoints: how many of the newest are kept.

@@ -36,6 +36,7 @@ from torchrl_llm.data import (
     padding_share,
     penalise_overlong,
 )
+from torchrl_llm.envs import SeenTasks
 from torchrl_llm.interrupts import Interrupted, catch_signals, interruptible
 from torchrl_llm.modules import TokenScorer
 from torchrl_llm.modules.policy import TurnPolicy
@@ -57,6 +58,7 @@ _PLAYED = (
     keys.POLICY_VERSION,
     keys.EPISODE_ID,
     keys.ENV_ID,
+    keys.TASK_ID,
     keys.TURN_MASK,
     keys.TURN_REWARD,
     keys.TURN_SUCCESS,
@@ -116,6 +118,7 @@ class LLMTrainer:
         loggers: TorchRL loggers; each gets every metric.
         callbacks: watch the run.
         accelerator: device, mixed precision and backward; None makes a plain one.
+        seen_tasks: remembers what training has played, for :func:`~torchrl_llm.trainers.evaluate`; None makes an empty one.
 
     Attributes:
         iteration, steps, episodes: iterations, turns and conversations so far.
@@ -148,7 +151,9 @@ class LLMTrainer:
         loggers: Sequence[Logger] = (),
         callbacks: Sequence[Callback] = (),
         accelerator: Accelerator | None = None,
+        seen_tasks: SeenTasks | None = None,
     ) -> None:
+        self.seen_tasks = SeenTasks() if seen_tasks is None else seen_tasks
         self.collector, self.replay_buffer, self.policy = collector, replay_buffer, policy
         self.loss, self.reference, self.config = loss, reference, config
         self.weight_sync, self.evaluator, self.checkpoints = weight_sync, evaluator, checkpoints
@@ -357,6 +362,7 @@ class LLMTrainer:
             "generator": self.generator.get_state(),
             "unfinished": self.unfinished,
             "policy_version": self.policy.policy_version,
+            "seen_tasks": torch.from_numpy(self.seen_tasks.tasks.copy()),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -366,6 +372,12 @@ class LLMTrainer:
         self.generator.set_state(state_dict["generator"])
         self.unfinished = state_dict.get("unfinished")
         self.policy.policy_version = state_dict["policy_version"]
+        if "seen_tasks" in state_dict:
+            self.seen_tasks.tasks = state_dict["seen_tasks"].numpy()
+        else:
+            logger.warning(
+                "an older version saved this run: evaluation/task_overlap counts what is played from here on"
+            )
         self._saved_iteration = self.iteration
 
     @property
@@ -442,6 +454,8 @@ class LLMTrainer:
         self.steps += int(played[keys.TURN_MASK].sum())
         self.episodes += played.shape[0]
         self._set_learning_rates(before)
+        if played.get(keys.TASK_ID, None) is not None:
+            self.seen_tasks.add(played[keys.TASK_ID].cpu())
         chosen = self.choose(batch)
         num_chosen = self.ranks.sum(chosen.shape[0])
         metrics = rollout_metrics(played, getattr(getattr(self.collector, "env", None), "names", ())) | {
