@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import inspect
 import json
 import pickle
 import random
 import threading
 import time
+import traceback
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +22,10 @@ from torchrl.envs import check_env_specs
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
 from torchrl_llm.envs import (
+    CHATML,
     EnvironmentFault,
+    GEMEnv,
+    NotAppendOnlyError,
     PromptDatasetEnv,
     PromptFormatter,
     RewardError,
@@ -313,6 +320,99 @@ class TestPrompts:
             make(conversation_template=template, system_prompt="b")
 
 
+class Callable3:
+    def __call__(self, completion, answer, question):
+        return 0.0
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        "reward_fn",
+        [
+            exact_match,
+            Callable3(),
+            max,
+            lambda *a: 0.0,
+            lambda a, b, c, d=1: 0.0,
+            partial(exact_match),
+            lambda a, b, *c: 0.0,
+        ],
+    )
+    def test_three_are_enough(self, make, reward_fn):
+        make(reward_fn=reward_fn)
+
+    @pytest.mark.parametrize(
+        ("reward_fn", "message"),
+        [
+            (
+                lambda completion: 0.0,
+                r"is <lambda>\(completion\); expected .* reward_fn\(completion, answer, question\)",
+            ),
+            (lambda a, b: 0.0, "three positional arguments"),
+            (lambda a, b, c, d: 0.0, "missing a required argument: 'd'"),
+            (lambda *, completion, answer, question: 0.0, "three positional arguments"),
+            (partial(exact_match, question=""), "three positional arguments"),
+            (1.0, r"reward_fn is 1\.0; expected a function"),
+        ],
+    )
+    def test_others_are_refused_before_anything_is_played(self, make, reward_fn, message):
+        with pytest.raises(TypeError, match=message):
+            make(reward_fn=reward_fn)
+        with pytest.raises(TypeError, match=r"a function|completions, answers, questions"):
+            make(reward_fn=reward_fn, batched=True)
+
+
+class TestOptions:
+    """Every keyword of GEMEnv has its effect, or is refused."""
+
+    def test_history_is_honored(self, make, tokenizer):
+        rewriting = copy.deepcopy(tokenizer)
+        rewriting.chat_template = CHATML.replace("message in messages", "message in messages[-3:]")
+        with pytest.raises(NotAppendOnlyError, match='history="append"'):
+            make(tokenizer=rewriting)
+        assert make(tokenizer=rewriting, history="append").formatter.history == "append"
+
+    @pytest.mark.parametrize(
+        ("name", "value"), [("max_turns", 3), ("overflow", "slide"), ("success_by", "return"), ("weights", [1.0])]
+    )
+    def test_what_means_nothing_is_refused(self, make, name, value):
+        with pytest.raises(ValueError, match=f"PromptDatasetEnv: {name} is .* expected"):
+            make(**{name: value})
+
+    def test_no_other_keyword_is_swallowed(self, make, tokenizer):
+        """All of GEMEnv's, each with another value than its default, in the environment that results."""
+        given = {
+            "num_envs": 4, "max_model_len": 99, "max_output_tokens": 9, "max_turns": 1, "overflow": "truncate",
+            "group_size": 2, "weights": None, "max_faults": 5, "num_threads": 3, "step_timeout": 7.0, "system_prompt": "S",
+            "template": "raw", "history": "append", "chat_template_kwargs": {"a": 1}, "success_reward": 0.5,
+            "success_by": None, "on_done": "idle", "stream": "test", "seed": 8, "worker": 1, "num_workers": 2,
+            "device": "cpu", "tokenizer": tokenizer,
+        }  # fmt: skip
+        parameters = set(inspect.signature(GEMEnv.__init__).parameters) - {"self", "env"}
+        assert parameters - {"divide"} == set(given)
+        env = make(SPLITS, **given)
+        tickets = env.tickets
+        assert (tickets.group_size, tickets.stream, tickets.seed, tickets.worker, tickets.num_workers) == (
+            2,
+            "test",
+            8,
+            1,
+            2,
+        )
+        names = (
+            "max_model_len",
+            "max_output_tokens",
+            "max_faults",
+            "num_threads",
+            "step_timeout",
+            "success_reward",
+            "on_done",
+        )
+        assert [getattr(env, name) for name in names] == [given[name] for name in names]
+        assert env.batch_size == (4,)
+        assert tokenizer.decode(env.formatter.start("Q")).startswith("S")
+
+
 class TestBatchedRewards:
     def test_a_step_is_one_call(self, make, deal):
         calls = []
@@ -451,6 +551,75 @@ class TestFaults:
         ]
         assert td["truncated"].flatten().tolist() == [i == 3 for i in range(5)]
         assert env.faults == {"error": 1}
+
+    @pytest.mark.parametrize("is_async", [False, True])
+    def test_a_batched_call_that_fails_counts_once(self, make, says, is_async, caplog):
+        """Whatever the number of rows: 5 of them are within ``max_faults=1``, and a second call is not."""
+
+        def reward_fn(completions, answers, questions):
+            raise KeyError("oops")
+
+        async def async_reward_fn(completions, answers, questions):
+            raise KeyError("oops")
+
+        env = make(reward_fn=async_reward_fn if is_async else reward_fn, batched=True, num_envs=5, max_faults=1)
+        td = env.rollout(1, says())["next"]
+        assert td["stop_reason"].flatten().tolist() == [StopReason.ERROR] * 5
+        assert env.faults == {"error": 1}
+        assert caplog.text.count("oops") == 1
+        with pytest.raises(EnvironmentFault, match="oops") as caught:
+            env.rollout(1, says())
+        assert "the first of 2 failed episodes" in str(caught.value.__notes__)
+
+    def test_of_a_collector_too(self, make, says):
+        """One call that fails is within the collector's ``max_faults``; its rows are played again by other tickets."""
+        failing = [True]
+
+        def reward_fn(completions, answers, questions):
+            if failing:
+                raise RuntimeError(failing.pop())
+            return [1.0] * len(answers)
+
+        env = make(reward_fn=reward_fn, batched=True, num_envs=5, max_faults=3)
+        collector = TurnCollector(env, says(), batch_size=5, max_faults=1)
+        assert collector.rollout()["next", "reward"].sum() == 5
+        assert (collector.faults.total(), collector.dropped.total()) == (1, 5)
+
+    @pytest.mark.parametrize("is_async", [False, True])
+    def test_a_batched_call_has_the_time_of_a_step(self, make, says, is_async):
+        release = threading.Event()
+
+        def reward_fn(completions, answers, questions):
+            release.wait(30)
+            return [1.0] * len(answers)
+
+        async def async_reward_fn(completions, answers, questions):
+            await asyncio.sleep(30)
+
+        env = make(reward_fn=async_reward_fn if is_async else reward_fn, batched=True, num_envs=2, step_timeout=0.2,
+            max_faults=1)  # fmt: skip
+        start = time.monotonic()
+        td = env.rollout(1, says())["next"]
+        release.set()
+        assert time.monotonic() - start < 10
+        assert td["stop_reason"].flatten().tolist() == [StopReason.TIMEOUT] * 2
+        assert env.faults == {"timeout": 1}
+        assert "step_timeout=0.2" in str(env.last_fault)
+
+    def test_a_bug_is_one_traceback_with_its_task(self, make, says, caplog):
+        def reward_fn(completion, answer, question):
+            return answer["no such key"]  # the user's line
+
+        env = make(reward_fn=reward_fn, num_envs=4, max_faults=3, shuffle=False)
+        collector = TurnCollector(env, says(), batch_size=8)
+        with pytest.raises(EnvironmentFault) as caught:
+            collector.rollout()
+        assert "Traceback" not in caplog.text
+        assert "".join(traceback.format_exception(caught.value)).count("# the user's line") == 1
+        assert not any(record.exc_info for record in caplog.records)
+        line = reward_fn.__code__.co_firstlineno + 1
+        for part in ("TypeError: string indices", f"(row 0, question '{ROWS[0]['question']}')", f"({__file__}:{line})"):
+            assert part in str(caught.value)
 
     def test_the_next_step_is_graded_anew(self, make, says):
         failing = [True]

@@ -6,6 +6,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from torchrl_llm.trainers import build_run, verify
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("interrupted_script.py")
 CODES = {"SIGINT": 130, "SIGTERM": 143}
+RAYS_OWN = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+\t(INFO|WARNING) ")
 
 
 def interrupt(signum=signal.SIGINT):
@@ -293,7 +295,7 @@ def check_end(folder: Path, moment: str, done: tuple[int, str, str], *, launched
     if not launched:  # a launcher has a traceback and an exit code of its own
         assert code == CODES[name], (moment, err)
         assert "Traceback" not in err, err
-        assert len(err.splitlines()) == 2, err
+        assert len([line for line in err.splitlines() if not RAYS_OWN.match(line)]) == 2, err
     if not moment.startswith("build"):
         result = json.loads((folder / "result.json").read_text())
         assert result["stop_reason"] == f"interrupted by {name}"
@@ -335,4 +337,6 @@ class TestScript:
         """The terminal sends the signal to every process, Ray's included."""
         pytest.importorskip("ray", reason="needs Ray: run make test-scale")
         settings = {"ray-workers": 1, "config": ROOT / "examples" / "configs" / "tiny_reinforce_llm.yaml"}
-        self.compare(tmp_path, "multiturn_ray.py", moments(COUNT or 2, 3, "group"), **settings)
+        # A terminal knows no SIGTERM: who sends it to Ray's own processes too has ended the cluster.
+        found = [moment.replace("SIGTERM:group", "SIGTERM:self") for moment in moments(COUNT or 2, 3, "group")]
+        self.compare(tmp_path, "multiturn_ray.py", found, **settings)

@@ -14,6 +14,7 @@ import json
 import math
 import numbers
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,6 +28,7 @@ import numpy.typing as npt
 from tensordict import TensorDictBase
 from transformers import PreTrainedTokenizerBase
 
+from torchrl_llm.envs._pool import Pool
 from torchrl_llm.envs.chat import ChatFormatter
 from torchrl_llm.envs.game import kept_global_rng
 from torchrl_llm.envs.gem import GEMEnv
@@ -42,7 +44,13 @@ _GRACE = 5.0  # seconds beyond `reward_timeout` after which an event loop counts
 
 
 class RewardError(RuntimeError):
-    """A reward function raised, or returned something that is not a finite number."""
+    """A reward function raised, or returned something that is not a finite number.
+
+    Attributes:
+        batched_call: the same object for all rows of a batched call that failed as a whole; ``None``: this row failed alone.
+    """
+
+    batched_call: object | None = None
 
 
 class RewardTimeoutError(RewardError, TimeoutError):
@@ -327,6 +335,7 @@ class _Grader:
     def __init__(self, reward_fn: RewardFn, rows: Sequence[Row], *, batched: bool, timeout: float) -> None:
         if timeout <= 0:
             raise ValueError(f"reward_timeout is {timeout!r}; expected seconds > 0.")
+        _check_arguments(reward_fn, batched=batched)
         self.reward_fn, self.rows, self.batched, self.timeout = reward_fn, rows, batched, timeout
         self.is_async = inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(
             getattr(reward_fn, "__call__", None)  # noqa: B004
@@ -344,10 +353,14 @@ class _Grader:
         return reward
 
     @contextmanager
-    def ahead(self, said: list[tuple[int, str]]) -> Iterator[None]:
-        """Grade ``said``, pairs of row and completion, all together; inside, single calls return these rewards."""
-        with nullcontext() if self.thread_safe else kept_global_rng():
-            rewards = self._grade(said) if said else []
+    def ahead(self, said: list[tuple[int, str]], step_timeout: float | None) -> Iterator[None]:
+        """Grade ``said``, pairs of row and completion, all together; inside, single calls return these rewards.
+
+        Args:
+            said: what to grade.
+            step_timeout: seconds that it may take; ``None``: as long as it takes, in this thread.
+        """
+        rewards = self._graded_within(said, step_timeout) if said else []
         self._ahead = defaultdict(list)
         for pair, reward in zip(said, rewards, strict=True):
             self._ahead[pair].append(reward)
@@ -356,12 +369,30 @@ class _Grader:
         finally:
             self._ahead = {}
 
+    def _graded_within(self, said: list[tuple[int, str]], seconds: float | None) -> list[float | RewardError]:
+        if seconds is None:
+            return self._graded(said)
+        pool, start = Pool(1), time.monotonic()
+        call = pool.submit(0, partial(self._graded, said))
+        pool.wait({0: call}, lambda _: start, seconds)
+        pool.close(0.0)
+        return call.result if call.error is None else self._all_checked(said, [call.error] * len(said))
+
+    def _graded(self, said: list[tuple[int, str]]) -> list[float | RewardError]:
+        with nullcontext() if self.thread_safe else kept_global_rng():
+            return self._grade(said)
+
     def _grade(self, said: list[tuple[int, str]]) -> list[float | RewardError]:
         try:
             results = self._call(said)
         except Exception as error:  # noqa: BLE001 - becomes the fault of every row of the call
             results = [error] * len(said)
-        return [self._checked(row, result) for (row, _), result in zip(said, results, strict=True)]
+        return self._all_checked(said, results)
+
+    def _all_checked(self, said: list[tuple[int, str]], results: list[Any]) -> list[float | RewardError]:
+        failed = self.batched and isinstance(results[0], BaseException)
+        call = object() if failed else None
+        return [self._checked(row, result, call) for (row, _), result in zip(said, results, strict=True)]
 
     def _call(self, said: list[tuple[int, str]]) -> list[Any]:
         arguments = [(completion, self.rows[row].answer, self.rows[row].question) for row, completion in said]
@@ -383,12 +414,12 @@ class _Grader:
         waits: list[Awaitable[Any]] = [asyncio.wait_for(self.reward_fn(*call), self.timeout) for call in calls]
         return await asyncio.gather(*waits, return_exceptions=True)
 
-    def _checked(self, row: int, result: Any) -> float | RewardError:
+    def _checked(self, row: int, result: Any, call: object | None) -> float | RewardError:
         reward = _plain(result)
         if isinstance(reward, numbers.Real) and math.isfinite(reward):
             return float(reward)
         if isinstance(result, TimeoutError):
-            what = f"took too long (reward_timeout={self.timeout} s): {result}"
+            what = f"took too long ({str(result) or f'reward_timeout={self.timeout} s'})"
         elif isinstance(result, BaseException):
             what = f"failed with {type(result).__name__}: {result}"
         else:
@@ -396,12 +427,50 @@ class _Grader:
         kind = RewardTimeoutError if isinstance(result, TimeoutError) else RewardError
         error = kind(f"The reward function {what} (row {row}, question {self.rows[row].question!r:.80}).")
         error.__cause__ = result if isinstance(result, BaseException) else None
+        error.batched_call = call
         return error
+
+
+def _check_arguments(reward_fn: Any, *, batched: bool) -> None:
+    """Refuse what cannot be called with a completion, an answer and a question."""
+    plural = "s" if batched else ""
+    expected = f"reward_fn(completion{plural}, answer{plural}, question{plural})"
+    if not callable(reward_fn):
+        raise TypeError(f"reward_fn is {reward_fn!r:.80}; expected a function, called as {expected}.")
+    try:
+        signature = inspect.signature(reward_fn)
+    except ValueError:  # some built-in functions do not tell
+        return
+    try:
+        signature.bind("", "", "")
+    except TypeError as error:
+        name = getattr(reward_fn, "__name__", type(reward_fn).__name__)
+        raise TypeError(
+            f"reward_fn is {name}{signature}; expected one that can be called as {expected}, with three positional "
+            f"arguments ({error})."
+        ) from None
 
 
 def _plain(value: Any) -> Any:
     """Arrays and tensors as Python numbers and lists."""
     return value.tolist() if hasattr(value, "tolist") else value
+
+
+_ONE_TURN: dict[str, tuple[tuple[Any, ...], str]] = {
+    "max_turns": ((None, 1), "an episode is one turn"),
+    "overflow": (("truncate",), "a context of one turn has nothing to drop"),
+    "success_by": ((None,), "the return of one turn is its reward"),
+    "weights": ((None,), "there is one dataset, and every row is dealt once an epoch"),
+}
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    for name, (expected, why) in _ONE_TURN.items():
+        if name in options and options[name] not in expected:
+            raise ValueError(
+                f"PromptDatasetEnv: {name} is {options[name]!r}, but {why}; expected "
+                f"{' or '.join(map(repr, expected))}, or leave it out."
+            )
 
 
 class _Question:
@@ -453,14 +522,17 @@ class PromptDatasetEnv(GEMEnv):
         shuffle: a new order in every epoch of training; default True. Evaluation keeps the order of the dataset.
         num_envs: slots N; default 1. A multiple of ``group_size``.
         stream: ``"train"`` (default), ``"eval"`` or ``"test"``.
-        system_prompt, template, chat_template_kwargs: see :class:`~torchrl_llm.envs.chat.ChatFormatter`.
-        options: see :class:`~torchrl_llm.envs.GEMEnv`.
+        system_prompt, template, history, chat_template_kwargs: see :class:`~torchrl_llm.envs.chat.ChatFormatter`.
+        options: see :class:`~torchrl_llm.envs.GEMEnv`. What means nothing to questions of one turn is refused: ``max_turns``
+            other than 1, ``overflow="slide"``, ``success_by``, ``weights``.
 
     Raises:
-        ValueError: the dataset lacks the split or a column, or a question of an evaluation split is in ``"train"`` too.
+        TypeError: ``reward_fn`` cannot be called with three positional arguments.
+        ValueError: an option means nothing to questions of one turn; the dataset lacks the split or a column, or a question of an evaluation split is in ``"train"`` too.
         EnvironmentFault: the reward function raised, took too long or returned no finite number, in more than
             ``max_faults`` episodes in a row; the cause is a :class:`RewardError` that names the row. Until then such an
-            episode is cut (:class:`~torchrl_llm.envs.GEMEnv`).
+            episode is cut (:class:`~torchrl_llm.envs.GEMEnv`). A batched call that fails counts once, however many rows it
+            had.
 
     Examples:
         >>> from torchrl_llm.testing.policies import ScriptedPolicy
@@ -491,7 +563,8 @@ class PromptDatasetEnv(GEMEnv):
         stream: Stream = "train",
         **options: Any,
     ) -> None:
-        names = ("system_prompt", "template", "chat_template_kwargs")
+        _check_options(options)
+        names = ("system_prompt", "template", "history", "chat_template_kwargs")
         rendering = {name: options.pop(name) for name in names if name in options}
         formatter = PromptFormatter(tokenizer, conversation_template=conversation_template, **rendering)
         rows = _rows_of(dataset, stream, {"question": question, "answer": answer})
@@ -518,7 +591,7 @@ class PromptDatasetEnv(GEMEnv):
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         if not (self._grader.batched or self._grader.is_async):
             return super()._step(tensordict)
-        with self._grader.ahead(self._said(tensordict)):
+        with self._grader.ahead(self._said(tensordict), self.step_timeout):
             return super()._step(tensordict)
 
     def _said(self, tensordict: TensorDictBase) -> list[tuple[int, str]]:

@@ -15,11 +15,13 @@ import os
 import random
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -96,7 +98,8 @@ class EnvironmentFault(RuntimeError):
         where = "at its reset" if turn < 0 else f"in turn {turn}"
         super().__init__(
             f"The environment {name!r} failed {where} (episode {ticket.episode_id}, group {ticket.group_id}, task seed "
-            f"{ticket.seed}): {type(cause).__name__}: {cause}. To see it again, reset it with that seed and replay the turns."
+            f"{ticket.seed}): {type(cause).__name__}: {cause}{_place(cause)}. To see it again, reset it with that seed and "
+            "replay the turns."
         )
         self.name, self.ticket, self.turn, self.cause = name, ticket, turn, cause
 
@@ -104,9 +107,24 @@ class EnvironmentFault(RuntimeError):
         return type(self), (self.name, self.ticket, self.turn, self.cause)
 
     @property
+    def batched_call(self) -> object | None:
+        """What it shares with the faults of other episodes that failed in one call of theirs; ``None``: nothing."""
+        return getattr(self.cause, "batched_call", None)
+
+    @property
     def stop_reason(self) -> StopReason:
         """``TIMEOUT`` for a ``TimeoutError``, ``ERROR`` for everything else."""
         return StopReason.TIMEOUT if isinstance(self.cause, TimeoutError) else StopReason.ERROR
+
+
+def _place(error: BaseException) -> str:
+    """Where an exception was first raised, unless that was here, for messages."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or Path(frames[-1].filename).parent == Path(__file__).parent:
+        return ""
+    return f" ({frames[-1].filename}:{frames[-1].lineno})"
 
 
 class TextStep(NamedTuple):

@@ -570,17 +570,20 @@ class GEMEnv(EnvBase):
 
     def _contain(self, slot: int, fault: EnvironmentFault) -> StopReason:
         """Count a failed episode and give its environment away; raise the first if there were too many in a row."""
-        reason = fault.stop_reason
-        self.faults[reason.name.lower()] += 1
+        reason, last = fault.stop_reason, self.last_fault
         self.last_fault = fault
-        self._faults_in_a_row.append(fault)
         self._slots[slot].games.pop(fault.ticket.env_id, None)
+        if last is not None and fault.batched_call is not None and fault.batched_call is last.batched_call:
+            return reason
+        self.faults[reason.name.lower()] += 1
+        self._faults_in_a_row.append(fault)
         if len(self._faults_in_a_row) > self.max_faults:
             first, count = self._faults_in_a_row[0], len(self._faults_in_a_row)
             self._faults_in_a_row = []
             first.add_note(f"It was the first of {count} failed episodes in a row; max_faults={self.max_faults}.")
             raise first
-        logger.warning("%s Its episode ends here.", fault, exc_info=fault.cause)
+        # Without the traceback: a bug that fails every episode would show it each time, and once more when it is raised.
+        logger.warning("%s Its episode ends here.", fault)
         return reason
 
     def _excess(self, playing: Slot, size: int) -> int:
