@@ -135,6 +135,9 @@ class LLMTrainer:
         ConfigError: parts that do not go together, such as an optimizer that steps other parameters than the loss's.
     """
 
+    module: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+
     def __init__(
         self,
         *,
