@@ -14,7 +14,7 @@ import torch
 from tensordict import TensorDict
 from torchrl.collectors import Collector
 from torchrl.collectors.llm import LLMCollector
-from torchrl.envs import SerialEnv, check_env_specs
+from torchrl.envs import ParallelEnv, SerialEnv, check_env_specs
 
 from torchrl_llm import keys
 from torchrl_llm.envs import EnvironmentFault, GEMEnv, PromptTooLongError, UnknownEnvironmentError
@@ -230,7 +230,7 @@ class TestReproducibility:
         env.set_seed(1)
         assert (env.reset()[keys.PROMPT] == first[keys.PROMPT]).all()
         assert not (other[keys.PROMPT] == first[keys.PROMPT]).all()
-        assert other["episode_id"] == first["episode_id"] == 0
+        assert other["episode_id"] != first["episode_id"]
         assert not (make(Dice, seed=1, stream="eval").reset()[keys.PROMPT] == first[keys.PROMPT]).all()
 
     def test_groups_play_the_same_task(self, make, says):
@@ -420,6 +420,35 @@ class TestInterop:
         shown = contexts(make(), rollout)
         assert shown.keys() == reference.keys()
         assert shown == reference
+
+    @pytest.mark.parametrize(
+        ("kind", "group_size"), [(SerialEnv, 1), (SerialEnv, 2), pytest.param(ParallelEnv, 2, marks=pytest.mark.slow)]
+    )
+    def test_workers_with_torchrls_seeds_play_their_own(self, make, says, kind, group_size):
+        """Equal factories: ``set_seed`` gives each worker a seed, and with it tasks and ids."""
+        env = kind(2, partial(make, Dice, num_envs=2, group_size=group_size))
+        env.set_seed(0)
+        rollout = env.rollout(6, says("x"), break_when_any_done=False)
+        env.close()
+        task, group, episode = (rollout[key].flatten() for key in ("task_id", "group_id", "episode_id"))
+        assert len(episode.unique()) == 2 * 2 * 2
+        assert len(group.unique()) == len(task.unique()) == 8 // group_size
+        assert len(torch.stack([group, task]).unique(dim=1).T) == 8 // group_size
+
+    def test_a_seed_names_ids_whatever_came_before(self, make):
+        env = make(Dice, num_envs=2, seed=3)
+        firsts = []
+        for seed in (3, 7, 3, 7, 8):
+            env.set_seed(seed)
+            firsts.append(env.reset()["episode_id"][0].item())
+        assert firsts[0] == firsts[2] == 0
+        assert firsts[1] == firsts[3] != firsts[4]
+        state = env.state_dict()
+        other = make(Dice, num_envs=2, seed=3)
+        other.load_state_dict(state)
+        assert other.tickets[0] == env.tickets[0]
+        other.set_seed(8)
+        assert other.tickets == env.tickets
 
     def test_stock_collector(self, make, says):
         collector = Collector(

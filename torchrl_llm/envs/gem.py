@@ -273,6 +273,7 @@ class GEMEnv(EnvBase):
             num_workers=num_workers,
             weights=None if weights is None else tuple(weights),
         )
+        self._first_seed = seed
         self.num_dealt = 0
         self._slots = [Slot() for _ in range(num_envs)]
         self.num_threads, self.step_timeout = self._threads(num_threads, step_timeout), step_timeout
@@ -370,9 +371,13 @@ class GEMEnv(EnvBase):
     # ------------------------------------------------------------------ TorchRL's private methods
 
     def _set_seed(self, seed: int | None) -> None:
-        """Name the tasks by ``seed`` and deal them from the first again; running episodes go on."""
+        """Name the tasks by ``seed`` and deal them from the first again; running episodes go on.
+
+        With another seed than the one that the environment was made with, ids are named by the seed too: TorchRL gives each
+        worker of a ``SerialEnv`` or ``ParallelEnv`` its own.
+        """
         if seed is not None:
-            self.tickets = replace(self.tickets, seed=seed)
+            self.tickets = replace(self.tickets, seed=seed, ids_by_seed=seed != self._first_seed)
             self.num_dealt = 0
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
@@ -681,12 +686,14 @@ class GEMEnv(EnvBase):
             for i, slot in enumerate(slots)
             if slot["index"] is not None and slot["stop_reason"] == StopReason.RUNNING
         }
-        if replace(saved, seed=self.tickets.seed) != self.tickets or (running and len(slots) != len(self._slots)):
+        named = {"seed": self.tickets.seed, "ids_by_seed": self.tickets.ids_by_seed}
+        if replace(saved, **named) != self.tickets or (running and len(slots) != len(self._slots)):
             raise ValueError(
                 f"The state is of {saved} over {len(slots)} slots; this environment has {self.tickets} over "
                 f"{len(self._slots)} slots. Make it with the same arguments (only the seed may differ)."
             )
         self.tickets, self.num_dealt = saved, state_dict["num_dealt"]
+        self._first_seed = self._first_seed if saved.ids_by_seed else saved.seed
         self.faults = Counter(state_dict.get("faults", {}))  # a collector that plays single slots counts its own
         self._slots = [Slot(slot.games) for slot in self._slots]
         for slot, old in zip(self._slots, slots, strict=False):
