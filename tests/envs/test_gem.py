@@ -14,9 +14,10 @@ import torch
 from tensordict import TensorDict
 from torchrl.collectors import Collector
 from torchrl.collectors.llm import LLMCollector
-from torchrl.envs import SerialEnv, check_env_specs
+from torchrl.envs import ParallelEnv, SerialEnv, check_env_specs
 
 from torchrl_llm import keys
+from torchrl_llm.data import TurnViewError, turns_to_rows
 from torchrl_llm.envs import EnvironmentFault, GEMEnv, PromptTooLongError, UnknownEnvironmentError
 from torchrl_llm.keys import StopReason
 from torchrl_llm.record import rollout_metrics
@@ -105,6 +106,13 @@ class TestContexts:
         assert feedback.startswith("user\nAt turn 1, you guessed 11, which is outside")
         assert prompt == "assistant\n"
 
+    def test_repr_says_what_is_played(self, make):
+        env = make([StopOrGo, EASY], num_envs=4, group_size=2, stream="eval", seed=3, max_turns=5)
+        env.reset()
+        for part in ("StopOrGo", EASY, "num_envs=4", "group_size=2", "stream='eval'", "seed=3", "max_model_len=2048",
+                     "max_output_tokens=32", "max_turns=5", "4 tickets dealt", "4 slots playing"):  # fmt: skip
+            assert part in repr(env)
+
     def test_a_returned_observation_is_not_written_to_later(self, make, says):
         env = make()
         first = env.reset()
@@ -175,6 +183,44 @@ class TestEndings:
         assert self.ending(make(StopOrGo, success_reward=1.5), says("stop"))[0] == StopReason.LOST
         assert self.ending(make(partial(Echo, turns=1), success_reward=0.5), says("x"))[0] == StopReason.WON
 
+    @pytest.mark.parametrize(
+        ("said", "reason"), [(True, StopReason.WON), (False, StopReason.LOST), (None, StopReason.LOST)]
+    )
+    def test_the_environment_says_what_a_success_is(self, make, says, said, reason):
+        env = make(partial(Shaped, 0.95, said))
+        assert env.rollout(1, says("x"))["next", "stop_reason"].item() == reason
+        env = make(partial(Shaped, 1.0, said))
+        won = reason == StopReason.WON or said is None
+        assert env.rollout(1, says("x"))["next", "success"].item() == won
+
+    def test_what_it_says_before_the_end_is_not_looked_at(self, make, says):
+        env = make(partial(Echo, 3, {"success": True}))
+        reasons = env.rollout(3, says("x"))["next", "stop_reason"].flatten().tolist()
+        assert reasons == [StopReason.RUNNING, StopReason.RUNNING, StopReason.WON]
+
+    def test_what_is_no_boolean_is_a_fault(self, make, says):
+        env = make(partial(Shaped, 1.0, "yes"))
+        env.rollout(1, says("x"))
+        assert env.faults == {"error": 1}
+        assert "info['success'] 'yes'" in str(env.last_fault)
+
+    @pytest.mark.parametrize(
+        ("reward", "said", "options", "warns"),
+        [
+            (0.95, None, {}, True),
+            (0.95, None, {"success_reward": 0.9}, False),
+            (0.95, False, {}, False),
+            (0.0, None, {}, False),
+            (0.3, None, {}, False),
+        ],
+    )
+    def test_a_reward_just_short_of_a_success_is_told_once(self, make, says, caplog, reward, said, options, warns):
+        env = make(partial(Shaped, reward, said), num_envs=50, **options)
+        env.rollout(4, says("x"), break_when_any_done=False)
+        told = [record for record in caplog.records if "success_reward" in record.message]
+        assert len(told) == warns
+        assert not warns or "0.95" in told[0].message
+
     def test_bisection_always_wins(self, make, says):
         env = make(num_envs=8)
         rollout = play(env, says(bisect, read_context=True), 12)
@@ -230,7 +276,7 @@ class TestReproducibility:
         env.set_seed(1)
         assert (env.reset()[keys.PROMPT] == first[keys.PROMPT]).all()
         assert not (other[keys.PROMPT] == first[keys.PROMPT]).all()
-        assert other["episode_id"] == first["episode_id"] == 0
+        assert other["episode_id"] != first["episode_id"]
         assert not (make(Dice, seed=1, stream="eval").reset()[keys.PROMPT] == first[keys.PROMPT]).all()
 
     def test_groups_play_the_same_task(self, make, says):
@@ -421,6 +467,35 @@ class TestInterop:
         assert shown.keys() == reference.keys()
         assert shown == reference
 
+    @pytest.mark.parametrize(
+        ("kind", "group_size"), [(SerialEnv, 1), (SerialEnv, 2), pytest.param(ParallelEnv, 2, marks=pytest.mark.slow)]
+    )
+    def test_workers_with_torchrls_seeds_play_their_own(self, make, says, kind, group_size):
+        """Equal factories: ``set_seed`` gives each worker a seed, and with it tasks and ids."""
+        env = kind(2, partial(make, Dice, num_envs=2, group_size=group_size))
+        env.set_seed(0)
+        rollout = env.rollout(6, says("x"), break_when_any_done=False)
+        env.close()
+        task, group, episode = (rollout[key].flatten() for key in ("task_id", "group_id", "episode_id"))
+        assert len(episode.unique()) == 2 * 2 * 2
+        assert len(group.unique()) == len(task.unique()) == 8 // group_size
+        assert len(torch.stack([group, task]).unique(dim=1).T) == 8 // group_size
+
+    def test_a_seed_names_ids_whatever_came_before(self, make):
+        env = make(Dice, num_envs=2, seed=3)
+        firsts = []
+        for seed in (3, 7, 3, 7, 8):
+            env.set_seed(seed)
+            firsts.append(env.reset()["episode_id"][0].item())
+        assert firsts[0] == firsts[2] == 0
+        assert firsts[1] == firsts[3] != firsts[4]
+        state = env.state_dict()
+        other = make(Dice, num_envs=2, seed=3)
+        other.load_state_dict(state)
+        assert other.tickets[0] == env.tickets[0]
+        other.set_seed(8)
+        assert other.tickets == env.tickets
+
     def test_stock_collector(self, make, says):
         collector = Collector(
             make(StopOrGo, num_envs=2), says("stop"), frames_per_batch=8, total_frames=16, trust_policy=True
@@ -508,6 +583,15 @@ class TestStockCollectorWithIdlingSlots:
         assert len(set(played)) == len(lengths) == n * iterations
         assert within_binomial_bound(lengths.count(5), len(lengths))
 
+    def test_slots_that_idle_for_ever_are_told(self, make, says):
+        env = make(StopOrGo, num_envs=2, on_done="idle")
+        collector = Collector(env, says("stop"), frames_per_batch=4, total_frames=8, trust_policy=True)
+        first, second = collector
+        collector.shutdown()
+        assert len(turns_to_rows(first)) == 2
+        with pytest.raises(TurnViewError, match="reset_at_each_iter=True"):
+            turns_to_rows(second)
+
 
 class TestSpeed:
     def test_sixteen_slots(self, make, says):
@@ -587,6 +671,19 @@ class Sometimes(Faulty):
     def reset(self, seed=None):
         self.at = self._turn if seed in self._bad else 99
         return super().reset(seed)
+
+
+class Shaped:
+    """One turn, which earns ``reward``."""
+
+    def __init__(self, reward, said=None):
+        self.reward, self.said = reward, said
+
+    def reset(self, seed=None):
+        return "Land.", {}
+
+    def step(self, action):
+        return "", self.reward, True, False, {} if self.said is None else {"success": self.said}
 
 
 class Quits(StopOrGo):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_llm.envs import Tickets
-from torchrl_llm.envs.tickets import FLOOR, MEMORY, STREAM_IDS, Stream
+from torchrl_llm.envs import RowTickets, Tickets
+from torchrl_llm.envs.tickets import FLOOR, MEMORY, SEED_IDS, STREAM_IDS, Stream
 
 
 class TestTickets:
@@ -24,7 +25,7 @@ class TestTickets:
         assert len({ticket.seed for ticket in dealt}) > 0.9 * groups
 
     @given(st.lists(st.integers(0, 99), min_size=3, max_size=3))
-    def test_streams_share_no_task_and_no_id(self, seeds):
+    def test_streams_share_no_seed_and_no_id(self, seeds):
         streams = [Tickets(seed=seed, stream=stream) for seed, stream in zip(seeds, get_args(Stream), strict=True)]
         tasks = [{stream[i].seed for i in range(50)} for stream in streams]
         assert len(set.union(*tasks)) == sum(map(len, tasks))
@@ -38,6 +39,21 @@ class TestTickets:
         workers = [Tickets(group_size=group_size, worker=w, num_workers=num_workers) for w in range(num_workers)]
         dealt = sorted(worker[i] for worker in workers for i in range(rounds))
         assert dealt == [whole[i] for i in range(rounds * num_workers)]
+
+    def test_ids_by_seed_are_shared_by_no_seed_and_stream(self):
+        named = [
+            Tickets(seed=seed, stream=stream, ids_by_seed=True)
+            for seed in (0, 1, 2, 2**32 - 1)
+            for stream in get_args(Stream)
+        ]
+        plain = [Tickets(stream=stream) for stream in get_args(Stream)]
+        starts = sorted(tickets.base for tickets in (*named, *plain))
+        assert min(b - a for a, b in itertools.pairwise(starts)) >= SEED_IDS
+        assert max(starts) + SEED_IDS <= 2**63
+        assert [t[3].seed for t in named[:3]] == [t[3].seed for t in plain]
+        assert RowTickets(num_rows=5, seed=9, ids_by_seed=True, shuffle=False)[7].seed == 2
+        with pytest.raises(IndexError, match="share its id"):
+            named[0][SEED_IDS]
 
     def test_seeds_are_fixed_for_ever(self):
         # A change here changes every game of every seeded run.

@@ -293,6 +293,10 @@ class TestLimits:
         assert {env.max_faults for env in options(collector=collector, max_faults=3).values()} == {3}
         assert {env.max_faults for env in options(collector=collector).values()} == {16}
 
+    def test_success_reward_is_a_setting(self, options):
+        assert {env.success_reward for env in options(success_reward=0.9).values()} == {0.9}
+        assert {env.success_reward for env in options().values()} == {1.0}
+
     def test_an_environment_that_hangs_is_left(self, make, says):
         class Hangs(StopOrGo):
             thread_safe = True

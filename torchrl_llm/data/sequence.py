@@ -102,8 +102,8 @@ def turns_to_rows(
         The row view, all tensors on the device of ``turns``.
 
     Raises:
-        TurnViewError: keys are missing, a row holds several episodes, part of one, or more than fits; an episode is there
-            twice, or different tasks share a group.
+        TurnViewError: keys are missing, no turn was played, a row holds several episodes, part of one, or more than fits; an
+            episode is there twice, or different tasks share a group.
         HistoryRewrittenError: ``context_{t+1} = context_t + response_t + feedback_t`` does not hold.
 
     Examples:
@@ -124,6 +124,12 @@ def turns_to_rows(
     played = turns[keys.PROMPT_LENGTH].squeeze(-1) > 0
     if _MASK in turns.keys(include_nested=True):
         played = played & turns[_MASK].view(played.shape)
+    if len(turns) and not played.any():
+        raise TurnViewError(
+            "No turn of the batch was played: all slots idle. A GEMEnv with on_done='idle' deals again when the whole "
+            "environment is reset: give TorchRL's Collector reset_at_each_iter=True (and frames_per_batch = slots * "
+            "max_turns), or make the environment with on_done='refill'."
+        )
     kept = played.any(-1)
     if not bool(kept.all()):
         turns, played = turns[kept], played[kept]

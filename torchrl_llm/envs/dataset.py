@@ -32,7 +32,7 @@ from torchrl_llm.envs._pool import Pool
 from torchrl_llm.envs.chat import ChatFormatter
 from torchrl_llm.envs.game import kept_global_rng
 from torchrl_llm.envs.gem import GEMEnv
-from torchrl_llm.envs.tickets import STREAM_IDS, Stream, Ticket, Tickets
+from torchrl_llm.envs.tickets import Stream, Ticket, Tickets
 
 SPLITS: dict[Stream, tuple[str, ...]] = {"train": ("train",), "eval": ("validation", "test"), "test": ("test",)}
 """The splits that a stream may read; it reads the first one there is."""
@@ -205,7 +205,7 @@ class RowTickets(Tickets):
 
     def __getitem__(self, index: int) -> Ticket:
         ticket = super().__getitem__(index)
-        epoch, row = divmod(ticket.group_id % STREAM_IDS, self.num_rows)
+        epoch, row = divmod(ticket.group_id - self.base, self.num_rows)
         if self.shuffle and self.stream == "train":
             row = int(_permutation(self.seed, epoch, self.num_rows)[row])
         return ticket._replace(seed=row)

@@ -57,7 +57,11 @@ class TextEnv(Protocol):
         """Start an episode; return ``(text, info)``."""
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer a response; return ``(text, reward, terminated, truncated, info)``."""
+        """Answer a response; return ``(text, reward, terminated, truncated, info)``.
+
+        ``info["success"]``, where it is given with the termination, says whether the episode is a success; without it the
+        reward does.
+        """
 
 
 class UnknownEnvironmentError(ValueError):
@@ -128,13 +132,22 @@ def _place(error: BaseException) -> str:
 
 
 class TextStep(NamedTuple):
-    """One checked answer of a text environment; ``message`` includes ``info``'s prefix and suffix."""
+    """One checked answer of a text environment.
+
+    Attributes:
+        message: what it says, with ``info``'s prefix and suffix.
+        role: of the message.
+        reward: of the turn.
+        terminated, truncated: whether the episode ends here, and how.
+        success: what ``info["success"]`` says; ``None``: nothing.
+    """
 
     message: str
     role: Role
     reward: float
     terminated: bool
     truncated: bool
+    success: bool | None = None
 
 
 PAYS_PROGRESS = ("Crosswords", "Game2048", "Hangman", "Mastermind", "Minesweeper", "Sudoku", "WordSearch", "Wordle")
@@ -454,7 +467,11 @@ class Game:
         if terminated not in (True, False) or truncated not in (True, False):
             raise TypeError(f"step() returned {terminated=!r:.50}, {truncated=!r:.50}; expected booleans")
         role: Role = "tool" if (info or {}).get("use_tool") else "user"
-        return TextStep(compose_message(text, info), role, float(reward), bool(terminated), bool(truncated))
+        success = (info or {}).get("success")
+        if success not in (None, True, False):
+            raise TypeError(f"step() returned the info['success'] {success!r:.50}; expected a boolean, or none")
+        success = None if success is None else bool(success)
+        return TextStep(compose_message(text, info), role, float(reward), bool(terminated), bool(truncated), success)
 
     @contextmanager
     def _calling(self, seed: int | None = None) -> Iterator[None]:

@@ -54,6 +54,7 @@ _NO_TASK = Task(-1, known=False)
 TERMINATED = (StopReason.WON, StopReason.LOST, StopReason.TURN_LIMIT)
 FAILED = (StopReason.ERROR, StopReason.TIMEOUT)
 _PATIENCE = 1.0  # seconds that threads may take to end
+_LOST = 64  # episodes without a success after which it is asked what counts as one
 
 
 class PromptTooLongError(EnvironmentFault):
@@ -74,6 +75,7 @@ class Reply(NamedTuple):
         stop_reason: of the episode after it.
         dropped: the oldest turns that leave the context, to make room; 0: the context grows.
         task: of a start, what is played.
+        said: whether the environment itself said if the episode is a success.
     """
 
     ids: Sequence[int]
@@ -81,6 +83,7 @@ class Reply(NamedTuple):
     stop_reason: StopReason = StopReason.RUNNING
     dropped: int = 0
     task: Task = _NO_TASK
+    said: bool = False
 
 
 @dataclass
@@ -184,7 +187,9 @@ class GEMEnv(EnvBase):
         step_timeout: seconds that one reset or step may take; waiting for other environments does not count. Default
             none. It needs threads. :class:`~torchrl_llm.collectors.AsyncTurnCollector` has threads and a limit of its own.
         system_prompt, template, history, chat_template_kwargs: see :class:`~torchrl_llm.envs.chat.ChatFormatter`.
-        success_reward: an episode is a success if it terminates with at least this; default 1.0.
+        success_reward: an episode is a success if it terminates with at least this; default 1.0. Where the environment says
+            ``info["success"]`` as it terminates, that decides. If 64 episodes of an environment were lost and one of them
+            earned half as much, a warning asks whether that was meant.
         success_by: whether that is the ``"last"`` reward, or the ``"return"``, the sum of the rewards (up to 1e-6). Default:
             ``"return"`` for the GEM ids that pay progress turn by turn (:data:`~torchrl_llm.envs.PAYS_PROGRESS`),
             ``"last"`` for everything else.
@@ -274,6 +279,7 @@ class GEMEnv(EnvBase):
             num_workers=num_workers,
             weights=None if weights is None else tuple(weights),
         )
+        self._first_seed = seed
         self.num_dealt = 0
         self._slots = [Slot() for _ in range(num_envs)]
         self.num_threads, self.step_timeout = self._threads(num_threads, step_timeout), step_timeout
@@ -286,6 +292,7 @@ class GEMEnv(EnvBase):
         self.success_reward, self.on_done, self.overflow = success_reward, on_done, overflow
         divided = [isinstance(env, str) and not env.startswith("eval:") if divide is None else divide for env in envs]
         self._rows = [stream if divides else None for divides in divided]
+        self._lost = dict.fromkeys(range(len(envs)), (0, 0.0))  # of those that nobody has won yet
         self._sums = [pays_progress(env) if success_by is None else success_by == "return" for env in envs]
         self._prompt = torch.zeros(num_envs, max_model_len, dtype=torch.int64)
         self._make_specs(len(tokenizer))
@@ -363,6 +370,17 @@ class GEMEnv(EnvBase):
         }
         self.full_done_spec = Composite(done, shape=(n,), device=self.device)
 
+    def __repr__(self) -> str:
+        shown = {
+            "num_envs": len(self._slots), "group_size": self.group_size, "stream": self.tickets.stream,
+            "seed": self.tickets.seed, "max_model_len": self.max_model_len, "max_output_tokens": self.max_output_tokens,
+            "max_turns": self.max_turns, "on_done": self.on_done,
+        }  # fmt: skip
+        played = ", ".join(dict.fromkeys(self.names))
+        settings = ", ".join(f"{name}={value!r}" for name, value in shown.items())
+        live = sum(slot.live for slot in self._slots)
+        return f"{type(self).__name__}({played}; {settings}; {self.num_dealt} tickets dealt, {live} slots playing)"
+
     @property
     def group_size(self) -> int:
         """Episodes that share a task."""
@@ -376,9 +394,13 @@ class GEMEnv(EnvBase):
     # ------------------------------------------------------------------ TorchRL's private methods
 
     def _set_seed(self, seed: int | None) -> None:
-        """Name the tasks by ``seed`` and deal them from the first again; running episodes go on."""
+        """Name the tasks by ``seed`` and deal them from the first again; running episodes go on.
+
+        With another seed than the one that the environment was made with, ids are named by the seed too: TorchRL gives each
+        worker of a ``SerialEnv`` or ``ParallelEnv`` its own.
+        """
         if seed is not None:
-            self.tickets = replace(self.tickets, seed=seed)
+            self.tickets = replace(self.tickets, seed=seed, ids_by_seed=seed != self._first_seed)
             self.num_dealt = 0
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
@@ -488,7 +510,7 @@ class GEMEnv(EnvBase):
         reason = self._stop_reason(playing, step, playing.length + len(ids))
         if reason == StopReason.CONTEXT and self.overflow == "slide" and (dropped := self._excess(playing, len(ids))):
             return Reply(ids, step.reward, dropped=dropped)
-        return Reply(ids, step.reward, reason)
+        return Reply(ids, step.reward, reason, said=step.success is not None)
 
     def advance(self, slot: int, response: list[int], reply: Reply) -> None:
         """Take a slot on to what :meth:`answer` returned; an episode's last words are cut at ``max_model_len``."""
@@ -498,6 +520,8 @@ class GEMEnv(EnvBase):
         playing.total += reply.reward
         playing.stop_reason = reply.stop_reason
         playing.pieces.append(reply.ids)
+        if reply.stop_reason in TERMINATED:
+            self._ask_what_counts(playing, reply)
         if reply.dropped:
             del playing.pieces[1 : 1 + reply.dropped]
             playing.segment += 1
@@ -602,8 +626,7 @@ class GEMEnv(EnvBase):
 
     def _stop_reason(self, playing: Slot, step: TextStep, length: int) -> StopReason:
         if step.terminated:
-            earned = playing.total + step.reward + 1e-6 if self._sums[playing.ticket.env_id] else step.reward
-            if earned >= self.success_reward:
+            if self._is_success(playing, step):
                 return StopReason.WON
             # GEM's own turn limit sets both flags. The limit stands in the prompt: it is part of the task.
             return StopReason.TURN_LIMIT if step.truncated else StopReason.LOST
@@ -614,6 +637,34 @@ class GEMEnv(EnvBase):
         if length + self.max_output_tokens > self.max_model_len:
             return StopReason.CONTEXT
         return StopReason.RUNNING
+
+    def _is_success(self, playing: Slot, step: TextStep) -> bool:
+        """Whether an episode that terminates with ``step`` is one."""
+        if step.success is not None:
+            return step.success
+        return self._earned(playing.ticket.env_id, playing.total + step.reward, step.reward) >= self.success_reward
+
+    def _earned(self, env_id: int, total: float, last: float) -> float:
+        return total + 1e-6 if self._sums[env_id] else last
+
+    def _ask_what_counts(self, playing: Slot, reply: Reply) -> None:
+        """Warn, once, if an environment is never won though its episodes earn nearly as much as that takes."""
+        env_id = playing.ticket.env_id
+        if env_id not in self._lost:
+            return
+        if reply.said or reply.stop_reason == StopReason.WON:
+            del self._lost[env_id]
+            return
+        count, most = self._lost[env_id]
+        most = max(most, self._earned(env_id, playing.total, reply.reward))
+        self._lost[env_id] = count + 1, most
+        if count + 1 >= _LOST and most >= self.success_reward / 2 > 0:
+            del self._lost[env_id]
+            logger.warning(
+                "None of %d episodes of %r was a success; the highest %s was %.3g, and a success takes success_reward=%s. If "
+                "less counts as won there, set success_reward, or let the environment say info['success'].",
+                count + 1, self.names[env_id], "return" if self._sums[env_id] else "last reward", most, self.success_reward,
+            )  # fmt: skip
 
     # ------------------------------------------------------------------ tensors
 
@@ -690,12 +741,14 @@ class GEMEnv(EnvBase):
             for i, slot in enumerate(slots)
             if slot["index"] is not None and slot["stop_reason"] == StopReason.RUNNING
         }
-        if replace(saved, seed=self.tickets.seed) != self.tickets or (running and len(slots) != len(self._slots)):
+        named = {"seed": self.tickets.seed, "ids_by_seed": self.tickets.ids_by_seed}
+        if replace(saved, **named) != self.tickets or (running and len(slots) != len(self._slots)):
             raise ValueError(
                 f"The state is of {saved} over {len(slots)} slots; this environment has {self.tickets} over "
                 f"{len(self._slots)} slots. Make it with the same arguments (only the seed may differ)."
             )
         self.tickets, self.num_dealt = saved, state_dict["num_dealt"]
+        self._first_seed = self._first_seed if saved.ids_by_seed else saved.seed
         self.faults = Counter(state_dict.get("faults", {}))  # a collector that plays single slots counts its own
         self._slots = [Slot(slot.games) for slot in self._slots]
         for slot, old in zip(self._slots, slots, strict=False):

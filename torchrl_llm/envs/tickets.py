@@ -18,6 +18,9 @@ Stream = Literal["train", "eval", "test"]
 STREAM_IDS = 2**40
 """Group and episode ids of the n-th stream start at ``n * STREAM_IDS``, so that they are unique over the run."""
 
+SEED_IDS = 2**28
+"""Ids that each stream of each seed has, where ids are named by the seed too."""
+
 FLOOR = 0.05
 """Added to the learnability of every environment, which is at most 0.25: none is forgotten, and their rates stay known."""
 
@@ -68,6 +71,8 @@ class Tickets:
         success: recent success rate of each environment, in [0, 1], what :meth:`learn` has found; only for
             ``stream="train"``. Default none: nothing is adapted. It is progress, like the counter, and no setting: tickets that
             differ in nothing else are equal.
+        ids_by_seed: group and episode ids are unique over seeds (modulo 2**32) too, ``SEED_IDS`` a seed and stream, so that
+            environments that were given seeds of their own share none. Default False: ids count from the stream's first.
 
     Examples:
         >>> tickets = Tickets(seed=3, group_size=2, num_tasks=2)
@@ -92,6 +97,7 @@ class Tickets:
     num_workers: int = 1
     weights: tuple[float, ...] | None = None
     success: tuple[float, ...] | None = field(default=None, compare=False)
+    ids_by_seed: bool = False
 
     def __post_init__(self) -> None:
         for name in ("weights", "success"):
@@ -121,12 +127,16 @@ class Tickets:
     def __getitem__(self, index: int) -> Ticket:
         if index < 0:
             raise IndexError(f"Ticket {index} does not exist; tickets are counted from 0.")
+        if self.ids_by_seed and index >= SEED_IDS // self.num_workers - self.group_size:
+            raise IndexError(f"Ticket {index} would share its id with another stream's: a seed has {SEED_IDS} ids.")
         return _ticket(self, self.shares, index)
 
     @property
     def base(self) -> int:
         """The lowest group and episode id of the stream, all workers together."""
-        return get_args(Stream).index(self.stream) * STREAM_IDS
+        stream = get_args(Stream).index(self.stream)
+        # Bit 62 sets them apart from ids that count from the stream's first; 32 bits of the seed, 2 of the stream, 28 to count.
+        return 2**62 + (self.seed % 2**32 * 4 + stream) * SEED_IDS if self.ids_by_seed else stream * STREAM_IDS
 
     @property
     def shares(self) -> tuple[float, ...] | None:

@@ -146,8 +146,8 @@ class Slow:
         """Sleep, then play a turn."""
         time.sleep(self.latency(self._task, self._turn))
         self._turn += 1
-        message, role, reward, terminated, truncated = self._game.step(action)
-        return message, reward, terminated, truncated, {"use_tool": role == "tool"}
+        message, role, reward, terminated, truncated, success = self._game.step(action)
+        return message, reward, terminated, truncated, {"use_tool": role == "tool", "success": success}
 
 
 class Faulty:

@@ -671,6 +671,7 @@ def _make_env(
         "num_threads": config.env_threads,
         "step_timeout": _step_timeout(config),
         "max_faults": config.max_faults,
+        "success_reward": config.success_reward,
     }
     options |= {"worker": worker, "num_workers": num_workers} if num_workers > 1 else {}
     return make(

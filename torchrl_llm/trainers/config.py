@@ -223,6 +223,8 @@ class RunConfig(TrainerConfig):
         overflow: what happens when it is full: "truncate" ends the conversation, "slide" drops its oldest turns.
         system_prompt: put before the first message; None adds none.
         template: "chat" for the tokenizer's chat template, "raw" for plain concatenation (base models).
+        success_reward: an episode is a success if it terminates with at least this reward, and its environment does not say
+            info["success"]; None takes 1.
         history: what to do with a template that renders earlier turns anew: "refuse" it, or "append", which keeps what was
             sampled and seen.
         chat_template_kwargs: passed to the chat template, such as enable_thinking.
@@ -344,6 +346,7 @@ class RunConfig(TrainerConfig):
     max_turns: Count | None = None
     max_model_len: Count = 1024
     overflow: Literal["truncate", "slide"] = "truncate"
+    success_reward: float | None = None
     system_prompt: str | None = None
     template: Literal["chat", "raw"] = "chat"
     history: Literal["refuse", "append"] = "refuse"
