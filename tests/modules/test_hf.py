@@ -635,6 +635,62 @@ class TestAdapters:
             make_policy(model)
 
 
+def make_local(family, window, **fields):
+    """A model whose configuration declares a window in a way of its own."""
+    if family == "GPTNeo":
+        layers = {
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "attn_implementation": "eager",
+        }
+        return make_model("GPTNeo", window_size=window, **layers, **fields)
+    return make_model("Moshi", sliding_window=window, ffn_dim=48, audio_vocab_size=9, num_codebooks=2, **fields)
+
+
+def check_rows(model, policy, lengths):
+    rows = random_rows(lengths)
+    for row, response, found in zip(rows, *play(policy, rows), strict=True):
+        expected = teacher_forced(model, row, response).log_softmax(-1)[range(8), response]
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+
+
+class TestWindows:
+    """Attention windows that the configuration names and the ready-made masks may get wrong."""
+
+    def test_up_to_the_window_nothing_is_refused(self):
+        model = make_local("GPTNeo", 32)
+        check_rows(model, make_policy(model), [24, 3, 11])
+
+    def test_beyond_it_a_model_that_applies_it_by_column_is_refused(self):
+        policy = make_policy(make_local("GPTNeo", 32))
+        for _ in range(2):  # the second time without another comparison
+            with pytest.raises(ContextLengthError, match="window of 32 tokens of GPTNeoForCausalLM"):
+                play(policy, random_rows([40, 3, 11]))
+        play(policy, random_rows([24, 3, 11]))
+
+    def test_a_window_that_the_models_own_forward_does_not_apply_is_given_up(self):
+        model = make_local("Moshi", 32)
+        check_rows(model, make_policy(model), [24, 3, 11])
+        check_rows(model, make_policy(model), [60, 3, 40])
+
+    @pytest.mark.parametrize("family", ["Mistral", "Gemma2", "Qwen2 sliding"])
+    def test_a_window_that_is_applied_is_kept(self, family):
+        model = make_model(family.split()[0], **(FAMILIES[family] | {"sliding_window": 32}))
+        policy = make_policy(model)
+        check_rows(model, policy, [24, 3, 11])
+        check_rows(model, policy, [60, 3, 40])
+        assert 32 in policy._engine._windows.values()
+
+    def test_the_cache_is_computed_anew_after_the_comparison(self):
+        model = make_model("Mistral", sliding_window=32)
+        policy, rows = make_policy(model), random_rows([20, 3, 11])
+        for turn in range(4):
+            ids, log_probs = play(policy, rows, turn=turn)
+            same((ids, log_probs), play(make_policy(model), rows, turn=turn))
+            rows = [row + response for row, response in zip(rows, ids, strict=True)]
+
+
 class TestRefusals:
     @pytest.mark.parametrize(
         ("family", "fields", "problem"),

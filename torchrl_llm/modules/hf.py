@@ -67,7 +67,9 @@ class HFPolicy(TurnPolicy):
             implementation, prompt-learning adapters, or one whose cached forward disagrees with its plain one (both are
             compared on a few tokens).
         VocabularyMismatchError: the tokenizer has ids that the model does not embed.
-        ContextLengthError: prompt and longest response exceed the model's positions (from ``forward``).
+        ContextLengthError: prompt and longest response exceed the model's positions; or they exceed an attention window
+            of its configuration, beyond which the cached forward disagrees with the plain one. The two are compared when
+            the first context is longer than a window (from ``forward``).
         NonFiniteLogitsError: the model's logits are NaN or infinite (from ``forward``).
 
     Examples:
