@@ -5,6 +5,7 @@ from torchrl_llm.modules.adapters import AdapterError, enable_gradient_checkpoin
 from torchrl_llm.modules.critic import TurnCritic
 from torchrl_llm.modules.hf import HFPolicy
 from torchrl_llm.modules.lm import (
+    RandomForwardError,
     UnsupportedHeadError,
     VocabularyMismatchError,
     check_head,
@@ -25,6 +26,7 @@ __all__ = [
     "HFPolicy",
     "LoraTargetError",
     "MissingVLLMError",
+    "RandomForwardError",
     "RowError",
     "SamplingConfig",
     "TokenScorer",

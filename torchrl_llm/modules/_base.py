@@ -12,6 +12,8 @@ from peft import PeftModel
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from torchrl_llm.modules._randomness import disable_randomness
+
 logger = logging.getLogger(__name__)
 
 Quantization = Literal["nf4"]
@@ -62,18 +64,8 @@ def load_base(
     for module in lm.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # bitsandbytes' kernel for inference on a CPU has no gradient
             module.support_avx512bf16_for_cpu = False
-    disable_dropout(lm)
+    disable_randomness(lm)
     return lm.eval() if device is None or quantization is not None else lm.to(device).eval()
-
-
-def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability inside ``model`` to 0."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in ("attention_dropout", "dropout"):  # transformers' attention layers keep a bare number
-            if isinstance(getattr(module, name, None), float):
-                setattr(module, name, 0.0)
 
 
 def _widen(model: Any) -> None:

@@ -25,7 +25,7 @@ from torchrl_llm.modules._compile import compile_layers
 from torchrl_llm.modules._memory import on_host
 from torchrl_llm.modules.adapters import AdapterError, enable_gradient_checkpointing
 from torchrl_llm.modules.critic import TurnCritic
-from torchrl_llm.modules.lm import backbone, check_head, check_vocabulary, generation_end_ids
+from torchrl_llm.modules.lm import backbone, check_head, check_repeatable, check_vocabulary, generation_end_ids
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.modules.scorer import TokenScorer
 from torchrl_llm.modules.weights import (
@@ -289,7 +289,8 @@ def load_actor_critic(
     with adapters off, at no cost in memory, or a third adapter. Without, all weights train, in float32; critic and
     reference are copies. Log-probs and values are float32 whatever the base is (float64 for a float64 model).
 
-    All dropout is switched off: the log-probs of a row must be the same whenever they are compared.
+    Dropout, layer drop and jitter are switched off, in the model and in its configuration: the log-probs of a row must be
+    the same whenever they are compared.
 
     Args:
         model: a directory or hub id in transformers format, or a causal language model. A model is used, not copied.
@@ -324,6 +325,7 @@ def load_actor_critic(
         LoraTargetError: the model has no modules of the names in ``lora.target_modules``, or ``lora`` asks for what
             adapters cannot have here (dropout, biases, another initialisation of the base).
         VocabularyMismatchError: the tokenizer does not belong to the model.
+        RandomForwardError: with ``gradient_checkpointing``, the model computes something else in training mode.
         UnsupportedHeadError: the model changes its logits in a way that the scorer does not know.
         ImportError: ``quantization`` without bitsandbytes.
 
@@ -363,6 +365,7 @@ def load_actor_critic(
     for each in {id(m): m for m in (actor_model, critic_model)}.values():
         if gradient_checkpointing:
             enable_gradient_checkpointing(each)
+            check_repeatable(each)
     if compile:
         for each in {id(m): m for m in (actor_model, critic_model, frozen)}.values():
             compile_layers(backbone(each))

@@ -8,11 +8,13 @@ are, for a plain transformers model and for one inside a ``PeftModel``. Adapters
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm.modules._randomness import checkpointing
 from torchrl_llm.modules._rope import rope_by_row
 
 
@@ -52,17 +54,10 @@ def hidden_states(model: nn.Module, tokens: Tensor, lengths: Tensor | None = Non
     generation needs. So models stay in evaluation mode, and a forward that builds a graph switches for its own time.
     """
     decoder = backbone(model)
-    switch = torch.is_grad_enabled() and getattr(decoder, "gradient_checkpointing", False) and not decoder.training
-    if switch:
-        decoder.train()
     if lengths is None:
         lengths = torch.full(tokens.shape[:1], tokens.shape[1])
-    try:
-        with rope_by_row(decoder, lengths):
-            return decoder(input_ids=tokens, use_cache=False).last_hidden_state
-    finally:
-        if switch:
-            decoder.eval()
+    with checkpointing(decoder) if torch.is_grad_enabled() else nullcontext(), rope_by_row(decoder, lengths):
+        return decoder(input_ids=tokens, use_cache=False).last_hidden_state
 
 
 def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
@@ -98,6 +93,35 @@ def logits_function(model: nn.Module) -> Callable[[Tensor], Tensor]:
         return torch.tanh(logits / cap) * cap if cap else logits
 
     return logits_of
+
+
+class RandomForwardError(ValueError):
+    """A forward that builds a graph computes something else than one that does not."""
+
+
+def check_repeatable(model: nn.Module) -> None:
+    """Compare a forward that builds a graph, under two seeds, with one that does not, on eight tokens.
+
+    With gradient checkpointing the first runs in training mode where the model asks for it. The random generators are left
+    as they were.
+
+    Raises:
+        RandomForwardError: they differ, so a recomputation would not repeat its forward.
+    """
+    weight = causal_lm(model).get_input_embeddings().weight
+    tokens = torch.arange(8, device=weight.device).unsqueeze(0) % weight.shape[0]
+    with torch.no_grad():
+        expected = hidden_states(model, tokens)
+    with torch.random.fork_rng(devices=[weight.device] if weight.is_cuda else []), torch.enable_grad():
+        for seed in range(2):
+            torch.manual_seed(seed)
+            found = hidden_states(model, tokens).detach()
+            if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
+                raise RandomForwardError(
+                    f"In training mode {type(causal_lm(model)).__name__} computes something else than in evaluation mode "
+                    f"(largest difference {float((found - expected).abs().max()):.3g} on {tokens.tolist()}): dropout, jitter or "
+                    "random routing that cannot be switched off from here. Pass gradient_checkpointing=False."
+                )
 
 
 @torch.no_grad()
