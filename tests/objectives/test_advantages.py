@@ -386,6 +386,25 @@ class TestEveryEstimator:
         padded.update(rows.select("bootstrap_value", "group_id"))
         close(estimator(padded)["advantage"][:, : expected.shape[1]], expected)
 
+    @pytest.mark.parametrize("estimator", [make() for make in ALL.values()], ids=list(ALL))
+    def test_an_episode_is_in_a_batch_once(self, estimator):
+        rows, *_ = rows_and_parts(group_size=3)
+        rows["episode_id"] = torch.arange(6)
+        assert estimator(rows.clone())["advantage"].isfinite().all()
+        rows["episode_id"][4] = 1
+        with pytest.raises(ValueError, match=r"Episode\(s\) \[1\] are in the batch more than once"):
+            estimator(rows)
+
+    @pytest.mark.parametrize(("key", "at"), [("env_id", (4,)), ("tokens", (4, 0))])
+    def test_a_group_is_one_task(self, key, at):
+        rows, *_ = rows_and_parts(group_size=3)
+        rows["env_id"] = torch.zeros(6, dtype=torch.int64)
+        assert GroupRelative()(rows.clone())["advantage"].isfinite().all()
+        rows[key][at] += 1
+        with pytest.raises(ValueError, match=r"Group\(s\) \[1\] hold conversations of different tasks"):
+            GroupRelative()(rows)
+        ReBN()(rows)  # compares no groups
+
     def test_value_estimate_does_not_write(self):
         rows, *_ = rows_and_parts()
         before = set(rows.keys(True))
