@@ -114,12 +114,12 @@ def report(
 
 def evaluate_before(run: Run) -> Evaluation:
     """Play the untrained model; a resumed run reads what it found before it was stopped."""
+    run.begin()
     path = run.config.output_dir / "evaluation_before.json"
     if run.config.resume and path.exists():
         return Evaluation(**json.loads(path.read_text()))
     if run.trainer.iteration:
         raise FileNotFoundError(f"{path} is missing, and the model is trained already: nothing to compare with.")
-    run.begin()
     before = run.final_evaluation()
     if run.trainer.ranks.first:
         write_conversations(run, before, "before")

@@ -16,7 +16,9 @@ from test_checkpoint import RUN, digest
 from test_trainer import small_config
 from torchrl.checkpoint import CheckpointError
 
+from torchrl_llm.modules import load_actor_critic
 from torchrl_llm.modules.weights import WeightsError
+from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.trainers import build_run, verify
 from torchrl_llm.trainers.checkpoint import _write_sums
 
@@ -160,6 +162,19 @@ class TestPickles:
         with pytest.raises(CheckpointError, match=r"adapter_model\.bin is a pickle"):
             run.load_checkpoint(copy)
         self.load(run, copy, mark)
+
+    @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.safetensors", "shard.bin"])
+    def test_weights_of_a_whole_model(self, tmp_path, mark, name):
+        models = load_actor_critic(tiny_model_path())
+        models.save_pretrained(tmp_path)
+        (tmp_path / "actor" / "model.safetensors").unlink()
+        torch.save(Payload(mark), tmp_path / "actor" / name)
+        if name == "shard.bin":
+            index = {"metadata": {}, "weight_map": dict.fromkeys(models.model.state_dict(), name)}
+            (tmp_path / "actor" / "model.safetensors.index.json").write_text(json.dumps(index))
+        with pytest.raises(WeightsError):
+            models.load_pretrained(tmp_path)
+        assert not mark.exists()
 
     def test_the_pickle_does_leave_a_mark(self, mark):
         pickle.loads(pickle.dumps(Payload(mark)))

@@ -8,6 +8,7 @@ weights make up a run is known to :class:`torchrl_llm.modules.ActorCritic`, atom
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -122,6 +123,7 @@ def read_model(path: Path, model: Any) -> dict[str, Tensor]:
         )
     if not path.is_dir():  # from_pretrained would take it for a hub id
         raise WeightsError(f"{path} does not exist.")
+    _check_index(path / "model.safetensors.index.json")
     try:
         loaded, info = type(model).from_pretrained(
             path, dtype=model.dtype, use_safetensors=True, output_loading_info=True, local_files_only=True
@@ -133,6 +135,19 @@ def read_model(path: Path, model: Any) -> dict[str, Tensor]:
     tensors = loaded.state_dict()
     _check_shapes(tensors, model.state_dict(), f"The weights in {path} are of another model", WeightsError)
     return tensors
+
+
+def _check_index(index: Path) -> None:
+    """Refuse shards that are no safetensors files: transformers would read them as pickles."""
+    if not index.is_file():
+        return
+    try:
+        files = set(json.loads(index.read_text())["weight_map"].values())
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise WeightsError(f"{index} is damaged: {error}") from error
+    pickles = sorted(str(file) for file in files if not str(file).endswith(".safetensors"))
+    if pickles:
+        raise WeightsError(f"{index} names {pickles}: pickles are not read; convert them to safetensors.")
 
 
 def has_weights(path: Path) -> bool:

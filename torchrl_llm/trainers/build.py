@@ -326,16 +326,16 @@ class _Opening(Callback):
         self.config, self.folder, self.start, self.opened = config, folder, start, False
 
     def on_start(self, trainer: LLMTrainer) -> None:
-        if self.opened:
-            return
-        self.opened = True
-        if trainer.ranks.first:
-            trainer.loggers = tuple(
-                self.folder.open(self.start, trainer.logged_steps, partial(make_loggers, self.config))
-            )
-            if self.start is not None:
-                for target in trainer.loggers:
-                    _forget_after(target, trainer.logged_steps)
+        if not self.opened:
+            self.opened = True
+            trainer.ranks.on_first(lambda: self._open(trainer))
+
+    def _open(self, trainer: LLMTrainer) -> None:
+        loggers = self.folder.open(self.start, trainer.logged_steps, partial(make_loggers, self.config))
+        if self.start is not None:
+            for target in loggers:
+                _forget_after(target, trainer.logged_steps)
+        trainer.loggers = tuple(loggers)
 
 
 def _check_sharding(config: RunConfig, ranks: Ranks) -> None:

@@ -85,9 +85,8 @@ class RunFolder:
             ) from error
         for aside in self._asides(_MOVING):
             self._give_back(aside)
-        if (self.path / MARK).is_file():
-            self.checkpoints.clean()
-        elif names := [item.name for item in self._items()]:
+        names = [item.name for item in self._items()]
+        if names and not (self.path / MARK).is_file():
             raise ConfigError(
                 f"{self.path} holds {', '.join(names)}, which this library did not write, or an earlier version did (it has no "
                 f"{MARK}): choose another output_dir, or move them elsewhere."
@@ -106,6 +105,7 @@ class RunFolder:
         """
         self.path.mkdir(parents=True, exist_ok=True)
         _write_mark(self.path, "run")
+        self.checkpoints.clean()
         if not self.config.overwrite:
             for old in self._asides(_REPLACED):
                 _write_mark(old, _KEPT)  # by a run that did not get far; nobody asks for its deletion any more
