@@ -14,7 +14,7 @@ CONFIG_LLMREINFORCE := tiny_reinforce_llm
 CONFIG_GRPO         := tiny_grpo_multiturn
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-scale test-resume lint format typecheck docs dist clean
+.PHONY: help demo test test-vllm test-scale test-resume test-interrupt lint format typecheck docs dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -62,6 +62,10 @@ test-scale: $(RAY)/.test ## run the tests that need Ray, on this machine (about 
 
 test-resume: $(VENV)/.test ## kill a run 21 times, in every phase; it must end in the same bytes (about 10 minutes)
 	KILLS=7 $(RUN) $(BIN)/python -m pytest -n 2 tests/trainers/test_checkpoint.py -k Killed -q
+
+test-interrupt: $(VENV)/.test $(RAY)/.test ## send SIGINT and SIGTERM to a run at 10 moments, alone, to two ranks and with Ray; it must end in the same bytes
+	INTERRUPTS=10 $(RUN) $(BIN)/python -m pytest -n 2 --timeout=3000 tests/trainers/test_interrupts.py -k "Script and not ray" -q
+	INTERRUPTS=10 $(RUN) $(RAY)/bin/python -m pytest --timeout=3000 tests/trainers/test_interrupts.py -m ray -q
 
 lint: $(VENV)/.test ## ruff: format and lint
 	$(BIN)/ruff format --check .

@@ -29,6 +29,7 @@ from numpy.random import mtrand
 
 from torchrl_llm.envs.chat import Role, compose_message
 from torchrl_llm.envs.tickets import Ticket
+from torchrl_llm.interrupts import children_ignore_sigint
 from torchrl_llm.keys import StopReason
 
 logger = logging.getLogger(__name__)
@@ -390,7 +391,10 @@ class Game:
     def reset(self, seed: int) -> str:
         """Start the task that ``seed`` names and return the first message."""
         if self._env is None:
-            with self._calling(0):  # what it draws when it is made must not depend on the first task of its slot
+            with (
+                self._calling(0),
+                children_ignore_sigint(),
+            ):  # what it draws when it is made must not depend on the first task of its slot
                 self._env = _mend(self._factory(), self._name)
             self._takes_seed = "seed" in inspect.signature(self._env.reset).parameters
         with self._calling(seed):
