@@ -289,23 +289,22 @@ DELAYS = {
     "rollout": 0.15,
     "update": 0.3,
     "evaluation": 0.15,
-    "logging": 0.005,
     "save": 0.05,
-    "after": 0.1,
+    "after": 0.02,
 }
 """Seconds that a phase takes, about."""
 
-ORDER = ("rollout", "evaluation", "update", "save", "rollout", "build", "before", "evaluation", "update", "logging")
-"""The phases of ten moments; fewer take the first ones."""
+ORDER = ("before", "rollout", "evaluation", "update", "save", "rollout", "build", "evaluation", "update", "after")
+"""The phases of ten moments; fewer take the second and those behind it."""
 
 
 def moments(count: int, seed: int, to: str) -> list[str]:
     """Moments of a run, each at a random call and time of a phase."""
     generator = torch.Generator().manual_seed(seed)
     result = []
-    for i, phase in enumerate(ORDER[:count]):
+    for i, phase in enumerate(ORDER if count >= len(ORDER) else ORDER[1 : count + 1]):
         chance, call = torch.rand(2, generator=generator).tolist()
-        call = 1 if phase in ("build", "before") else 1 + int(2 * call)
+        call = 1 if phase in ("build", "before", "after") else 1 + int(2 * call)
         result.append(f"{phase}:{call}:{chance * DELAYS[phase]:.4f}:{('SIGINT', 'SIGTERM')[i % 2]}:{to}")
     return result
 
