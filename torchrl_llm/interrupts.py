@@ -97,6 +97,11 @@ class _Signals:
         for signum in self._old:
             signal.signal(signum, signal.SIG_IGN if signum == signal.SIGINT else signal.SIG_DFL)
 
+    def leave(self) -> None:
+        """Raise if a signal has come."""
+        if self.received:
+            raise _Drop
+
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self.received:
@@ -186,11 +191,39 @@ def interruptible(function: Callable[[], T], ranks: Agreement | None = None) -> 
 
 
 @contextmanager
+def held() -> Iterator[Callable[[], None]]:
+    """Inside, nothing is left half done: a signal waits for the next call of what is yielded, or for the end.
+
+    For what changes, for a while, what is saved after a signal: a policy that exchanges layers of the trained model.
+
+    Yields:
+        A function that leaves, with an exception, if a signal has come; for places where leaving does no harm.
+    """
+    signals = _active
+    if signals is None or not signals.drops or threading.current_thread() is not threading.main_thread():
+        yield _nothing
+        return
+    signals.drops = False
+    try:
+        yield signals.leave
+    finally:
+        signals.drops = True
+    signals.leave()
+
+
+def _nothing() -> None:
+    pass
+
+
+@contextmanager
 def children_ignore_sigint() -> Iterator[None]:
     """Inside, processes that this thread starts do not get the SIGINT that a terminal sends to all of them.
 
     A blocked signal stays blocked over ``fork`` and ``exec``, whatever handlers the new process installs.
     """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -20,7 +20,6 @@ PHASES = {
     "rollout": ("torchrl_llm.trainers.trainer", "LLMTrainer.collect"),
     "update": ("torchrl_llm.trainers.trainer", "LLMTrainer.update"),
     "evaluation": ("torchrl_llm.trainers.trainer", "LLMTrainer._evaluate"),
-    "logging": ("torchrl_llm.trainers.trainer", "LLMTrainer._log"),
     "save": ("torchrl_llm.trainers.checkpoint", "CheckpointStore.save"),
     "after": ("torchrl_llm.trainers.build", "Run.final_evaluation"),
 }

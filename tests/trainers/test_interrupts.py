@@ -21,7 +21,8 @@ import torch
 from test_checkpoint import CASES, RUN, digest, scalars
 from test_trainer import small_config
 
-from torchrl_llm.interrupts import Interrupted, catch_signals, children_ignore_sigint, interruptible
+from torchrl_llm.interrupts import Interrupted, catch_signals, children_ignore_sigint, held, interruptible
+from torchrl_llm.modules._lora import FusedLora
 from torchrl_llm.trainers import build_run, verify
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +75,29 @@ class TestInterruptible:
             interruptible(lambda: fails(False))
         with pytest.raises(Interrupted), catch_signals(""):
             interruptible(lambda: fails(True))
+
+    def test_what_is_held_is_left_at_its_places_only(self):
+        def work():
+            try:
+                with held() as leave_if_asked:
+                    interrupt()
+                    reached.append("held")
+                    leave_if_asked()
+                    reached.append("left too late")
+            finally:
+                reached.append("put back")
+
+        def to_the_end():
+            with held():
+                interrupt()
+                reached.append("whole")
+            reached.append("behind")
+
+        for function, expected in ((work, ["held", "put back"]), (to_the_end, ["whole"])):
+            reached = []
+            with pytest.raises(Interrupted), catch_signals(""):
+                interruptible(function)
+            assert reached == expected
 
     def test_elsewhere_it_does_nothing(self):
         def work():
@@ -211,6 +235,34 @@ class TestTrainer:
         lines = (tmp_path / "run" / "csv" / "scalars" / "evaluation" / "success.csv").read_text().splitlines()
         assert len(lines) == len({line.partition(",")[0] for line in lines}) == 2
 
+    def test_layers_that_a_policy_exchanges_are_back_when_the_run_is_saved(self, tmp_path, monkeypatch):
+        """The signal comes while they are put back, one by one."""
+
+        class Places(list):
+            times = 0
+
+            def __iter__(self):
+                self.times += 1
+                for i, place in enumerate(super().__iter__()):
+                    if (self.times, i) == (8, 1):
+                        interrupt()
+                    yield place
+
+        run = build_run(self.config(tmp_path, 2))
+        fused, session = FusedLora.in_place, Places()
+
+        def in_place(this):
+            session[:] = this._places
+            this._places = session
+            return fused(this)
+
+        layers = list(run.models.model.modules())
+        monkeypatch.setattr(FusedLora, "in_place", in_place)
+        with pytest.raises(Interrupted):
+            run.trainer.train()
+        assert session.times == 8
+        assert [id(layer) for layer in run.models.model.modules()] == [id(layer) for layer in layers]
+
     def test_without_checkpoints_it_says_so(self, tmp_path, capfd):
         run = build_run(small_config(tmp_path, max_iterations=3))
         self.stop(run.policy, "generate", 5)
@@ -237,23 +289,22 @@ DELAYS = {
     "rollout": 0.15,
     "update": 0.3,
     "evaluation": 0.15,
-    "logging": 0.005,
     "save": 0.05,
-    "after": 0.1,
+    "after": 0.02,
 }
 """Seconds that a phase takes, about."""
 
-ORDER = ("rollout", "evaluation", "update", "save", "rollout", "build", "before", "evaluation", "update", "logging")
-"""The phases of ten moments; fewer take the first ones."""
+ORDER = ("before", "rollout", "evaluation", "update", "save", "rollout", "build", "evaluation", "update", "after")
+"""The phases of ten moments; fewer take the second and those behind it."""
 
 
 def moments(count: int, seed: int, to: str) -> list[str]:
     """Moments of a run, each at a random call and time of a phase."""
     generator = torch.Generator().manual_seed(seed)
     result = []
-    for i, phase in enumerate(ORDER[:count]):
+    for i, phase in enumerate(ORDER if count >= len(ORDER) else ORDER[1 : count + 1]):
         chance, call = torch.rand(2, generator=generator).tolist()
-        call = 1 if phase in ("build", "before") else 1 + int(2 * call)
+        call = 1 if phase in ("build", "before", "after") else 1 + int(2 * call)
         result.append(f"{phase}:{call}:{chance * DELAYS[phase]:.4f}:{('SIGINT', 'SIGTERM')[i % 2]}:{to}")
     return result
 
@@ -345,5 +396,5 @@ class TestScript:
         settings = {"ray-workers": 1, "config": ROOT / "examples" / "configs" / "tiny_reinforce_llm.yaml"}
         settings["old-log-probs"] = "scorer"
         # A terminal knows no SIGTERM: who sends it to Ray's own processes too has ended the cluster.
-        found = [moment.replace("SIGTERM:group", "SIGTERM:self") for moment in moments(COUNT or 2, 3, "group")]
+        found = [moment.replace("SIGTERM:group", "SIGTERM:self") for moment in moments(COUNT or 1, 3, "group")]
         self.compare(tmp_path, "multiturn_ray.py", found, without=SAMPLED, **settings)

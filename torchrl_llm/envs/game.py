@@ -30,6 +30,7 @@ from numpy.random import mtrand
 from torchrl_llm.envs.chat import Role, compose_message
 from torchrl_llm.envs.tasks import Task, divide_rows, gem_kinds, task_of
 from torchrl_llm.envs.tickets import Stream, Ticket
+from torchrl_llm.interrupts import children_ignore_sigint
 from torchrl_llm.keys import StopReason
 
 logger = logging.getLogger(__name__)
@@ -442,7 +443,10 @@ class Game:
     def reset(self, seed: int) -> str:
         """Start the task that ``seed`` names and return the first message."""
         if self._env is None:
-            with self._calling(0):  # what it draws when it is made must not depend on the first task of its slot
+            with (
+                self._calling(0),
+                children_ignore_sigint(),
+            ):  # what it draws when it is made must not depend on the first task of its slot
                 self._env = _mend(self._factory(), self._name)
                 if self._rows is not None:
                     _divide(self._env, self._rows, self._name)

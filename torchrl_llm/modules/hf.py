@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm.interrupts import held
 from torchrl_llm.modules._engine import CachedModel, UnsupportedModelError
 from torchrl_llm.modules._kv_cache import Ints
 from torchrl_llm.modules.lm import causal_lm, check_vocabulary, generation_end_ids
@@ -143,10 +144,11 @@ class HFPolicy(TurnPolicy):
         noise = None
         if not greedy:
             noise = turn_noise(seed=self.seed, episode_id=episode_id.tolist(), turn=turn.tolist(), width=width)
-        with self._engine.session():
+        with held() as leave_if_asked, self._engine.session():
             logits: Tensor | None = self._engine.prefill(prompts, sizes, slots=slots.cpu().numpy(), room=width)
             loop = _Responses(self._engine, self._processor, prompts, sizes, noise, self.stop_ids, width)
             while logits is not None:
+                leave_if_asked()
                 logits = loop.advance(logits)
             generation = loop.close()
         if not bool(torch.isfinite(generation.log_probs).all()):

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_llm.interrupts import children_ignore_sigint, held
 from torchrl_llm.modules.lm import VocabularyMismatchError
 from torchrl_llm.modules.policy import (
     ContextLengthError,
@@ -145,7 +146,7 @@ def load_engine(
     else:
         args |= {"gpu_memory_utilization": gpu_memory_utilization, "kv_cache_memory_bytes": kv_cache_memory_bytes}
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess))}
-    with _undisturbed(variables):
+    with _undisturbed(variables), children_ignore_sigint():
         return vllm.LLM(str(path), **args | engine_args)
 
 
@@ -256,7 +257,7 @@ class VLLMPolicy(TurnPolicy):
 
     def poll(self) -> list[TurnResponse]:
         """Take one step of the engine, unless answers are waiting, and return the turns that are finished."""
-        with self.exclusive():
+        with held(), self.exclusive():
             if self._running and not self._ready:
                 self.step()
             ready, self._ready = self._ready, []
@@ -278,12 +279,13 @@ class VLLMPolicy(TurnPolicy):
         """Sample one response per row; see :meth:`TurnPolicy.generate`. Requests in flight go on beside them."""
         ids = prompt.cpu().numpy()
         rows = zip(lengths.tolist(), turn.tolist(), episode_id.tolist(), strict=True)
-        with self.exclusive():
+        with held() as leave_if_asked, self.exclusive():
             waiting = {
                 self._start(TurnRequest(-1 - row, ids[row, :length], episode, k, greedy)): row
                 for row, (length, k, episode) in enumerate(rows)
             }
             while self._running.keys() & waiting.keys():
+                leave_if_asked()
                 self.step()
             answers = {-1 - answer.slot: answer for answer in self._ready if answer.slot < 0}
             self._ready = [answer for answer in self._ready if answer.slot >= 0]
