@@ -130,7 +130,7 @@ episodes = st.builds(
 class TestTurnsToRows:
     @settings(deadline=None, max_examples=60)
     @given(
-        episodes=st.lists(episodes, min_size=1, max_size=4),
+        episodes=st.lists(episodes, min_size=1, max_size=4).filter(lambda every: any(each.turns for each in every)),
         idle=st.integers(0, 2),
         mask_key=st.booleans(),
         width=st.sampled_from([None, WIDTH, WIDTH + 9]),
