@@ -19,6 +19,7 @@ from sphinx.util import inspect as sphinx_inspect
 
 import torchrl_llm
 from torchrl_llm import keys
+from torchrl_llm.options import describe, options_of
 from torchrl_llm.record import METRICS
 from torchrl_llm.trainers import RunConfig, TrainerConfig
 
@@ -93,7 +94,7 @@ def _settings_table(config: type, *, without: tuple[str, ...] = ()) -> str:
     attributes = inspect.cleandoc(config.__doc__ or "").partition("Attributes:\n")[2]
     meaning = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE))
     rows = [
-        f"| `{field.name}` | `{_cell(str(field.type))}` | {_default(field)} | {_cell(meaning[field.name])} |"
+        f"| `{field.name}` | {_cell(describe(options_of(config)[field.name].hint))} | {_default(field)} | {_cell(meaning[field.name])} |"
         for field in fields(config)
         if field.name not in without
     ]
@@ -102,6 +103,7 @@ def _settings_table(config: type, *, without: tuple[str, ...] = ()) -> str:
 
 ROOMS = {
     "keys": (),
+    "options": (),
     "segments": (),
     "envs": (),
     "modules": (),

@@ -17,6 +17,29 @@ from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
 
+__all__ = [
+    "Bound",
+    "Checked",
+    "Count",
+    "Idle",
+    "MinP",
+    "Natural",
+    "NonNegative",
+    "Option",
+    "Positive",
+    "PositiveShare",
+    "Range",
+    "Ratio",
+    "Share",
+    "Temperature",
+    "check_options",
+    "check_value",
+    "describe",
+    "fits",
+    "nearest",
+    "options_of",
+]  # ConfigError is documented with the settings
+
 
 class ConfigError(ValueError):
     """An option that is of another type or out of range, does nothing, or contradicts another."""

@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
@@ -98,12 +98,11 @@ class _File(argparse.Action):
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's scalars: ``1e-3`` is a number, and ``no`` (of mixed_precision) is text."""
 
-    yaml_implicit_resolvers: ClassVar = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("bool", "float")]
-        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-    }
 
-
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("bool", "float")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
 _NUMBER = r"[-+]?(\d+\.?\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"^({_NUMBER})$"), list("-+.0123456789"))
 _Loader.add_implicit_resolver(
@@ -159,7 +158,7 @@ def _parser(description: str | None) -> _Parser:
     meaning = {**_meanings(TrainerConfig), **_meanings(RunConfig)}
     for name, option in options_of(RunConfig).items():
         said = f"{meaning[name]} (type: {describe(option.hint)}; default: {option.default})".replace("%", "%%")
-        bare = {"nargs": "?", "const": "true"} if option.hint is bool else {}
+        bare: dict[str, Any] = {"nargs": "?", "const": "true"} if option.hint is bool else {}
         flag = parser.add_argument(f"--{name}", action=_Flag, metavar="VALUE", help=said, **bare)
         flag.hint = option.hint  # type: ignore[attr-defined]
     return parser

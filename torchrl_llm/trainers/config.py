@@ -321,7 +321,7 @@ class RunConfig(TrainerConfig):
     # model
     model_path: str = "Qwen/Qwen2.5-0.5B-Instruct"
     tokenizer_path: str | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
     device: str | None = None
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     attn_implementation: str | None = None

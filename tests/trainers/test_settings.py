@@ -1,0 +1,559 @@
+"""The law of the settings: whoever changes one changes what a run does, or is told why not. Over every field.
+
+What a run does is its trace: metrics, weights, files but for the echo of the settings, calls of model, engine and workers.
+Each case changes one field in one context. A context in which the field has nothing to act on belongs here too: there
+the change is refused with a sentence that names the field, never taken without effect.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from test_trainer import ALGORITHMS, weights
+from torchrl.checkpoint import CheckpointError
+
+from torchrl_llm.envs import EnvironmentFault, GEMEnv, NotAppendOnlyError
+from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer, tiny_model_path
+from torchrl_llm.trainers import ConfigError, RunConfig, build, build_run
+
+BASE = {
+    "model_path": "tiny",
+    "dtype": "float32",
+    "device": "cpu",
+    "algo": "LLMREINFORCE",
+    "max_model_len": 256,
+    "max_output_tokens": 16,
+    "num_envs": 4,
+    "batch_size": 4,
+    "lora_r": 0,
+    "kl_coeff": 0.0,
+    "epochs": 2,
+    "lr_actor": 1e-2,
+    "max_iterations": 2,
+    "max_steps": 100,
+    "evaluation_interval": 0,
+    "evaluation_episodes": 4,
+    "final_episodes": 4,
+    "save_checkpoints": False,
+    "progress": False,
+}
+"""Two iterations of a few conversations, each with a second epoch, so that ratios differ from 1: a quarter of a second."""
+
+
+class Guess:
+    """Two turns, each paid by what is said."""
+
+    where: ClassVar[set[bool]] = set()
+
+    def reset(self, seed=None):
+        self.turn, self.seed = 0, seed
+        return "Guess.", {}
+
+    def step(self, action):
+        self.where.add(threading.current_thread() is threading.main_thread())
+        self.turn += 1
+        return "Again.", float(sum(map(ord, action)) % 3), self.turn == 2, False, {}
+
+
+class Other(Guess):
+    """Pays more."""
+
+    def step(self, action):
+        text, reward, *rest = super().step(action)
+        return text, 2 * reward + 0.5, *rest
+
+
+class Slow(Guess):
+    """Sleeps in some tasks."""
+
+    thread_safe = True
+
+    def step(self, action):
+        if self.seed % 3 == 0:
+            time.sleep(0.2)
+        return super().step(action)
+
+
+class Failing(Guess):
+    """Fails in some tasks."""
+
+    def step(self, action):
+        if self.seed // 4 % 4 == 0:
+            raise RuntimeError("out of order")
+        return super().step(action)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One field changed to ``value`` where the other settings are :data:`BASE` and ``context``.
+
+    Attributes:
+        value: the new value; a function makes it of the test's folder.
+        context: other settings.
+        env: what is played instead of ``env_name``.
+        prior: settings of a run that has been in the folder before.
+        run: what is done with the configuration; returns the trace.
+        refused: whether a refusal is an answer. Without, the change must have an effect.
+    """
+
+    value: Any
+    context: dict[str, Any] = field(default_factory=dict)
+    env: Any = None
+    prior: dict[str, Any] | None = None
+    run: Callable[..., Any] | None = None
+    refused: bool = False
+
+
+def works(value: Any, algo: str | None = None, **context: Any) -> Case:
+    special = {name: context.pop(name, None) for name in ("env", "prior", "run")}
+    return Case(value, ({"algo": algo, **ALGORITHMS[algo]} if algo else {}) | context, **special)
+
+
+def idle(value: Any, algo: str | None = None, **context: Any) -> Case:
+    """A context in which the field has no effect to have."""
+    return replace(works(value, algo, **context), refused=True)
+
+
+def trained(config: RunConfig, env: Any) -> dict[str, Any]:
+    """The trace of a run to its end."""
+    Guess.where.clear()
+    run = build_run(config, env=env)
+    calls = []
+    hook = run.models.model.register_forward_hook(lambda *_: calls.append(1))
+    layers = []
+    layer = next(module for name, module in run.models.model.named_modules() if name.endswith("layers.0.self_attn"))
+    counted = layer.register_forward_hook(lambda *_: layers.append(1))
+    try:
+        history = run.trainer.train()
+    finally:
+        hook.remove()
+        counted.remove()
+        run.close()
+    timeless = [{name: value for name, value in row.items() if not name.startswith("time/")} for row in history]
+    files = [re.sub(r"events\..*", "events", str(path)) for path in config.output_dir.rglob("*") if path.is_file()]
+    return {
+        "metrics": str(timeless),
+        "weights": weights(run).double().numpy().tobytes(),
+        "files": sorted(name.removeprefix(str(config.output_dir)) for name in files),
+        "calls": (len(calls), len(layers), sorted(Guess.where)),
+        "end": run.trainer.stop_reason,
+    }
+
+
+def built(config: RunConfig, env: Any) -> dict[str, Any]:
+    """What is made for a run that a test of the suite plays elsewhere: parts whose work is no function of the settings."""
+    run = build_run(config, env=env)
+    try:
+        return {
+            "collector": type(run.trainer.collector).__name__,
+            "scored": run.trainer.scores_old,
+            "callbacks": [type(each).__name__ for each in run.trainer.callbacks],
+            "compiled": any("forward" in vars(module) for module in run.models.model.modules()),
+        }
+    finally:
+        run.close()
+
+
+def graded(config: RunConfig, env: Any) -> Any:
+    """The gradient on a batch whose log-probs are not the model's: for runs that do not repeat, with ``max_staleness``."""
+    run = build_run(replace(config, collector="turn", max_staleness=None, sampler_bounds=None, sampler_level=None))
+    next(iter(run.trainer.collector))
+    rows = run.trainer.replay_buffer[:].contiguous()
+    rows["old_log_prob"] = rows["sample_log_prob"] + torch.linspace(0, 2, rows["sample_log_prob"].shape[1])
+    loss = build.make_objective(config, run.models)
+    loss(loss.value_estimator(rows))["loss_objective"].backward()
+    run.close()
+    return {"gradient": [p.grad.numpy().tobytes() for p in run.models.actor_parameters() if p.grad is not None]}
+
+
+def logged(config: RunConfig, env: Any) -> Any:
+    """The loggers asked for."""
+    asked = []
+
+    def recorder(kind, *args, **options):
+        asked.append((kind, {**options.get("wandb_kwargs", {}), "id": None}))
+        return get_logger("csv", str(config.output_dir), "csv")
+
+    get_logger, build.get_logger = build.get_logger, recorder
+    try:
+        build.make_loggers(config)
+    finally:
+        build.get_logger = get_logger
+    return {"asked": asked}
+
+
+class Recorder:
+    """Stands where vLLM or Ray would be made, and keeps what it is given."""
+
+    calls: ClassVar[list[Any]] = []
+    policy_version = 1
+    merged = True
+    sleep_level = 0
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        simple = (str, int, float, bool, dict, type(None))
+        kept = {name: value for name, value in options.items() if isinstance(value, simple)}
+        self.calls.append(str(kept | {"at": [each for each in args if isinstance(each, str)]}))
+
+
+def engine(config: RunConfig, env: Any) -> Any:
+    """What the engine, its weight transfer, or the workers are made with."""
+    names = ("VLLMPolicy", "VLLMWeightSync", "RayWeightSync", "RayTurnCollector")
+    Recorder.calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(build, name, type(name, (Recorder,), {}))
+        tokenizer = load_tiny_tokenizer()
+        sampling, path = config.sampling(), str(tiny_model_path())
+        models = build.load_models(config, path, tokenizer, sampling, device="cpu")
+        policy, sync = build.make_policy(config, path, tokenizer, sampling, models)
+        worker = build._worker_policy(config, tokenizer, sampling, None) if config.policy == "vllm" else None
+        if config.collector == "ray":
+            game = GEMEnv(Guess, tokenizer=tokenizer)
+            ranks = build.Ranks(build.make_accelerator(config))
+            workers = build.Workers(None, None, sync)
+            build.make_collector(config, game, policy, build.make_replay_buffer(config), ranks, workers)
+    return {"calls": Recorder.calls, "plays": (type(policy).__name__, type(worker).__name__)}
+
+
+def scripted(config: RunConfig, env: Any) -> Any:
+    """What ``examples/multiturn.py`` leaves behind."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("multiturn", Path(__file__).parents[2] / "examples" / "multiturn.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    result = module.main(config)
+    merged = sorted(path.name for path in (config.output_dir / "merged").glob("*"))
+    return {"rates": (result["reward_before"], result["turns_before"]), "merged": merged}
+
+
+def fresh_state(config: RunConfig, env: Any) -> Any:
+    """A run with a state of accelerate's own: it keeps one precision for a process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AcceleratorState, "_shared_state", {})
+        return trained(config, env)
+
+
+def placed(config: RunConfig, env: Any) -> Any:
+    """Where a run writes."""
+    trained(config, env)
+    return config.output_dir.exists() and config.output_dir.resolve()
+
+
+def own_env(config: RunConfig, env: Any) -> Any:
+    """A run whose environments the caller makes."""
+    run = build_run(config, make_env=partial(GEMEnv, [Guess, Other]))
+    ids = [run.trainer.collector.env.tickets[i].env_id for i in range(32)]
+    run.close()
+    return ids
+
+
+def other_model(place: Path) -> str:
+    model = load_tiny_model()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.5)
+    model.save_pretrained(place / "other")
+    load_tiny_tokenizer().save_pretrained(place / "other")
+    return str(place / "other")
+
+
+def other_tokenizer(place: Path, *, add: str = "{{ mood or 'calm' }}", end: str = "") -> str:
+    """The tiny model's tokenizer with a template that reads a variable, or rewrites history."""
+    tokenizer, where = load_tiny_tokenizer(), place / f"tokenizer{len(add)}{len(end)}"
+    tokenizer.chat_template = add + tokenizer.chat_template + end
+    tokenizer.save_pretrained(where)
+    return str(where)
+
+
+def forgetful(place: Path) -> str:
+    return other_tokenizer(place, add="{{ messages | length }}")
+
+
+def remote_code(place: Path) -> str:
+    """A model whose configuration comes as code."""
+    where = place / "remote"
+    load_tiny_model().save_pretrained(where)
+    load_tiny_tokenizer().save_pretrained(where)
+    text = (where / "config.json").read_text().replace('"model_type": "qwen2"', '"model_type": "own_lm"')
+    auto = '{\n  "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnLM"},'
+    (where / "config.json").write_text(text.replace("{", auto, 1))
+    (where / "own.py").write_text(
+        "from transformers import Qwen2Config, Qwen2ForCausalLM\n"
+        "class OwnConfig(Qwen2Config):\n    model_type = 'own_lm'\n"
+        "class OwnLM(Qwen2ForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    return str(where)
+
+
+def checkpoint(place: Path, **settings: Any) -> Path:
+    where = place / f"saved{len(settings)}"
+    if not where.exists():
+        more = {"save_checkpoints": True, "max_iterations": 1, "output_dir": where, **settings}
+        build_run(RunConfig(**BASE | more)).trainer.train()
+    return where / "checkpoints" / "last"
+
+
+ADAPTERS = {"algo": "LLMPPO", "lora_r": 2, "kl_coeff": 0.1}
+
+
+def adapters(place: Path) -> Path:
+    return checkpoint(place, **ADAPTERS)
+
+
+EVALUATED = {"evaluation_interval": 1}
+SAVED = {"save_checkpoints": True, "checkpoint_interval": 1}
+KL = {"kl_coeff": 0.1}
+GAP = {"top_p": 0.8, "sampler_correction": "truncate", "sampler_bounds": 1.5}
+MIXED = {"env": [Guess, Other]}
+SHORT = {"max_output_tokens": 5, "batch_size": 16}
+VLLM = {"policy": "vllm", "run": engine}
+RAY = {"collector": "ray", "run": engine}
+STALE = {"collector": "async", "max_staleness": 1, "run": graded}
+AGAIN = {"prior": SAVED, **SAVED}
+
+
+def of_vllm(value: Any) -> list[Case]:
+    return [works(value, **VLLM), idle(value)]
+
+
+def of_ray(value: Any) -> list[Case]:
+    return [works(value, **RAY), idle(value), idle(value, collector="async")]
+
+
+LAW: dict[str, list[Case]] = {
+    # the loop
+    "epochs": [works(1)],
+    "minibatch_size": [works(2)],
+    "max_tokens": [works(60)],
+    "old_log_probs": [works("scorer"), works("sampler", top_p=0.8)],
+    "critic_warmup": [works(1, "LLMPPO"), idle(1), idle(3, "LLMPPO")],
+    "dynamic_sampling": [works(2, "GRPO", env=Guess, batch_size=8)],
+    "overlong_filter": [works(True, **SHORT)],
+    "overlong_penalty": [works(0.5, **SHORT)],
+    "overlong_buffer": [works(2, overlong_penalty=0.5, **SHORT), idle(2), idle(6, overlong_penalty=0.5, **SHORT)],
+    "max_grad_norm": [works(0.01)],
+    "schedule": [works("constant"), idle("linear"), idle("constant", warmup_fraction=1.0)],
+    "warmup_fraction": [works(0.5)],
+    "min_lr_fraction": [works(0.5), idle(0.5, schedule="constant"), idle(0.5, warmup_fraction=1.0)],
+    "max_steps": [works(3)],
+    "max_iterations": [works(1)],
+    "max_seconds": [works(1e-6)],
+    "stop_at_success": [works(0.01, evaluation_episodes=16, evaluation_interval=1), idle(0.01)],
+    "evaluation_interval": [works(1)],
+    "checkpoint_interval": [works(1, save_checkpoints=True), idle(1)],
+    "seed": [works(1)],
+    # the model
+    "algo": [works("LLMPPO")],
+    "model_path": [works(other_model), idle("/no/such/model")],
+    "tokenizer_path": [works(other_tokenizer), idle("/no/such/tokenizer")],
+    "dtype": [works("bfloat16", lora_r=2)],
+    "device": [idle("cuda")],
+    "mixed_precision": [works("bf16", run=fresh_state)],
+    "attn_implementation": [works("eager")],
+    "trust_remote_code": [works(True, model_path=remote_code)],
+    "gradient_checkpointing": [works(True)],
+    "compile": [works(True, run=built)],
+    "quantization": [idle("nf4", lora_r=2), idle("nf4")],
+    "lora_r": [works(2)],
+    "lora_alpha": [works(9, lora_r=2), idle(9)],
+    "lora_targets": [works(["q_proj"], lora_r=2), idle("q_proj", lora_r=2), idle(["q_proj"])],
+    "critic_trunk": [works("shared", "LLMPPO"), idle("Shared", "LLMPPO"), idle("shared")],
+    "init_from": [works(checkpoint), idle("/no/such/checkpoint")],
+    "init_reference": [works(True, init_from=adapters, **ADAPTERS), idle(True), idle(True, init_from=checkpoint)],
+    "init_critic": [works(True, init_from=adapters, **ADAPTERS), idle(True, "LLMPPO"), idle(True, init_from=checkpoint)],
+    "merge_lora_configs": [
+        works(True, init_from=adapters, **ADAPTERS | {"lora_r": 4}),
+        idle(True),
+        idle(True, init_from=checkpoint),
+    ],
+    "refresh_reference": [works(1, lora_r=2, **KL), idle(1)],
+    # the environment
+    "env_name": [works("game:GuessTheNumber-v0-hard")],
+    "env_weights": [works([1.0, 9.0], **MIXED), idle([2.0]), idle([1.0, 9.0], run=own_env)],
+    "adaptive_tasks": [works(True, batch_size=16, max_iterations=3, **MIXED), idle(True)],
+    "num_envs": [works(2)],
+    "max_turns": [works(1)],
+    "max_model_len": [works(64)],
+    "overflow": [works("slide", max_model_len=64)],
+    "system_prompt": [works("Be brief.")],
+    "template": [works("raw", run=fresh_state)],
+    "history": [works("append", tokenizer_path=forgetful), idle("append", template="raw")],
+    "chat_template_kwargs": [works({"mood": "wild"}, tokenizer_path=other_tokenizer), idle({"mood": "x"}, template="raw")],
+    # sampling
+    "temperature": [works(0.7)],
+    "top_k": [works(2)],
+    "top_p": [works(0.8)],
+    "min_p": [works(0.3)],
+    "repetition_penalty": [works(1.5)],
+    "min_output_tokens": [works(12)],
+    "max_output_tokens": [works(5)],
+    # the rollout
+    "policy": [works("vllm", run=engine)],
+    "engine_dtype": of_vllm("bfloat16"),
+    "tensor_parallel_size": of_vllm(2),
+    "gpu_memory_utilization": of_vllm(0.5),
+    "kv_cache_memory_bytes": of_vllm(10_000_000),
+    "enforce_eager": of_vllm(True),
+    "prefix_caching": of_vllm(False),
+    "engine_process": of_vllm(True),
+    "sleep_mode": [*of_vllm(True), idle(True, **VLLM | RAY)],
+    "weight_sync": [*of_vllm("reload"), idle("adapter", **VLLM), idle("reload", **VLLM | RAY), idle("nccl", **VLLM | RAY)],
+    "collector": [works("async", run=built)],
+    "max_staleness": [works(1, collector="async", run=built), idle(1)],
+    "ray_workers": of_ray(3),
+    "ray_worker_cpus": of_ray(0.5),
+    "ray_worker_gpus": of_ray(1.0),
+    "env_threads": [works(2, env=Guess)],
+    "step_timeout": [works(0.05, env=Slow, batch_size=8), idle(0.05, env_threads=0)],
+    "max_faults": [works(0, env=Failing, batch_size=8)],
+    # the algorithm
+    "batch_size": [works(8)],
+    "group_size": [works(2)],
+    "gamma": [works(0.5)],
+    "keep_discount": [works(True), idle(True, gamma=1.0), idle(True, "GRPO", credit="turn")],
+    "clip_advantage": [works(0.3)],
+    "kl_coeff": [works(0.1)],
+    "kl_in": [works("loss", **KL), works("reward", "LLMPPO", **KL), idle("loss")],
+    "kl_kind": [works("k2", "LLMPPO", **KL), idle("k2", **KL), idle("k2", kl_in="loss"), idle("k2", "LLMPPO")],
+    "clipping": [works("none"), works("cispo")],
+    "clip_epsilon": [works(0.001), works((0.001, 0.4)), idle(0.3, clipping="none")],
+    "dual_clip": [works(1.002, clip_epsilon=0.001), idle(3.0, clipping="cispo"), idle(3.0, clipping="none")],
+    "ratio_level": [works("sequence"), works("turn")],
+    "ratio_reduction": [works("sum", ratio_level="turn"), idle("sum")],
+    "unit_weight": [works("equal", ratio_level="turn"), idle("equal")],
+    "weighting": [works("sequence"), works("turn")],
+    "weight_constant": [
+        works(99.0, weighting="constant", weight_constant=9.0),
+        *(idle(9.0, weighting=kind) for kind in ("token", "turn", "sequence")),
+    ],
+    "entropy_coeff": [works(0.1), idle(-0.1)],
+    "sampler_correction": [works("truncate", **GAP | {"sampler_correction": None}), works("mask", top_p=0.8, sampler_correction="reject", sampler_bounds=(0.99, 1.5)),
+    ],
+    "sampler_bounds": [works(0.5, **GAP), works(1.01, **STALE), idle(1.5)],
+    "sampler_level": [works("turn", **GAP), works("turn", **STALE), idle("turn")],
+    "sampler_reduction": [works("mean", **GAP | {"sampler_level": "turn"}), idle("mean", **GAP), idle("mean")],
+    "lmbda": [works(0.3, "LLMPPO"), idle(0.3), idle(7, "LLMPPO")],
+    "critic_coeff": [works(5.0, "LLMPPO", max_grad_norm=1e3), idle(0.3)],
+    "clip_value": [works(1e-3, "LLMPPO"), works(0.0, "LLMPPO", clip_value=1e-3), idle(0.3)],
+    "granularity": [works("token", "LLMPPO"), idle("token")],
+    "value_reduction": [works("mean", "LLMPPO"), idle("mean")],
+    "whiten": [works(False, "LLMPPO"), idle(False)],
+    "normalise_over": [works("none"), idle("none", "LLMPPO")],
+    "credit": [works("turn", "GRPO", env=Guess), idle("turn")],
+    "baseline": [works("leave_one_out", "GRPO", scale="none", max_grad_norm=1e3, env=Guess), idle("leave_one_out")],
+    "scale": [works("none", "GRPO", max_grad_norm=1e3, env=Guess), idle("none")],
+    # the optimizer
+    "lr_actor": [works(1e-3)],
+    "lr_critic": [works(1e-3, "LLMPPO"), idle(1e-3)],
+    "weight_decay": [works(0.5)],
+    "adam_beta2": [works(0.5)],
+    # the run
+    "evaluation_episodes": [works(6, **EVALUATED)],
+    "evaluation_greedy": [works(True, **EVALUATED), idle(True)],
+    "final_episodes": [works(2, run=scripted)],
+    "output_dir": [works(lambda place: place / "elsewhere", run=placed)],
+    "save_checkpoints": [works(True)],
+    "keep_checkpoints": [works(1, **SAVED), idle(1)],
+    "export_merged": [works(True, run=scripted)],
+    "resume": [works(True, **AGAIN)],
+    "resume_from": [works(checkpoint, max_iterations=1, save_checkpoints=True)],
+    "accept_changes": [works(["max_iterations"], prior={**SAVED, "max_iterations": 1}, resume=True, **SAVED), idle(["seed"])],
+    "overwrite": [works(True, **AGAIN)],
+    "tensorboard": [works(True)],
+    "wandb": [works(True, run=logged)],
+    "wandb_project": [works("mine", wandb=True, run=logged), idle("mine")],
+    "progress": [works(True, run=built)],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    """Traces a configuration; what was traced once is remembered."""
+    place, known = tmp_path_factory.mktemp("law"), {}
+
+    def made(settings: dict[str, Any]) -> dict[str, Any]:
+        return {name: value(place) if callable(value) else value for name, value in settings.items()}
+
+    def trace(case: Case, settings: dict[str, Any]) -> Any:
+        settings = made(BASE | case.context | settings)
+        key = str((settings, case.env, case.prior, case.run))
+        if key not in known:
+            where = {"output_dir": place / f"run{len(known)}"} | settings
+            if case.prior is not None:
+                anew = {"resume": False, "overwrite": False, "accept_changes": [], "output_dir": where["output_dir"]}
+                build_run(RunConfig(**BASE | case.context | anew | case.prior)).trainer.train()
+            try:
+                known[key] = (case.run or trained)(RunConfig(**where), case.env)
+            except EnvironmentFault as fault:
+                known[key] = {"raised": type(fault)}
+            except (ConfigError, CheckpointError, ImportError, NotAppendOnlyError) as error:
+                known[key] = error
+        return known[key]
+
+    return trace
+
+
+NAMES = [each.name for each in fields(RunConfig)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_setting_has_an_effect_or_is_refused(name, trace):
+    cases = LAW.get(name, [])
+    assert cases, f"{name} has no entry in LAW: say what changes with it, and where it would do nothing."
+    for case in cases:
+        base, changed = trace(case, {}), trace(case, {name: case.value})
+        said = f"{name}={case.value!r} with {case.context}"
+        if isinstance(changed, Exception):
+            assert case.refused, f"{said} fails: {changed!r}"
+            assert name in str(changed), f"{said} is refused without its name: {changed}"
+            continue
+        differs = isinstance(base, Exception) or changed != base
+        assert differs, f"{said} changes nothing."
+
+
+def test_a_trace_is_that_of_its_settings(trace):
+    """The law would hold of anything if two runs of the same settings differed."""
+    again = replace(works(0), context={"wandb_project": "torchrl_llm"})
+    for first, second in (
+        (works(0), again),
+        (works(0, "LLMPPO"), replace(again, context=works(0, "LLMPPO").context | again.context)),
+    ):
+        assert trace(first, {}) == trace(second, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("weight_decay", 0.5),
+        ("adam_beta2", 0.5),
+        ("seed", 1),
+        ("lr_actor", 1e-3),
+        ("schedule", "constant"),
+        ("max_grad_norm", 0.01),
+        ("temperature", 0.7),
+        ("gamma", 0.5),
+    ],
+)
+def test_an_accepted_change_takes_effect(name, value, trace):
+    """What a checkpoint holds of the settings (optimizer, generators, tickets) gives way to the accepted change."""
+    context = {**SAVED, "minibatch_size": 2, "resume": True, "accept_changes": ["max_iterations", name]}
+    case = Case(value, context, prior={"max_iterations": 1})
+    same, changed = trace(case, {}), trace(case, {name: value})
+    assert changed["weights"] != same["weights"]
+    if name == "seed":
+        assert changed["metrics"] != same["metrics"]
+
+
+def test_there_is_no_entry_without_a_field():
+    assert set(LAW) == set(NAMES)
