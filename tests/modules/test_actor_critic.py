@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from tensordict import TensorDict
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3Config,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from torchrl_llm.modules import (
     AdapterError,
@@ -73,6 +81,11 @@ def lora(request) -> LoraConfig | None:
 
 
 class TestLoadActorCritic:
+    def test_a_lora_run_gives_no_warning(self):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            load_actor_critic(make_model(), lora=LoraConfig(**LORA), critic=True, gradient_checkpointing=True)
+
     def test_reference_is_the_base_exactly_and_stays_it(self, lora):
         expected = TokenScorer(make_model())(make_rows())["log_prob"].detach()
         models = load_actor_critic(make_model(), lora=lora, critic=True, reference=True)
@@ -355,6 +368,46 @@ class TestMixtureOfExperts:
         loaded.load_pretrained(tmp_path)
         for one, other in zip(outputs(loaded), outputs(models), strict=True):
             assert torch.equal(one, other)
+
+
+def gemma3() -> torch.nn.Module:
+    """A multimodal model, as AutoModelForCausalLM loads it."""
+    text = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 2)
+    text |= {"vocab_size": 264, "hidden_size": 16, "intermediate_size": 32, "head_dim": 8}
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config)
+
+
+class TestMultimodal:
+    @pytest.mark.parametrize(
+        "lora",
+        [
+            LoraConfig(r=2, target_modules="all-linear"),
+            LoraConfig(r=2, target_modules=["q_proj", "o_proj"]),
+            LoraConfig(r=2, target_modules="all-linear", exclude_modules=["k_proj"]),
+            LoraConfig(r=2, target_modules="all-linear", exclude_modules=r".*\.k_proj"),
+        ],
+        ids=str,
+    )
+    def test_adapters_go_to_the_language_model_only(self, lora, tmp_path):
+        models = load_actor_critic(gemma3(), lora=lora, critic=True)
+        names = [name for name, p in models.model.named_parameters() if p.requires_grad]
+        assert names
+        assert all(".language_model.layers." in name for name in names)
+        assert any("k_proj" in name for name in names) == (
+            lora.target_modules == "all-linear" and not lora.exclude_modules
+        )
+        # Every one of them is reached by a loss.
+        perturb(models)
+        (models.actor(make_rows())["log_prob"].sum() + models.critic(make_rows())["state_value"].sum()).backward()
+        assert all(p.grad is not None and p.grad.any() for p in models.actor_parameters() + models.critic_parameters())
+        models.save_pretrained(tmp_path)
+        fresh = load_actor_critic(gemma3(), lora=lora, critic=True)
+        fresh.load_pretrained(tmp_path)
+        assert outputs(fresh)[0].equal(outputs(models)[0])
 
 
 class TestMasterWeights:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,7 +26,14 @@ from torchrl_llm.modules._compile import compile_layers
 from torchrl_llm.modules._memory import on_host
 from torchrl_llm.modules.adapters import AdapterError, enable_gradient_checkpointing
 from torchrl_llm.modules.critic import TurnCritic
-from torchrl_llm.modules.lm import backbone, check_head, check_repeatable, check_vocabulary, generation_end_ids
+from torchrl_llm.modules.lm import (
+    backbone,
+    causal_lm,
+    check_head,
+    check_repeatable,
+    check_vocabulary,
+    generation_end_ids,
+)
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.modules.scorer import TokenScorer
 from torchrl_llm.modules.weights import (
@@ -294,7 +302,8 @@ def load_actor_critic(
 
     Args:
         model: a directory or hub id in transformers format, or a causal language model. A model is used, not copied.
-        lora: the LoRA settings of the adapters; ``None``: full fine-tuning.
+        lora: the LoRA settings of the adapters; ``None``: full fine-tuning. Of a multimodal model only the language model gets
+            adapters, whatever the names in ``target_modules`` match elsewhere.
         critic: make a critic. ``"shared"``: it is a value head on the actor's own trunk, so that one forward's weights
             serve both and the gradients of both losses flow into them.
         reference: make a reference of the model as it is now. With LoRA it is the base with adapters off, and stays so;
@@ -406,7 +415,10 @@ def _check_options(
 def _add_adapters(base: nn.Module, lora: LoraConfig, names: Sequence[str], seed: int) -> Any:
     """``base`` as a ``PeftModel`` with one adapter per name, the first one active; all but ``reference`` train."""
     _check_lora(base, lora)
-    with torch.random.fork_rng(devices=[]):
+    lora = _within_language_model(base, lora)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # PEFT asks transformers under a name that transformers has renamed; the question has the same answer.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
         # PEFT draws on the CPU and moves the weights afterwards: the CPU generator is all there is to seed.
         torch.default_generator.manual_seed(seed)
         model: Any = get_peft_model(base, copy.deepcopy(lora), adapter_name=names[0])
@@ -416,6 +428,25 @@ def _add_adapters(base: nn.Module, lora: LoraConfig, names: Sequence[str], seed:
     if "reference" in names:
         set_adapter_tensors(model, "reference", adapter_of(model, names[0]).tensors)
     return model.eval()
+
+
+def _within_language_model(base: nn.Module, lora: LoraConfig) -> LoraConfig:
+    """``lora``, kept out of the parts of a multimodal model that text does not pass through."""
+    names = {id(module): name for name, module in base.named_modules()}
+    decoder, head = (names.get(id(x)) for x in (backbone(base), causal_lm(base).get_output_embeddings()))
+    outside = [
+        name
+        for name, module in base.named_modules()
+        if isinstance(module, nn.Linear) and name != head and decoder and not name.startswith(f"{decoder}.")
+    ]
+    if not outside:
+        return lora
+    given = lora.exclude_modules
+    own = [] if not given else [given] if isinstance(given, str) else [rf"(.*\.)?({'|'.join(map(re.escape, given))})"]
+    kept = rf"(?!{re.escape(decoder or '')}\.|{re.escape(head or '')}$).*"
+    lora = copy.deepcopy(lora)
+    lora.exclude_modules = "|".join(f"({pattern})" for pattern in (kept, *own))
+    return lora
 
 
 def _check_lora(base: nn.Module, lora: LoraConfig) -> None:

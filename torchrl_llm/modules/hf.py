@@ -91,6 +91,8 @@ class HFPolicy(TurnPolicy):
         torch.Size([2, 4])
     """
 
+    stop_ids: tuple[int, ...]
+
     def __init__(
         self,
         model: nn.Module,

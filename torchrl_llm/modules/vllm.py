@@ -197,6 +197,7 @@ class VLLMPolicy(TurnPolicy):
     """
 
     concurrent = True
+    stop_ids: tuple[int, ...]
 
     def __init__(
         self,

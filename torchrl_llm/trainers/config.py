@@ -205,7 +205,7 @@ class RunConfig(TrainerConfig):
         lora_r: rank of the LoRA adapters; 0 trains all weights, with 16 bytes of memory for each.
         lora_alpha: LoRA's scale is lora_alpha / lora_r; None takes 2 * lora_r.
         lora_targets: names of the linear modules that get adapters, as a list; or "all-linear", or a regular expression that
-            matches whole module paths.
+            matches whole module paths. Of a multimodal model those of its language model only.
         critic_trunk: the critic has a "separate" adapter (or copy of the model), or is a head on the "shared" trunk of the
             actor (LLMPPO).
         init_from: a checkpoint (or what ActorCritic.save_pretrained wrote) whose weights the run starts from.
