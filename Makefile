@@ -9,6 +9,8 @@ WHEEL  := .venv-wheel
 RUN    := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 # Byte code is compiled at the first import, of what is imported: all of PyTorch and transformers would take minutes.
 PIP    := pip install --quiet --disable-pip-version-check --no-compile
+PY     ?= python3
+GPU_FLAGS ?=
 ALGO   ?= LLMPPO
 OUT    ?= runs/demo
 POLICY ?= hf
@@ -18,7 +20,7 @@ CONFIG_LLMREINFORCE := tiny_reinforce_llm
 CONFIG_GRPO         := tiny_grpo_multiturn
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-scale test-resume test-interrupt test-wheel check-python lint format typecheck docs dist clean
+.PHONY: help demo test test-vllm test-scale test-gpu bench-gpu test-resume test-interrupt test-wheel check-python lint format typecheck docs dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -63,6 +65,13 @@ test-vllm: $(VLLM)/.test ## run the tests that need vLLM, on CPUs (about 10 minu
 
 test-scale: $(RAY)/.test ## run the tests that need Ray, on this machine (about 8 minutes, installs included)
 	$(RUN) $(RAY)/bin/python -m pytest -m "ray and not vllm and not gpu" tests
+
+# On a machine with a GPU: with the packages of PY, and nothing installed. GPU_FLAGS="--device cpu --tiny" tries it without one.
+test-gpu: ## check what needs a CUDA device, with the packages of PY=python3; JSON in runs/gpu (under 8 minutes)
+	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) benchmarks/gpu.py test --output runs/gpu/test.json $(GPU_FLAGS)
+
+bench-gpu: ## measure playing and learning on a CUDA device, likewise (under 8 minutes)
+	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) benchmarks/gpu.py bench --output runs/gpu/bench.json $(GPU_FLAGS)
 
 test-resume: $(VENV)/.test ## kill a run 21 times, in every phase; it must end in the same bytes (about 10 minutes)
 	KILLS=7 $(RUN) $(BIN)/python -m pytest -n 2 tests/trainers/test_checkpoint.py -k Killed -q

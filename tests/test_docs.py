@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import fields
 from pathlib import Path
 
@@ -20,6 +21,65 @@ def python_blocks(text: str) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, match.start(1)), match.group(1)) for match in found]
 
 
+def trains_the_small_model(names: dict) -> None:
+    """Two batches of 64 conversations are played and used, and every tensor of the actor and its critic moves."""
+    assert names["buffer"].write_count == 128
+    assert names["batch"].batch_size == (64,)
+    untrained = names["load_actor_critic"](
+        names["path"], critic=True, sampling=names["sampling"], tokenizer=names["tokenizer"]
+    )
+    for part in ("actor_parameters", "critic_parameters"):
+        pairs = zip(getattr(untrained, part)(), getattr(names["models"], part)(), strict=True)
+        assert all((before != after).any() for before, after in pairs), part
+
+
+SHOWN = {"README.md": trains_the_small_model}
+"""What a page shows that its own blocks do not assert."""
+
+
+def commands(text: str) -> list[list[str]]:
+    """The lines of the fenced blocks of bash, as words, without comments."""
+    blocks = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
+    return [
+        words
+        for words in (shlex.split(line.replace("<", "").replace(">", ""), comments=True) for line in lines)
+        if words
+    ]
+
+
+COMMANDS = [
+    pytest.param(words, id=f"{page.name}-{' '.join(words)[:60]}")
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    for words in commands(page.read_text())
+]
+
+
+class TestCommands:
+    targets = frozenset(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+    @pytest.mark.parametrize("words", COMMANDS)
+    def test_what_a_command_names_is_there(self, words):
+        if "make" in words:
+            assert words[words.index("make") + 1] in self.targets
+        for word in words:
+            if re.fullmatch(r"(examples|benchmarks)/\S+", word):
+                assert (ROOT / word).exists(), word
+
+    @pytest.mark.parametrize("words", COMMANDS)
+    def test_its_flags_are_known(self, words):
+        scripts = [word for word in words if re.fullmatch(r"(examples|benchmarks)/\w+\.py", word)]
+        if not scripts:
+            return
+        given = [word for word in words[words.index(scripts[0]) + 1 :] if word.startswith("--") and word != "--help"]
+        source = (ROOT / scripts[0]).read_text()
+        fields_of_config = {field.name for field in fields(RunConfig)} | {"config"}
+        for flag in given:
+            name = flag[2:].partition("=")[0]
+            known = f'"--{name}"' in source
+            assert known or ("RunConfig" in source and name.replace("-", "_") in fields_of_config), flag
+
+
 class TestPythonBlocks:
     @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
     def test_blocks_of_a_page_run_in_order_in_one_namespace(self, page, tmp_path, monkeypatch):
@@ -28,6 +88,7 @@ class TestPythonBlocks:
         for line, code in python_blocks(page.read_text()):
             # The empty lines make tracebacks name the line of the page.
             exec(compile("\n" * line + code, str(page), "exec"), namespace)
+        SHOWN.get(page.name, lambda names: None)(namespace)
 
     def test_the_tutorial_is_among_them(self):
         assert {"multiturn.md", "quickstart.md", "extending.md"} <= {page.name for page in PAGES}

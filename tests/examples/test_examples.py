@@ -14,6 +14,7 @@ import pytest
 import torch
 from tensordict.nn import TensorDictModule
 
+from torchrl_llm.testing.tiny import load_tiny_model
 from torchrl_llm.trainers import parse_run_config
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +28,25 @@ def load(path: Path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def keep_models(script, monkeypatch) -> list:
+    """Every model that the script's policies play with."""
+    kept = []
+
+    class Kept(script.HFPolicy):
+        def __init__(self, model, *given, **more):
+            kept.append(model)
+            super().__init__(model, *given, **more)
+
+    monkeypatch.setattr(script, "HFPolicy", Kept)
+    return kept
+
+
+def trained(model) -> bool:
+    """Whether each tensor of the shipped model's copy has changed."""
+    pairs = zip(load_tiny_model().parameters(), model.parameters(), strict=True)
+    return all((untrained != now).any() for untrained, now in pairs)
 
 
 class TestMultiturn:
@@ -72,7 +92,9 @@ class TestCustomLoop:
     def test_runs(self, monkeypatch):
         script = load(EXAMPLES / "custom_loop.py")
         monkeypatch.setattr(script, "NUM_ENVS", 16)
+        models = keep_models(script, monkeypatch)
         assert len(script.main(iterations=2)) == 2
+        assert trained(models[0])
 
     @pytest.mark.slow
     def test_learns(self):
@@ -131,7 +153,9 @@ class TestTorchRLTrainer:
     def test_runs(self, monkeypatch):
         script = load(EXAMPLES / "torchrl_trainer.py")
         monkeypatch.setattr(script, "CONVERSATIONS", 16)
+        models = keep_models(script, monkeypatch)
         assert len(script.main(iterations=2)) == 2
+        assert trained(models[0])
 
 
 class TestBenchmarks:
