@@ -14,7 +14,7 @@ CONFIG_LLMREINFORCE := tiny_reinforce_llm
 CONFIG_GRPO         := tiny_grpo_multiturn
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-scale test-resume lint format typecheck docs dist clean
+.PHONY: help demo test test-vllm test-scale test-resume test-models lint format typecheck docs dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -62,6 +62,9 @@ test-scale: $(RAY)/.test ## run the tests that need Ray, on this machine (about 
 
 test-resume: $(VENV)/.test ## kill a run 21 times, in every phase; it must end in the same bytes (about 10 minutes)
 	KILLS=7 $(RUN) $(BIN)/python -m pytest -n 2 tests/trainers/test_checkpoint.py -k Killed -q
+
+test-models: $(VENV)/.test ## try every causal language model type of transformers, tiny; writes docs/results/architectures.md (about 20 minutes)
+	$(RUN) $(BIN)/python -m torchrl_llm.testing.architectures --table docs/results/architectures.md
 
 lint: $(VENV)/.test ## ruff: format and lint
 	$(BIN)/ruff format --check .

@@ -6,6 +6,7 @@ from torchrl_llm.modules.critic import TurnCritic
 from torchrl_llm.modules.hf import HFPolicy
 from torchrl_llm.modules.lm import (
     UnsupportedHeadError,
+    UnsupportedModelError,
     VocabularyMismatchError,
     check_head,
     check_vocabulary,
@@ -33,6 +34,7 @@ __all__ = [
     "TurnRequest",
     "TurnResponse",
     "UnsupportedHeadError",
+    "UnsupportedModelError",
     "VLLMPolicy",
     "VocabularyMismatchError",
     "WeightsError",
