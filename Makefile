@@ -20,7 +20,7 @@ CONFIG_LLMREINFORCE := tiny_reinforce_llm
 CONFIG_GRPO         := tiny_grpo_multiturn
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-scale test-gpu bench-gpu test-resume test-interrupt test-wheel check-python lint format typecheck docs dist clean
+.PHONY: help demo test test-vllm test-scale test-gpu bench-gpu test-models test-resume test-interrupt test-wheel check-python lint format typecheck docs dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -82,6 +82,9 @@ check-python: $(VENV)/.test ## the other versions of Python: pip finds wheels fo
 test-interrupt: $(VENV)/.test $(RAY)/.test ## send SIGINT and SIGTERM to a run at 10 moments, alone, to two ranks and with Ray; it must end in the same bytes
 	INTERRUPTS=10 $(RUN) $(BIN)/python -m pytest -n 2 --timeout=3000 tests/trainers/test_interrupts.py -k "Script and not ray" -q
 	INTERRUPTS=10 $(RUN) $(RAY)/bin/python -m pytest --timeout=3000 tests/trainers/test_interrupts.py -m ray -q
+
+test-models: $(VENV)/.test ## try every causal language model type of transformers, tiny; writes docs/results/architectures.md (about 20 minutes)
+	$(RUN) $(BIN)/python -m torchrl_llm.testing.architectures --table docs/results/architectures.md
 
 lint: $(VENV)/.test ## ruff: format and lint
 	$(BIN)/ruff format --check .

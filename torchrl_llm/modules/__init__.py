@@ -7,6 +7,7 @@ from torchrl_llm.modules.hf import HFPolicy
 from torchrl_llm.modules.lm import (
     RandomForwardError,
     UnsupportedHeadError,
+    UnsupportedModelError,
     VocabularyMismatchError,
     check_head,
     check_vocabulary,
@@ -35,6 +36,7 @@ __all__ = [
     "TurnRequest",
     "TurnResponse",
     "UnsupportedHeadError",
+    "UnsupportedModelError",
     "VLLMPolicy",
     "VocabularyMismatchError",
     "WeightsError",

@@ -6,7 +6,6 @@ in :mod:`torchrl_llm.modules.hf`, storage in :mod:`torchrl_llm.modules._kv_cache
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
@@ -16,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from torchrl_llm.modules._families import FAILURES, declared_windows
 from torchrl_llm.modules._kv_cache import Ints, SlotCache, common_prefix
 from torchrl_llm.modules._lora import FusedLora
 from torchrl_llm.modules._rope import reset_ropes
 from torchrl_llm.modules.adapters import use_adapter
-from torchrl_llm.modules.lm import backbone, causal_lm, logits_function
+from torchrl_llm.modules.lm import UnsupportedModelError, backbone, causal_lm, logits_function
 from torchrl_llm.modules.policy import ContextLengthError
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -31,13 +31,8 @@ _SPLIT = 16  # columns of padding that are worth another forward
 _MAX_TOKENS = 8192  # most tokens in one forward
 _MAX_MASK = 2**25  # most elements in one attention mask
 _ADVICE = "Use a vLLM policy for this model, or another model."
-_WINDOW = re.compile("window(?!_layers|_pattern)|local_att|chunk_size")
 _MORE = 5  # tokens that the self-check adds to its rows
 _SAMPLE = 16  # elements of each parameter that the staleness check reads
-
-
-class UnsupportedModelError(ValueError):
-    """The model cannot be generated from with keys and values cached by slot."""
 
 
 class CachedModel:
@@ -67,7 +62,7 @@ class CachedModel:
         # Inference mode is faster, but rope variants that rewrite their own buffers would leave inference tensors there.
         self._no_graph = torch.no_grad if _rope_type(config) in _MOVING_ROPE else torch.inference_mode
         # Windows are tried out when the first context is longer: at 4096 tokens that takes as long as a long prompt.
-        self._untried = [window for window in _declared_windows(config) if window < self.max_positions]
+        self._untried = [window for window in declared_windows(config) if window < self.max_positions]
         self._limit = float("inf")
         self._check_forward()
 
@@ -334,7 +329,7 @@ class CachedModel:
         with self.session():
             try:
                 gaps, tolerance = self._gaps([3, 2], own_forward=True)
-            except (TypeError, ValueError, RuntimeError, LookupError, AttributeError) as error:
+            except FAILURES as error:
                 raise UnsupportedModelError(
                     f"{_what(lm)} fails in a forward with keys and values cached by slot: {error} {_ADVICE}"
                 ) from error
@@ -431,12 +426,6 @@ def _attention_windows(config: Any) -> dict[str, int | None]:
     if kinds is None:
         kinds = ["full_attention" if window is None else "sliding_attention"]
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
-
-
-def _declared_windows(config: Any) -> list[int]:
-    """Every number of the configuration that may say how far back attention reaches, in order."""
-    fields = config.to_dict().items()
-    return sorted({value for name, value in fields if type(value) is int and value > 1 and _WINDOW.search(name)})
 
 
 def _max_positions(config: Any) -> float:

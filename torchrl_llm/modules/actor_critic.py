@@ -9,20 +9,22 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora import Linear as LoraLinear
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
 from torchrl_llm.modules._base import Quantization, load_base
 from torchrl_llm.modules._compile import compile_layers
+from torchrl_llm.modules._families import FAILURES, check_rows, run_once
 from torchrl_llm.modules._memory import on_host
 from torchrl_llm.modules.adapters import AdapterError, enable_gradient_checkpointing
 from torchrl_llm.modules.critic import TurnCritic
@@ -336,6 +338,7 @@ def load_actor_critic(
         VocabularyMismatchError: the tokenizer does not belong to the model.
         RandomForwardError: with ``gradient_checkpointing``, the model computes something else in training mode.
         UnsupportedHeadError: the model changes its logits in a way that the scorer does not know.
+        UnsupportedModelError: the model is not causal, or its forward fails on a batch of token ids.
         ImportError: ``quantization`` without bitsandbytes.
 
     Examples:
@@ -360,6 +363,7 @@ def load_actor_critic(
     if tokenizer is not None:
         check_vocabulary(base, tokenizer)
     check_head(base)
+    check_rows(base)
     sampling = sampling or SamplingConfig()
     if stop_ids is None and sampling.stop_ids is None and tokenizer is not None:
         stop_ids = response_end_ids(tokenizer, generation_end_ids(base))
@@ -370,7 +374,9 @@ def load_actor_critic(
         frozen = copy.deepcopy(base).requires_grad_(False) if reference else base
     else:
         adapter = "actor"
-        actor_model = critic_model = frozen = _add_adapters(base, lora, roles, seed)
+        with _lora_refusals(base, lora):
+            actor_model = critic_model = frozen = _add_adapters(base, lora, roles, seed)
+            run_once(actor_model)
     for each in {id(m): m for m in (actor_model, critic_model)}.values():
         if gradient_checkpointing:
             enable_gradient_checkpointing(each)
@@ -447,6 +453,21 @@ def _within_language_model(base: nn.Module, lora: LoraConfig) -> LoraConfig:
     lora = copy.deepcopy(lora)
     lora.exclude_modules = "|".join(f"({pattern})" for pattern in (kept, *own))
     return lora
+
+
+@contextmanager
+def _lora_refusals(base: nn.Module, lora: LoraConfig) -> Iterator[None]:
+    """Errors of PEFT, and of a first forward with its layers, as refusals by name."""
+    try:
+        yield
+    except LoraTargetError:
+        raise
+    except FAILURES as error:
+        plain = sorted({n.rpartition(".")[2] for n, m in base.named_modules() if type(m) in (nn.Linear, LoraLinear)})
+        raise LoraTargetError(
+            f"LoRA with target_modules={lora.target_modules!r} does not work on {type(base).__name__}: {error} "
+            f"Name target_modules among its plain linear modules, which are {plain}."
+        ) from error
 
 
 def _check_lora(base: nn.Module, lora: LoraConfig) -> None:

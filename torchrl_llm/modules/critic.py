@@ -104,9 +104,9 @@ class TurnCritic(TensorDictModuleBase):
 def _zero_head(model: Any) -> nn.Linear:
     weight = model.get_input_embeddings().weight
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    head = nn.utils.skip_init(
-        nn.Linear, model.config.get_text_config().hidden_size, 1, dtype=dtype, device=weight.device
-    )
+    config = model.config.get_text_config()
+    width = getattr(config, "word_embed_proj_dim", None) or config.hidden_size  # OPT projects its last states
+    head = nn.utils.skip_init(nn.Linear, width, 1, dtype=dtype, device=weight.device)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)
     return head

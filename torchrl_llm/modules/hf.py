@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm.interrupts import held
-from torchrl_llm.modules._engine import CachedModel, UnsupportedModelError
+from torchrl_llm.modules._engine import CachedModel
 from torchrl_llm.modules._kv_cache import Ints
-from torchrl_llm.modules.lm import causal_lm, check_vocabulary, generation_end_ids
+from torchrl_llm.modules.lm import UnsupportedModelError, causal_lm, check_vocabulary, generation_end_ids
 from torchrl_llm.modules.policy import (
     ContextLengthError,
     Generation,

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from torchrl_llm.modules._randomness import checkpointing
 from torchrl_llm.modules._rope import rope_by_row
@@ -22,7 +23,11 @@ class VocabularyMismatchError(ValueError):
     """The tokenizer and the model do not agree on what a token id is."""
 
 
-class UnsupportedHeadError(ValueError):
+class UnsupportedModelError(ValueError):
+    """A model of a family that cannot be computed with as policies, scorers and critics do."""
+
+
+class UnsupportedHeadError(UnsupportedModelError):
     """The model does more to its logits than :func:`lm_logits` knows."""
 
 
@@ -38,7 +43,12 @@ def backbone(model: nn.Module) -> Any:
     Args:
         model: a transformers model, with or without its head, or a ``PeftModel`` around one.
     """
-    return causal_lm(model).get_decoder()
+    lm = causal_lm(model)
+    found = lm.get_decoder()
+    if isinstance(found, PreTrainedModel) and found.get_output_embeddings() is None:
+        return found
+    # transformers goes by names, and for some families it finds the head (ModernBertDecoder) or the whole (Llama4).
+    return next((child for child in lm.children() if isinstance(child, PreTrainedModel)), found)
 
 
 def hidden_states(model: nn.Module, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -64,7 +74,7 @@ def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
     """Logits of hidden states, as the model's own forward computes them.
 
     Covers the factors and the soft cap that some families put behind the head (Cohere's ``logit_scale``, Granite's
-    ``logits_scaling``, Falcon-H1's ``lm_head_multiplier``, Gemma's ``final_logit_softcapping``);
+    ``logits_scaling``, Falcon-H1's ``lm_head_multiplier``, the soft caps of Gemma, RecurrentGemma and xLSTM);
     :func:`check_head` tells whether that is all.
 
     Args:
@@ -77,6 +87,9 @@ def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
     return logits_function(model)(hidden)
 
 
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+
 def logits_function(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """:func:`lm_logits` of one model, its configuration read once: for loops in which that time counts."""
     lm = causal_lm(model)
@@ -84,7 +97,7 @@ def logits_function(model: nn.Module) -> Callable[[Tensor], Tensor]:
     factor = getattr(config, "logit_scale", None) or 1.0
     factor = factor * (getattr(config, "lm_head_multiplier", None) or 1.0)
     factor = factor / (getattr(config, "logits_scaling", None) or 1.0)
-    cap = getattr(config, "final_logit_softcapping", None)
+    cap = next((cap for name in _SOFT_CAPS if (cap := getattr(config, name, None))), None)
 
     def logits_of(hidden: Tensor) -> Tensor:
         logits = head(hidden)
@@ -139,9 +152,15 @@ def check_head(model: nn.Module) -> None:
     try:
         expected = lm(input_ids=tokens, use_cache=False).logits.float()
         logits = lm_logits(model, hidden_states(model, tokens)).float()
+    except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError) as error:
+        raise UnsupportedModelError(
+            f"{type(lm).__name__} cannot be computed as a backbone and a head on it: {error} Use a decoder-only language "
+            "model."
+        ) from error
     finally:
         lm.train(training)
-    if not torch.allclose(logits, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
+    exact = lm.get_input_embeddings().weight.dtype in (torch.float32, torch.float64)
+    if not torch.allclose(logits, expected, rtol=0, atol=(1e-4 if exact else 1e-2) * float(expected.abs().max())):
         raise UnsupportedHeadError(
             f"The logits of {type(lm).__name__} are not its head applied to its backbone's last hidden state "
             f"(largest difference {float((logits - expected).abs().max()):.3g} on {tokens.tolist()}): it rescales "
