@@ -112,10 +112,27 @@ def build(out, *, callbacks=(), make_loss=None, **settings):
     return build_run(RunConfig(**COMMON | settings, output_dir=out), callbacks=callbacks, make_loss=make_loss)
 
 
+def choose(out):
+    """How many rows are chosen where only the first rank has played groups that differ: two batches of them."""
+    run = build(out, **PARTS["dynamic"])
+    next(iter(run.trainer.collector))
+    rows = run.trainer.replay_buffer[:].contiguous()
+    more = rows.clone()
+    for key in (keys.EPISODE_ID, keys.GROUP_ID):
+        more[key] += 1000
+    rows = cat_rows([rows, more])
+    rows[keys.TURN_REWARD] = torch.zeros_like(rows[keys.TURN_REWARD])
+    if run.trainer.ranks.first:
+        rows[keys.TURN_REWARD][:, 0] = torch.arange(len(rows)) % 2
+    chosen = run.trainer.choose(rows)
+    run.close()
+    return len(chosen)
+
+
 def run_parts(out, name):
     """What a run of :data:`PARTS` learned, chose and called."""
     if name == "dynamic":
-        return train(out / name, **PARTS[name])
+        return train(out / name, **PARTS[name]) | {"chosen": choose(out / "choose")}
     run = build(
         out / name,
         make_loss=lambda config, models: CountedLoss(models.actor, **config.loss_options(CountedLoss)),

@@ -303,6 +303,9 @@ class TestParts:
         assert difference(first["weights"], second["weights"]) == 0
         assert difference(alone["weights"], first["weights"]) < 1e-9
 
+    def test_one_rank_may_have_all_that_teaches(self, one, two):
+        assert [each["dynamic"]["chosen"] for each in (one, *two("ddp"))] == [16, 16, 0]
+
     @BOTH
     def test_a_loss_and_an_estimator_of_ones_own(self, one, two, how):
         alone, (first, second) = one["later"], [result["later"] for result in two(how)]

@@ -384,16 +384,14 @@ class TestParts:
         with pytest.raises(ArithmeticError, match="mine"):
             run.trainer.train()
 
-    @pytest.mark.parametrize(
-        "name",
-        ["accelerator", "collector", "config", "loss", "module", "optimizer", "policy", "ranks", "reference",
-         "replay_buffer", "weight_sync"],
-    )  # fmt: skip
-    def test_another_one_put_there_later_is_an_error(self, tmp_path, name):
+    def test_another_one_put_there_later_is_an_error(self, tmp_path):
         trainer = build_run(small_config(tmp_path)).trainer
-        way = "build_run(config, make_loss=...)" if name == "loss" else f"LLMTrainer({name}=...)"
-        with pytest.raises(AttributeError, match=f"{name} is read-only.*{re.escape(way)}"):
-            setattr(trainer, name, getattr(trainer, name))
+        for name in ("accelerator", "collector", "config", "loss", "module", "optimizer", "policy", "ranks", "reference",
+                     "replay_buffer", "weight_sync"):  # fmt: skip
+            with pytest.raises(AttributeError, match=f"{name} is read-only.*Make the trainer with yours: .*LLMTrainer"):
+                setattr(trainer, name, getattr(trainer, name))
+        with pytest.raises(AttributeError, match=re.escape("build_run(config, make_loss=...)")):
+            trainer.loss = trainer.loss
         trainer.close()
 
     def test_a_loss_of_another_model_is_an_error(self, tmp_path):
@@ -437,6 +435,13 @@ class TestParts:
             ConfigError, match=r"algo='GRPO' are those of LLMGRPOLoss, which CountedLoss is no subclass"
         ):
             small_config(tmp_path, "GRPO").loss_options(CountedLoss)
+
+    def test_an_estimator_that_does_not_go_with_the_settings_is_an_error_later_too(self, tmp_path):
+        run = build_run(small_config(tmp_path, "LLMPPO", clipping="none", old_log_probs="sampler"))
+        run.trainer.loss.make_value_estimator(TurnVTrace)
+        with pytest.raises(ConfigError, match="leaves no gap"):
+            run.trainer.train()
+        run.close()
 
     def test_the_estimator_may_be_chosen_later(self, tmp_path):
         run = build_run(small_config(tmp_path, max_iterations=1))

@@ -67,20 +67,20 @@ _PLAYED = (
 )
 """What metrics of conversations read."""
 _VALUED = (keys.ATTENTION_MASK, keys.EPISODE_ID, keys.TURN_MASK, keys.TURN_VALUE, keys.TURN_VALUE_TARGET)
-_FIXED = (
-    "accelerator",
-    "collector",
-    "config",
-    "loss",
-    "module",
-    "optimizer",
-    "policy",
-    "ranks",
-    "reference",
-    "replay_buffer",
-    "weight_sync",
-)
-"""Parts that other parts hold as well: another one put here later would be used by half of a trainer."""
+_FIXED = {
+    "accelerator": "LLMTrainer(accelerator=...)",
+    "collector": "LLMTrainer(collector=...)",
+    "config": "LLMTrainer(config=...)",
+    "loss": "build_run(config, make_loss=...), or LLMTrainer(loss=...)",
+    "module": "it wraps the loss of LLMTrainer(loss=...)",
+    "optimizer": "LLMTrainer(optimizer=...)",
+    "policy": "LLMTrainer(policy=...)",
+    "ranks": "they are those of LLMTrainer(accelerator=...)",
+    "reference": "LLMTrainer(reference=...)",
+    "replay_buffer": "LLMTrainer(replay_buffer=...)",
+    "weight_sync": "LLMTrainer(weight_sync=...)",
+}
+"""Parts that other parts hold as well, and where they come from: one put here later would be used by half of a trainer."""
 _STATE = ("iteration", "steps", "episodes", "best_success", "history", "stop_reason", "elapsed")
 Evaluator = Callable[[], dict[str, float]]
 """Plays held-out episodes and returns metrics, of any names but those of training; ``evaluation/success`` decides what is best."""
@@ -184,10 +184,9 @@ class LLMTrainer:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in _FIXED and name in self.__dict__:
-            way = "build_run(config, make_loss=...)" if name == "loss" else f"LLMTrainer({name}=...)"
             raise AttributeError(
                 f"LLMTrainer.{name} is read-only: other parts hold the one that the trainer was made with, and would go on "
-                f"with it. Make the trainer with yours: {way}."
+                f"with it. Make the trainer with yours: {_FIXED[name]}."
             )
         super().__setattr__(name, value)
 
@@ -274,6 +273,7 @@ class LLMTrainer:
             Interrupted: a signal has come; it ends the process with the signal's exit code if nobody catches it.
         """
         self._started = time.monotonic() - self.elapsed
+        self._check_options()  # again: the loss may have another estimator by now
         with catch_signals("the same settings and resume=True"):
             try:
                 self._train()
