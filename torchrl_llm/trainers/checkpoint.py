@@ -334,7 +334,8 @@ class CheckpointStore:
         on_save: Callable[[], None] | None = None,
     ) -> None:
         self.on_save = on_save
-        self.models, self.tokenizer, self.config = models, tokenizer, dict(config or {})
+        self.models: Any = models
+        self.tokenizer, self.config = tokenizer, dict(config or {})
         self.rotation = _Rotation(directory, keep_last=keep_last, keep_best=(SUCCESS, "max"))
         self.directory = self.rotation.directory
 
@@ -432,8 +433,9 @@ class CheckpointStore:
 
     def clean(self) -> None:
         """Put right what a crash in the middle of a save or of a deletion has left."""
-        for place in {_NAME.search(old.name) for old in self.directory.glob(".checkpoint-*.old-*")} - {None}:
-            _recover(self.directory / place[0])
+        for old in list(self.directory.glob(".checkpoint-*.old-*")):
+            if name := _NAME.search(old.name):
+                _recover(self.directory / name[0])
         for pattern in (".checkpoint-*.stage-*", ".checkpoint-*.delete-*", ".last.link", ".best.link"):
             for leftover in self.directory.glob(pattern):
                 shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
