@@ -440,6 +440,11 @@ class Game:
         self._python: Any = None
         self._numpy = _new_generator(self)
 
+    @property
+    def env(self) -> TextEnv | None:
+        """The environment; ``None`` before the first reset."""
+        return self._env
+
     def reset(self, seed: int) -> str:
         """Start the task that ``seed`` names and return the first message."""
         if self._env is None:

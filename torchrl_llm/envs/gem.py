@@ -543,10 +543,10 @@ class GEMEnv(EnvBase):
             tickets = {slot: self.tickets[first + slot] for slot in range(min(slots, count - first))}
             calls = {i: (ticket, -1, partial(self.open, i, first + i)) for i, ticket in tickets.items()}
             for slot, reply in self._call(calls).items():
+                task = _NO_TASK if isinstance(reply, EnvironmentFault) else reply.task
                 if isinstance(reply, EnvironmentFault):
                     self._slots[slot].games.pop(reply.ticket.env_id, None)
-                known = isinstance(reply, Reply) and reply.task.known
-                seen.setdefault(reply.task.task_id if known else ("group", tickets[slot].group_id), first + slot)
+                seen.setdefault(task.task_id if task.known else ("group", tickets[slot].group_id), first + slot)
         return sorted(seen.values())
 
     def busy_since(self, slot: int) -> float | None:
@@ -741,8 +741,8 @@ class GEMEnv(EnvBase):
             for i, slot in enumerate(slots)
             if slot["index"] is not None and slot["stop_reason"] == StopReason.RUNNING
         }
-        named = {"seed": self.tickets.seed, "ids_by_seed": self.tickets.ids_by_seed}
-        if replace(saved, **named) != self.tickets or (running and len(slots) != len(self._slots)):
+        same_seed = replace(saved, seed=self.tickets.seed, ids_by_seed=self.tickets.ids_by_seed)
+        if same_seed != self.tickets or (running and len(slots) != len(self._slots)):
             raise ValueError(
                 f"The state is of {saved} over {len(slots)} slots; this environment has {self.tickets} over "
                 f"{len(self._slots)} slots. Make it with the same arguments (only the seed may differ)."

@@ -131,6 +131,11 @@ class Slow:
         self._game = Game(make, name)
         self._task = self._turn = 0
 
+    @property
+    def unwrapped(self) -> Any:
+        """The environment inside, once it is made: its tasks are those of this one."""
+        return self if self._game.env is None else getattr(self._game.env, "unwrapped", self._game.env)
+
     def latency(self, task: int, turn: int) -> float:
         """Seconds that a call takes: of turn ``turn`` of the game that the seed ``task`` names; -1 is the reset."""
         normal = random.Random(f"{self.seed} {task} {turn}").gauss(0.0, 1.0)
