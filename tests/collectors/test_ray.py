@@ -612,14 +612,18 @@ class TestState:
         collector.rollout()
         assert collector.in_flight
         collector.set_seed(3)
-        barrier = TurnCollector(make_env(seed=3), make_script(), batch_size=8)
+        barrier = TurnCollector(make_env(), make_script(), batch_size=8)
+        barrier.set_seed(3)
         for _ in range(2):
             assert same(collector.rollout(), barrier.rollout())
 
     def test_what_is_reported_of_forgotten_episodes_is_not_heard(self, collect):
         game = partial(make_env, parts.EASY, max_turns=3, max_model_len=2048)
         guess = parts.make_constant
-        one, other = (TurnCollector(game(seed=seed), guess(), batch_size=8).rollout() for seed in (0, 3))
+        barrier = TurnCollector(game(), guess(), batch_size=8)
+        one = barrier.rollout()
+        barrier.set_seed(3)
+        other = barrier.rollout()
         assert not one[keys.PROMPT].equal(other[keys.PROMPT])
         collector = collect(game, policy=guess(), make_policy=guess)
         player = collector._player
