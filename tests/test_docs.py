@@ -37,6 +37,16 @@ SHOWN = {"README.md": trains_the_small_model}
 """What a page shows that its own blocks do not assert."""
 
 
+def test_what_holds_a_mend_is_there():
+    """Every test that the table of mended faults names."""
+    named = re.findall(r"`([\w/]+\.py)((?:::\w+)*)`", (ROOT / "docs/results/trust.md").read_text())
+    assert len(named) > 50
+    for path, inside in named:
+        text = (ROOT / "tests" / path).read_text()
+        for name in inside.split("::")[1:]:
+            assert re.search(rf"\b(class|def) {name}\b", text), f"{path}::{name}"
+
+
 def commands(text: str) -> list[list[str]]:
     """The lines of the fenced blocks of bash, as words, without comments."""
     blocks = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
