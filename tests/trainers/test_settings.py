@@ -23,6 +23,7 @@ from test_trainer import ALGORITHMS, weights
 from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.envs import EnvironmentFault, GEMEnv, NotAppendOnlyError
+from torchrl_llm.modules import AdapterError
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer, tiny_model_path
 from torchrl_llm.trainers import ConfigError, RunConfig, build, build_run
 
@@ -63,6 +64,14 @@ class Guess:
         self.where.add(threading.current_thread() is threading.main_thread())
         self.turn += 1
         return "Again.", float(sum(map(ord, action)) % 3), self.turn == 2, False, {}
+
+
+class Half(Guess):
+    """Pays in every second task, so that groups of the others have no spread."""
+
+    def step(self, action):
+        text, reward, *rest = super().step(action)
+        return text, reward * (self.seed % 2), *rest
 
 
 class Other(Guess):
@@ -338,7 +347,7 @@ LAW: dict[str, list[Case]] = {
     "max_tokens": [works(60)],
     "old_log_probs": [works("scorer"), works("sampler", top_p=0.8)],
     "critic_warmup": [works(1, "LLMPPO"), idle(1), idle(3, "LLMPPO")],
-    "dynamic_sampling": [works(2, "GRPO", env=Guess, batch_size=8)],
+    "dynamic_sampling": [works(2, "GRPO", env=Half, batch_size=8)],
     "overlong_filter": [works(True, **SHORT)],
     "overlong_penalty": [works(0.5, **SHORT)],
     "overlong_buffer": [works(2, overlong_penalty=0.5, **SHORT), idle(2), idle(6, overlong_penalty=0.5, **SHORT)],
@@ -416,6 +425,7 @@ LAW: dict[str, list[Case]] = {
     "ray_worker_gpus": of_ray(1.0),
     "env_threads": [works(2, env=Guess)],
     "step_timeout": [works(0.05, env=Slow, batch_size=8), idle(0.05, env_threads=0)],
+    "success_reward": [works(2.0, env=Guess)],
     "max_faults": [works(0, env=Failing, batch_size=8)],
     # the algorithm
     "batch_size": [works(8)],
@@ -497,7 +507,7 @@ def trace(tmp_path_factory):
                 known[key] = (case.run or trained)(RunConfig(**where), case.env)
             except EnvironmentFault as fault:
                 known[key] = {"raised": type(fault)}
-            except (ConfigError, CheckpointError, ImportError, NotAppendOnlyError) as error:
+            except (AdapterError, ConfigError, CheckpointError, ImportError, NotAppendOnlyError) as error:
                 known[key] = error
         return known[key]
 

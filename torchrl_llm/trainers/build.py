@@ -335,7 +335,7 @@ class _Opening(Callback):
         if self.start is not None:
             for target in loggers:
                 _forget_after(target, trainer.logged_steps)
-        trainer.loggers = tuple(loggers)
+        trainer.loggers = (*loggers, *trainer.loggers)  # the caller's, put there since the run was built, stay
 
 
 def _check_sharding(config: RunConfig, ranks: Ranks) -> None:
