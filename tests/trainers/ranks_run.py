@@ -230,7 +230,7 @@ def main():
     device = os.environ.get("RANKS_RUN_DEVICE", "cpu")
     COMMON["device"] = None if device == "cuda" else device
     if what == "laws":
-        given = LAWS | {"uneven": UNEVEN, "bfloat16": HALF["bfloat16"]}
+        given = LAWS | {"uneven": UNEVEN, "bfloat16": HALF["LoRA-bfloat16"]}
         results = {name: train(out / name, **given[name]) for name in names}
     elif what == "replay":
         rows = torch.load(out / "rows.pt", weights_only=False)

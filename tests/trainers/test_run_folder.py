@@ -122,7 +122,15 @@ class TestBranch:
 
 
 class TestNothingIsLost:
-    @pytest.mark.parametrize("settings", [{"overwrite": True}, {"resume": True}, {"save_checkpoints": False}], ids=str)
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"overwrite": True},
+            {"resume": True},
+            {"save_checkpoints": False, "checkpoint_interval": 10, "keep_checkpoints": 2},
+        ],
+        ids=str,
+    )
     @pytest.mark.parametrize("checkpoints", [True, False])
     def test_to_build_a_run_changes_nothing(self, folder, settings, checkpoints):
         if not checkpoints:
