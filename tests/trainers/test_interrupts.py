@@ -36,6 +36,16 @@ def interrupt(signum=signal.SIGINT):
     return True
 
 
+@pytest.fixture(autouse=True, scope="module")
+def handlers():
+    """Python's own, also for processes that are started: a shell starts what runs in its background with SIGINT ignored."""
+    given = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    before = {signum: signal.signal(signum, handler) for signum, handler in given.items()}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
 class TestInterruptible:
     def test_what_may_be_dropped_is_left_at_once_and_the_handlers_come_back(self, capfd):
         reached, before = [], signal.getsignal(signal.SIGTERM)
