@@ -171,7 +171,7 @@ class TestTurnPolicyLoss:
         rows["advantage"][0] = 0.0
         theta = (rows["old_log_prob"] + gap * (1 - spread * noise)).requires_grad_()
         rows["sample_log_prob"] = rows["old_log_prob"] - gap
-        out = TurnPolicyLoss(table_actor(), **options)(rows.set("theta", theta))
+        out = Lenient(table_actor(), **options)(rows.set("theta", theta))
         assert all(value.isfinite().all() for value in out.values()), dict(out)
         (gradient,) = torch.autograd.grad(total(out), theta)
         assert gradient.isfinite().all()

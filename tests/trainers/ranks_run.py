@@ -115,7 +115,8 @@ def build(out, *, callbacks=(), make_loss=None, **settings):
 def choose(out):
     """How many rows are chosen where only the first rank has played groups that differ: two batches of them."""
     run = build(out, **PARTS["dynamic"])
-    next(iter(run.trainer.collector))
+    with run.trainer.playing():
+        next(iter(run.trainer.collector))
     rows = run.trainer.replay_buffer[:].contiguous()
     more = rows.clone()
     for key in (keys.EPISODE_ID, keys.GROUP_ID):
