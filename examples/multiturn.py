@@ -52,7 +52,7 @@ def train(run: Run, started: float, cpu: float) -> dict:
     before = after = None
     try:
         before = evaluate_before(run)
-        if run.trainer.ranks.first:
+        if before is not None and run.trainer.ranks.first:
             print(f"before training, {before.episodes} episodes: win rate {before.success:.3f}", flush=True)
         run.trainer.train()
         after = run.final_evaluation()
@@ -112,14 +112,14 @@ def report(
     return result
 
 
-def evaluate_before(run: Run) -> Evaluation:
-    """Play the untrained model; a resumed run reads what it found before it was stopped."""
+def evaluate_before(run: Run) -> Evaluation | None:
+    """Play the untrained model; a resumed run reads what it found, and one from another run's checkpoint has none."""
     run.begin()
     path = run.config.output_dir / "evaluation_before.json"
     if run.config.resume and path.exists():
         return Evaluation(**json.loads(path.read_text()))
     if run.trainer.iteration:
-        raise FileNotFoundError(f"{path} is missing, and the model is trained already: nothing to compare with.")
+        return None
     before = run.final_evaluation()
     if run.trainer.ranks.first:
         write_conversations(run, before, "before")

@@ -45,7 +45,8 @@ def main(config: RunConfig) -> dict:
         before = after = None
         try:
             before = evaluate_before(run)
-            print(f"before training: {before.success:.3f} of the held-out questions answered", flush=True)
+            if before is not None:
+                print(f"before training: {before.success:.3f} of the held-out questions answered", flush=True)
             run.trainer.train()
             after = run.final_evaluation()
             return report(run, before, after, time.perf_counter() - started, stop_reason=run.trainer.stop_reason)
@@ -75,11 +76,11 @@ def with_pupil(config: RunConfig, rows: list[dict[str, str]]) -> RunConfig:
     return replace(config, model_path=str(model_path), tokenizer_path=str(tokenizer_path))
 
 
-def evaluate_before(run: Run) -> Evaluation:
-    """Ask the untrained model; a resumed run reads what it found before it was stopped."""
+def evaluate_before(run: Run) -> Evaluation | None:
+    """Ask the untrained model; a resumed run reads what it found, and one from another run's checkpoint has none."""
     path = run.config.output_dir / "evaluation_before.json"
     if run.trainer.iteration:
-        return Evaluation(**json.loads(path.read_text()))
+        return Evaluation(**json.loads(path.read_text())) if path.exists() else None
     run.begin()
     before = run.final_evaluation()
     write_json(before.figures(), path)

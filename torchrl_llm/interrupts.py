@@ -37,6 +37,7 @@ class Interrupted(SystemExit):
 
     Attributes:
         state: where the run was, for the message; set by whoever knows.
+        goes_on: whether there is something saved to go on with.
 
     Examples:
         >>> interrupted = Interrupted(signal.SIGTERM)
@@ -46,7 +47,7 @@ class Interrupted(SystemExit):
 
     def __init__(self, signum: int) -> None:
         super().__init__(128 + signum)
-        self.signum, self.state = signum, ""
+        self.signum, self.state, self.goes_on = signum, "", True
 
     @property
     def name(self) -> str:
@@ -76,7 +77,7 @@ class _Signals:
 
     def __init__(self) -> None:
         self.received = 0
-        self.drops = False
+        self.begun = self.drops = False
         self._since = 0.0
         self._old: dict[signal.Signals, Any] = {}
 
@@ -127,7 +128,7 @@ def catch_signals(how_to_go_on: str) -> Iterator[None]:
     main thread, where Python delivers no signals, it does nothing.
 
     Args:
-        how_to_go_on: for that line: the command or setting that goes on with the run.
+        how_to_go_on: for that line: the command or setting that goes on with the run, once it has begun (:func:`run_begins`).
     """
     global _active
     if _active is not None or threading.current_thread() is not threading.main_thread():
@@ -140,11 +141,18 @@ def catch_signals(how_to_go_on: str) -> Iterator[None]:
         if signals.received:
             raise Interrupted(signals.received)
     except Interrupted as interrupted:
-        _say(f"{interrupted}; go on with: {how_to_go_on}")
+        goes_on = signals.begun and interrupted.goes_on
+        _say(f"{interrupted}; " + (f"go on with: {how_to_go_on}" if goes_on else "start it again as it was started"))
         raise
     finally:
         signals.restore()
         _active = None
+
+
+def run_begins() -> None:
+    """From here on a run that is interrupted has something to go on with; before, it is started again as it was."""
+    if _active is not None:
+        _active.begun = True
 
 
 def interruptible(function: Callable[[], T], ranks: Agreement | None = None) -> T:
@@ -238,7 +246,8 @@ def _several() -> bool:
 def _say(line: str) -> None:
     """Write a line; the handler may have come in the middle of a print, and of several ranks one speaks."""
     if os.environ.get("RANK", "0") == "0":
-        os.write(2, f"{line}\n".encode())
+        start = "\n" if os.isatty(2) else ""  # a progress bar may have left the cursor behind it
+        os.write(2, f"{start}{line}\n".encode())
 
 
 def _after_fork() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from test_checkpoint_fuzz import contents
 from test_trainer import small_config
 from torchrl.checkpoint import CheckpointError
 
-from torchrl_llm.trainers import ConfigError, build_run, verify
+from torchrl_llm.trainers import ConfigError, Interrupted, build_run, verify
 from torchrl_llm.trainers.run_folder import MARK, RunFolder
 
 SETTINGS = RUN | {"max_iterations": 3, "keep_checkpoints": 3, "evaluation_interval": 0}
@@ -157,6 +158,34 @@ class TestNothingIsLost:
         assert names(folder) == [1]
         assert contents(old) == {"csv/notes.txt": b"mine", MARK: (old / MARK).read_bytes()}
         assert (folder / "thesis.tex").read_text() == "mine"
+
+    def test_a_run_that_is_stopped_early_deletes_nothing(self, folder):
+        """A signal after a mistaken overwrite, say."""
+        before = contents(folder / "checkpoints")
+        run = build_run(config(folder, overwrite=True))
+        generate = run.policy.generate
+
+        def stopped(*args, **kwargs):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return generate(*args, **kwargs)
+
+        run.policy.generate = stopped
+        with pytest.raises(Interrupted):
+            run.trainer.train()
+        assert names(folder) == [0]
+        assert contents(folder / "previous-1" / "checkpoints") == before
+
+    def test_files_of_others_in_its_folders_stay(self, folder):
+        others = ("merged/my_notes.txt", "conversations_by_hand.md", "csv/scalars/mine.csv", "csv/texts/diary.txt")
+        for name in others:
+            (folder / name).parent.mkdir(exist_ok=True)
+            (folder / name).write_text("mine")
+        run = build_run(config(folder, overwrite=True, max_iterations=1))
+        run.trainer.train()
+        for name in others:
+            assert "mine" in [
+                (place / name).read_text() for place in (folder, folder / "previous-1") if (place / name).exists()
+            ]
 
     def test_metrics_of_a_run_without_checkpoints_are_kept(self, without_checkpoints):
         folder = without_checkpoints

@@ -42,7 +42,7 @@ def checkpointing(model: nn.Module) -> Iterator[None]:
     transformers checkpoints activations in training mode only. What else that mode does (dropout, jitter, random routing) is
     done by the modules inside, which stay in evaluation mode, in the forward as in its recomputation.
     """
-    switched = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) and not m.training]
+    switched = [m for m in model.modules() if vars(m).get("gradient_checkpointing", False) and not m.training]
     try:
         for module in switched:
             module.training = True

@@ -69,7 +69,7 @@ def reset_ropes(model: nn.Module) -> None:
 
 
 def _rope_types(module: nn.Module) -> list[str]:
-    found = getattr(module, "rope_type", None) or []
+    found = vars(module).get("rope_type") or []  # much faster than getattr, which looks through parameters and buffers
     return [found] if isinstance(found, str) else list(found.values()) if isinstance(found, dict) else []
 
 

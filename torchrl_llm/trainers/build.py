@@ -28,6 +28,7 @@ from torchrl_llm.collectors.async_turn import STEP_TIMEOUT
 from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import GEMEnv, SeenTasks
 from torchrl_llm.envs.tickets import Stream
+from torchrl_llm.interrupts import run_begins
 from torchrl_llm.modules import ActorCritic, HFPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.objectives import TurnPolicyLoss
@@ -275,8 +276,8 @@ def build_run(
         seen_tasks=seen_tasks,
     )
     if start is not None:
-        checkpoints.resume(trainer, start)
-        _accept(config, trainer)
+        manifest = checkpoints.resume(trainer, start)
+        _accept(config, trainer, manifest["metadata"]["config"])
         policy.drop_cache()
         if config.accept_changes:
             trainer.reconsider()
@@ -308,11 +309,11 @@ def _check_mixture(config: RunConfig, env: GEMEnv) -> None:
         )
 
 
-def _accept(config: RunConfig, trainer: LLMTrainer) -> None:
+def _accept(config: RunConfig, trainer: LLMTrainer, saved: dict[str, Any]) -> None:
     """Let the changes count that ``config.accept_changes`` names and that a checkpoint's state has overwritten."""
     for group in trainer.optimizer.param_groups:
         group |= _adamw_options(config)
-    if "seed" in config.accept_changes:
+    if saved["seed"] != config.seed:  # in a resume of a resume it is that of the checkpoint already
         trainer.generator.manual_seed(config.seed)
         # The tasks from here on; what was dealt is counted on, so that ids stay unique.
         env = trainer.collector.env
@@ -329,6 +330,7 @@ class _Opening(Callback):
         if not self.opened:
             self.opened = True
             trainer.ranks.on_first(lambda: self._open(trainer))
+            run_begins()
 
     def _open(self, trainer: LLMTrainer) -> None:
         loggers = self.folder.open(self.start, trainer.logged_steps, partial(make_loggers, self.config))
@@ -393,7 +395,12 @@ def _where_to_start(config: RunConfig, folder: RunFolder) -> Path | None:
                 "resume=true without resume_from goes on with that one, or choose another output_dir."
             )
     if start is not None:
-        _check_same(config, checkpoints.verify(start)["metadata"], start)
+        manifest = checkpoints.verify(start)
+        if "optimizer" not in manifest["components"]:
+            raise ConfigError(
+                f"{start} holds weights only (save_optimizer=False): start a run from them with init_from."
+            )
+        _check_same(config, manifest["metadata"], start)
     return start
 
 

@@ -315,7 +315,7 @@ class CheckpointStore:
         tokenizer: saved with them; ``None``: none.
         config: the run's settings as JSON-compatible values, written to the manifest and compared on resume.
         keep_last: how many of the newest are kept, >= 1. Two, so that there is one to go back to.
-        on_save: called after each :meth:`save`, where the files are written.
+        on_save: called after each :meth:`save` but an early one, where the files are written.
 
     Examples:
         >>> store = CheckpointStore("runs/none/checkpoints", models=None)
@@ -352,22 +352,23 @@ class CheckpointStore:
         """The one with the highest success rate in the evaluation of its iteration."""
         return self.rotation.best()
 
-    def save(self, trainer: LLMTrainer, metrics: Mapping[str, float]) -> Path:
+    def save(self, trainer: LLMTrainer, metrics: Mapping[str, float], *, early: bool = False) -> Path:
         """Save the run at the end of an iteration, and delete what is neither among the newest nor the best.
 
         Args:
             trainer: between two iterations, where no episode is in flight.
             metrics: those of the iteration.
+            early: a signal or an error ends the run: ``on_save``, which may delete what the run replaces, is not called.
 
         Returns:
             The new checkpoint's folder. ``last`` and ``best`` beside it are links. Of several ranks the first one writes.
         """
         place = self.directory / f"checkpoint-{trainer.iteration:012d}"
         with self._gathered(trainer) as checkpoint:
-            trainer.ranks.on_first(lambda: self._save(checkpoint, place, self._metadata(trainer, metrics)))
+            trainer.ranks.on_first(lambda: self._save(checkpoint, place, self._metadata(trainer, metrics), early=early))
         return place
 
-    def _save(self, checkpoint: Checkpoint, place: Path, metadata: dict[str, Any]) -> None:
+    def _save(self, checkpoint: Checkpoint, place: Path, metadata: dict[str, Any], *, early: bool) -> None:
         try:
             _write(checkpoint, place, metadata)
         except Exception as error:  # of Python, of safetensors or of tokenizers; all of them end the run
@@ -376,7 +377,7 @@ class CheckpointStore:
             raise CheckpointError(f"{place} could not be saved ({type(error).__name__}: {error}). {rest}") from error
         self.rotation.prune()
         self.link()
-        if self.on_save is not None:
+        if self.on_save is not None and not early:
             self.on_save()
 
     def link(self) -> None:

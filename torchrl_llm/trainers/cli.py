@@ -55,13 +55,23 @@ def resume_command(config: RunConfig) -> str:
         config: the run's settings.
 
     Examples:
-        >>> resume_command(RunConfig(overwrite=True)).endswith(" --overwrite=false --resume")
+        >>> resume_command(RunConfig()).endswith(" --resume")
         True
     """
-    undone = ["--overwrite=false"] if config.overwrite else []
+    given: list[str] = []
+    for word in sys.argv:
+        # A switch is dropped with its value, if that is a word of its own.
+        if word in ("true", "false") and given[-1:] == [""]:
+            given[-1] = " "
+        else:
+            given.append("" if word.partition("=")[0] in ("--resume", "--overwrite") else word)
+    given = [word for word in given if word.strip()]
+    undone = ["--overwrite=false"] if config.overwrite and "--overwrite" not in " ".join(sys.argv) else []
     undone += ["--resume_from=null"] if config.resume_from is not None else []
-    given = [word for word in sys.argv if word != "--resume"]
-    return shlex.join(["python", *given, *undone, "--resume"])
+    python = Path(sys.executable)
+    here = Path.cwd()
+    python = python.relative_to(here) if python.is_relative_to(here) else python
+    return shlex.join([str(python), *given, *undone, "--resume"])
 
 
 class _Parser(argparse.ArgumentParser):

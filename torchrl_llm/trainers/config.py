@@ -6,6 +6,7 @@ documented where it is declared; contradictions are errors at construction. Noth
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -109,6 +110,13 @@ LOSSES: dict[str, tuple[type[TurnPolicyLoss], tuple[str, ...]]] = {
     "GRPO": (LLMGRPOLoss, GRPO_ONLY),
 }
 """The loss of each algorithm, and the fields that go to it alone."""
+
+
+def _kept_by_json(value: Any) -> bool:
+    try:
+        return repr(json.loads(json.dumps(value))) == repr(value)  # a tuple equals no list here, nor a number its text
+    except (TypeError, ValueError):
+        return False
 
 
 def _require(holds: bool, message: str) -> None:
@@ -456,14 +464,19 @@ class RunConfig(TrainerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.output_dir = Path(self.output_dir)
-        self.init_from = None if self.init_from is None else Path(self.init_from)
+        self.output_dir = Path(self.output_dir).expanduser()
+        self.init_from = None if self.init_from is None else Path(self.init_from).expanduser()
         for name in ("clip_epsilon", "sampler_bounds"):
             if isinstance(value := getattr(self, name), list):
                 setattr(self, name, tuple(value))
         if self.resume_from is not None:
-            self.resume, self.resume_from = True, Path(self.resume_from)
+            self.resume, self.resume_from = True, Path(self.resume_from).expanduser()
         _require(not (self.resume and self.overwrite), "resume goes on and overwrite starts anew: give one of them.")
+        _require(
+            _kept_by_json(self.chat_template_kwargs),
+            f"chat_template_kwargs is {self.chat_template_kwargs!r}; expected text keys, and values that JSON has (lists, not tuples), "
+            "because checkpoints keep the settings.",
+        )
         self.sampling()  # raises what SamplingConfig says of its fields
         check_options(LOSSES[self.algo][0], self.loss_options())
         self._check_accepted()

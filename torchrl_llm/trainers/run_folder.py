@@ -32,7 +32,10 @@ logger = logging.getLogger(__name__)
 MARK = "torchrl_llm.json"
 """The file that tells a run's folder from any other."""
 
-_REPORT = ("merged", "result.json", "evaluation_before.json", "learning_curve.png", "conversations_*.md")
+_REPORT = (
+    *("merged", "result.json", "evaluation_before.json", "learning_curve.png"),
+    *("conversations_before.md", "conversations_after.md"),
+)
 _NAMES = ("checkpoints", "csv", "tensorboard", "wandb", "wandb_id", *_REPORT)
 """What a run writes."""
 
@@ -40,13 +43,16 @@ _WORK = ("checkpoints/checkpoint-*", "csv/scalars/**/*.csv", *_REPORT)
 """What it has only if it came to something."""
 
 _FILES = (
-    *("csv/scalars/**/*.csv", "csv/texts/*.txt", "tensorboard/**/events.out.tfevents.*", "wandb_id"),
-    *("wandb/*run-*/**/*", "wandb/debug*.log"),
-    *(f"merged/*.{suffix}" for suffix in ("safetensors", "json", "jinja", "txt", "model")),
+    *("csv/scalars/*/*.csv", "csv/texts/hparams[0-9]*.txt", "tensorboard/**/events.out.tfevents.*", "wandb_id"),
+    *("merged/model*.safetensors", "merged/model.safetensors.index.json", "merged/chat_template.jinja"),
+    *(
+        f"merged/{name}.json"
+        for name in ("config", "generation_config", "tokenizer", "tokenizer_config", "special_tokens_map")
+    ),
     *_REPORT,
 )
-_LINKS = ("checkpoints/last", "checkpoints/best", "wandb/latest-run")
-"""The files and links of these, but for checkpoints, which list theirs."""
+_LINKS = ("checkpoints/last", "checkpoints/best")
+"""The files and links of these, but for checkpoints, which list theirs. Others of a folder stay, W&B's own among them."""
 
 _MOVING, _REPLACED, _KEPT = "moving", "replaced", "kept"
 """What becomes of a folder beside the run: it goes back after a crash; it is deleted when the new run is saved; it stays."""
@@ -187,7 +193,7 @@ class RunFolder:
     def _remove(self, aside: Path) -> None:
         left = _discard(aside)
         if left:
-            logger.warning("%s is kept: it holds %s, which this library did not write", aside, ", ".join(left))
+            logger.warning("%s is kept: it holds %s, which may not be this library's", aside, ", ".join(left))
             _write_mark(aside, _KEPT)
         else:
             (aside / MARK).unlink()

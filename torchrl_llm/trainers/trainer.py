@@ -37,7 +37,7 @@ from torchrl_llm.data import (
     penalise_overlong,
 )
 from torchrl_llm.envs import SeenTasks
-from torchrl_llm.interrupts import Interrupted, catch_signals, interruptible
+from torchrl_llm.interrupts import Interrupted, catch_signals, interruptible, run_begins
 from torchrl_llm.modules import TokenScorer
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.objectives import TurnPolicyLoss, merge, total, write_loss_weights
@@ -274,7 +274,7 @@ class LLMTrainer:
         """
         self._started = time.monotonic() - self.elapsed
         self._check_options()  # again: the loss may have another estimator by now
-        with catch_signals("the same settings and resume=True"):
+        with catch_signals("resume=True and else the same settings, without overwrite and resume_from"):
             try:
                 self._train()
             except Interrupted as interrupted:
@@ -291,6 +291,7 @@ class LLMTrainer:
     def _train(self) -> None:
         for callback in self.callbacks:
             callback.on_start(self)
+        run_begins()
         batches = iter(self.collector)
         if self.unfinished is not None:
             self._finish(self.unfinished)
@@ -319,20 +320,19 @@ class LLMTrainer:
     def _end_interrupted(self, interrupted: Interrupted) -> None:
         """Save the run where it was before what was dropped."""
         interrupted.state = f" after {self.iteration} iterations"
+        if self.boundary.rng is not None:
+            GlobalRNGState().load_state_dict(self.boundary.rng)
         if self.checkpoints is None:
             interrupted.state += ", of which nothing is saved (save_checkpoints=False)"
+            interrupted.goes_on = False
         elif self._saved_iteration != self.iteration:
-            if self.boundary.rng is not None:
-                GlobalRNGState().load_state_dict(self.boundary.rng)
-            self._save({})
-        self.stop_reason = self.stop_reason or f"interrupted by {interrupted.name}"
+            self._save({}, early=True)
 
     @contextmanager
     def _droppable(self) -> Iterator[None]:
         """Around what changes collector and global generators only: an interrupted run is saved as it was before."""
         # What a collector with a thread of its own has in flight is dealt again anyway, and to ask it makes it pause.
-        asked = self.checkpoints is not None and isinstance(self.collector, ConversationCollector)
-        asked = asked and not getattr(self.collector, "background", False)
+        asked = isinstance(self.collector, ConversationCollector) and not getattr(self.collector, "background", False)
         self.boundary = Boundary(self.collector.state_dict() if asked else None, GlobalRNGState().state_dict())
         yield
         self.boundary = Boundary()
@@ -343,7 +343,7 @@ class LLMTrainer:
             self._log(metrics)
         except Exception:
             # Saving takes all processes, and this may be the only one that knows: of several, they save if it is time for all.
-            self._save(metrics) if self.ranks.count == 1 else self._save_if_due(metrics)
+            self._save(metrics, early=True) if self.ranks.count == 1 else self._save_if_due(metrics)
             raise
         self._save_if_due(metrics)
 
@@ -353,10 +353,10 @@ class LLMTrainer:
         if self.stop_reason or best or (interval and self.iteration % interval == 0):
             self._save(metrics)
 
-    def _save(self, metrics: dict[str, float]) -> None:
+    def _save(self, metrics: dict[str, float], *, early: bool = False) -> None:
         if self.checkpoints is not None:
             self.elapsed = time.monotonic() - self._started
-            self.checkpoints.save(self, metrics)
+            self.checkpoints.save(self, metrics, early=early)
             self._saved_iteration = self.iteration
 
     def state_dict(self) -> dict[str, Any]:
@@ -637,7 +637,7 @@ class LLMTrainer:
             self._judge(metrics)
         except Exception:
             if self.ranks.count == 1:  # of several, the others may be anywhere in their evaluation
-                self._save({})
+                self._save({}, early=True)
             raise
         return metrics
 
