@@ -8,7 +8,7 @@ import pytest
 
 from torchrl_llm.modules import SamplingConfig
 from torchrl_llm.options import options_of
-from torchrl_llm.trainers import ConfigError, RunConfig, TrainerConfig, parse_run_config
+from torchrl_llm.trainers import ConfigError, RunConfig, TrainerConfig, parse_run_config, resume_command
 from torchrl_llm.trainers.config import LOSSES
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "configs"
@@ -243,3 +243,25 @@ class TestParseRunConfig:
             assert start >= 0, name
             # More than the type and the default: the sentence of the docstring.
             assert len(text[start : start + 200].split("(type")[0]) > len(name) + 17, name
+
+
+class TestResumeCommand:
+    @pytest.mark.parametrize(
+        ("given", "settings", "expected"),
+        [
+            (["x.py", "--algo", "GRPO"], {}, "x.py --algo GRPO --resume"),
+            (["x.py", "--resume", "true", "--seed", "1"], {}, "x.py --seed 1 --resume"),
+            (["x.py", "--overwrite", "--seed", "1"], {"overwrite": True}, "x.py --seed 1 --resume"),
+            (
+                ["x.py", "--config", "overwrites.yaml"],
+                {"overwrite": True},
+                "x.py --config overwrites.yaml --overwrite=false --resume",
+            ),
+            (["x.py", "--resume_from=a"], {"resume_from": "a"}, "x.py --resume_from=a --resume_from=null --resume"),
+        ],
+    )
+    def test_it_goes_on_with_what_was_begun(self, monkeypatch, given, settings, expected):
+        monkeypatch.setattr("sys.argv", given)
+        python, _, rest = resume_command(RunConfig(**settings)).partition(" ")
+        assert Path(python).name.startswith("python")
+        assert rest == expected

@@ -58,20 +58,24 @@ def resume_command(config: RunConfig) -> str:
         >>> resume_command(RunConfig()).endswith(" --resume")
         True
     """
-    given: list[str] = []
-    for word in sys.argv:
-        # A switch is dropped with its value, if that is a word of its own.
-        if word in ("true", "false") and given[-1:] == [""]:
-            given[-1] = " "
-        else:
-            given.append("" if word.partition("=")[0] in ("--resume", "--overwrite") else word)
-    given = [word for word in given if word.strip()]
-    undone = ["--overwrite=false"] if config.overwrite and "--overwrite" not in " ".join(sys.argv) else []
+    given = _without(sys.argv, "--resume", "--overwrite")
+    undone = ["--overwrite=false"] if config.overwrite and given == _without(sys.argv, "--resume") else []
     undone += ["--resume_from=null"] if config.resume_from is not None else []
     python = Path(sys.executable)
     here = Path.cwd()
     python = python.relative_to(here) if python.is_relative_to(here) else python
     return shlex.join([str(python), *given, *undone, "--resume"])
+
+
+def _without(argv: Sequence[str], *switches: str) -> list[str]:
+    """``argv`` without some switches, and the values that stand behind them."""
+    kept, dropped = [], False
+    for word in argv:
+        is_value = dropped and word in ("true", "false")
+        dropped = word.partition("=")[0] in switches
+        if not (dropped or is_value):
+            kept.append(word)
+    return kept
 
 
 class _Parser(argparse.ArgumentParser):
