@@ -58,7 +58,7 @@ html_math_renderer = "mathml"
 
 # Every reference into this package must resolve. Those into other packages stay plain text: no inventory is fetched.
 nitpicky = True
-nitpick_ignore_regex = [(r"py:.*", r"(?!torchrl_llm\.).*"), (r"py:.*", r".*\._AcceptedKeys")]
+nitpick_ignore_regex = [(r"py:.*", r"(?!torchrl_llm\.).*"), (r"py:.*", r".*\.(_AcceptedKeys|interrupts\.T)")]
 
 
 def _cell(text: str) -> str:
@@ -103,8 +103,10 @@ def _settings_table(config: type, *, without: tuple[str, ...] = ()) -> str:
 
 ROOMS = {
     "keys": (),
+    "interrupts": (),
     "options": (),
     "segments": (),
+    "stops": (),
     "envs": (),
     "modules": (),
     "data": (),

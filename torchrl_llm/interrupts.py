@@ -21,6 +21,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
+# What scripts use is offered by torchrl_llm.trainers.
+__all__ = ["Agreement", "children_ignore_sigint", "held", "run_begins"]
+
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 

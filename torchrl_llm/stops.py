@@ -14,6 +14,8 @@ from typing import Any
 from jinja2 import TemplateError
 from tokenizers import AddedToken
 
+__all__ = ["response_end_ids", "share_stop_ids"]
+
 _ANSWER = "a0\n0."
 
 

@@ -417,7 +417,7 @@ class Game:
     Args:
         factory: makes the environment; called at the first reset.
         name: of the environment, for messages.
-        rows: whose rows it plays, of one of GEM's data sets (:func:`~torchrl_llm.envs.tasks.divide_rows`); default ``None``:
+        rows: whose rows it plays, of one of GEM's data sets (:func:`~torchrl_llm.envs.divide_rows`); default ``None``:
             all.
 
     Attributes:
