@@ -390,7 +390,7 @@ class TestMultimodal:
             LoraConfig(r=2, target_modules="all-linear", exclude_modules=["k_proj"]),
             LoraConfig(r=2, target_modules="all-linear", exclude_modules=r".*\.k_proj"),
         ],
-        ids=str,
+        ids=["all", "list", "excluded-list", "excluded-pattern"],
     )
     def test_adapters_go_to_the_language_model_only(self, lora, tmp_path):
         models = load_actor_critic(gemma3(), lora=lora, critic=True)
