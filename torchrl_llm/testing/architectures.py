@@ -89,7 +89,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 4},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1},
     "dots3_note": {"num_key_value_heads": 4},
-    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note_text": {"num_key_value_heads": 4, "head_dim": 16, "per_layer_config": {"2": {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16}}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 8},
     "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
