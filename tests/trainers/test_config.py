@@ -229,6 +229,30 @@ class TestParseRunConfig:
         assert (config.system_prompt, config.wandb_project, config.gamma) == ("# You are: x", "123", None)
         assert config.env_name == ["a", "b"]
 
+    @pytest.mark.parametrize("in_file", [False, True])
+    @pytest.mark.parametrize(
+        ("text", "value"),
+        [("010", 10), ("1e5", 100_000), ("1.5e3", 1500), ("20.0", 20), ("+7", 7)]
+        + [(text, None) for text in ("1:30", "0x10", "0b1", "1_000", "1.5", "1e-1", "1e999", "0o10", "2026-01-01")],
+    )
+    def test_integers_are_decimal(self, tmp_path, capsys, text, value, in_file):
+        path = tmp_path / "run.yaml"
+        path.write_text(f"max_steps: {text}\n")
+        arguments = [f"--config={path}"] if in_file else ["--max_steps", text]
+        if value is not None:
+            found = parse_run_config(arguments).max_steps
+            assert (found, type(found)) == (value, int)
+            return
+        with pytest.raises(SystemExit):
+            parse_run_config(arguments)
+        assert "expected an integer, at least 1" in capsys.readouterr().err
+
+    def test_scalars_of_a_mapping_are_those_of_yaml_1_2(self, tmp_path):
+        path = tmp_path / "run.yaml"
+        path.write_text("chat_template_kwargs: {date: 2024-07-26, time: 1:30, n: 010, yes: no, x: 1e3, name: '7'}\n")
+        read = parse_run_config([f"--config={path}"]).chat_template_kwargs
+        assert read == {"date": "2024-07-26", "time": "1:30", "n": 10, "yes": "no", "x": 1000.0, "name": "7"}
+
     def test_later_settings_win(self, tmp_path):
         path = tmp_path / "run.yaml"
         path.write_text("seed: 1\n")

@@ -21,8 +21,9 @@ def parse_run_config(argv: Sequence[str] | None = None, *, description: str | No
     """Read the settings of a run from ``--config FILE.yaml`` and flags; a later one overrides an earlier one.
 
     Every field of :class:`~torchrl_llm.trainers.RunConfig` is a flag (``--max-steps`` and ``--max_steps`` are the same), a
-    bare flag of a boolean field means true, and values are YAML. An unknown field, a wrong value and contradictory fields
-    are errors that name the flag, or the file and its line.
+    bare flag of a boolean field means true, and values are YAML. Integers are decimal: ``010`` is 10, ``1e5`` is 100000,
+    ``1:30`` and ``0x10`` are refused. An unknown field, a wrong value and contradictory fields are errors that name the
+    flag, or the file and its line.
 
     Args:
         argv: the arguments; None takes those of the process.
@@ -110,13 +111,19 @@ class _File(argparse.Action):
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's scalars: ``1e-3`` is a number, and ``no`` (of mixed_precision) is text."""
+    """Scalars of YAML 1.2's core schema, decimal only.
+
+    PyYAML reads YAML 1.1, where ``1e-3`` and ``no`` are something else than they look like, ``010`` is 8, ``1:30`` is 90
+    and ``2026-01-01`` is a date. Here ``1e-3`` is a number and ``010`` is 10; ``no``, ``1:30`` and ``0x10`` are text.
+    """
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("bool", "float")]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in ("null", "merge")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?\d+$"), list("-+0123456789"))
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(loader.construct_scalar(node)))
 _NUMBER = r"[-+]?(\d+\.?\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"^({_NUMBER})$"), list("-+.0123456789"))
 _Loader.add_implicit_resolver(
@@ -159,6 +166,8 @@ def _read(name: str, node: yaml.Node | None, text: Any, hint: Any) -> Any:
         loader.dispose()
     if isinstance(text, str) and (isinstance(value, str) or (not fits(value, hint) and fits(text, hint))):
         value = text
+    if isinstance(value, float) and value.is_integer() and not fits(value, hint) and fits(int(value), hint):
+        value = int(value)  # 1e5
     check_value(name, value, hint)
     return value
 
