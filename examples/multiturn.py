@@ -108,7 +108,9 @@ def report(
             run.models.export_merged(config.output_dir / "merged", run.tokenizer)
     table = f"\n\n{comparison_table(evaluations)}\n" if evaluations else ""
     print(f"\n{title}: {stop_reason}{table}")
-    print(f"report: {config.output_dir}/ (result.json, learning_curve.png, conversations_*.md)", flush=True)
+    wanted = ("result.json", "learning_curve.png", "conversations_before.md", "conversations_after.md")
+    there = [name for name in wanted if (config.output_dir / name).exists()]
+    print(f"report: {config.output_dir}/ ({', '.join(there)})", flush=True)
     return result
 
 

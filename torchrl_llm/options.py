@@ -22,6 +22,7 @@ __all__ = [
     "Checked",
     "Count",
     "Idle",
+    "IdleError",
     "MinP",
     "Natural",
     "NonNegative",
@@ -43,6 +44,19 @@ __all__ = [
 
 class ConfigError(ValueError):
     """An option that is of another type or out of range, does nothing, or contradicts another."""
+
+
+class IdleError(ConfigError):
+    """Options that do nothing under other options.
+
+    Attributes:
+        names: the options without effect.
+        under: the options that leave them without effect.
+    """
+
+    def __init__(self, message: str, names: tuple[str, ...] = (), under: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.names, self.under = names, under
 
 
 @dataclass(frozen=True)
@@ -192,29 +206,37 @@ class Idle(NamedTuple):
         names: the options without effect.
         under: values of other options, by name, that leave them without effect; all of them together.
         instead: what to do so that they count.
+        so_anyway: values, by name, that say no more than what is so anyway, such as ``{"max_staleness": 0}`` for a collector
+            that is never stale. They are no error, and neither is an option's default.
 
     Examples:
         >>> rule = Idle(("clip_epsilon",), {"clipping": ("none",)}, 'set clipping to "ppo" or "cispo"')
         >>> rule.check({"clipping": "none", "clip_epsilon": 0.3}, {"clip_epsilon": 0.2})
         Traceback (most recent call last):
-        torchrl_llm.options.ConfigError: clip_epsilon=0.3 does nothing with clipping='none': leave it out, or set clipping to "ppo" or "cispo".
+        torchrl_llm.options.IdleError: clip_epsilon=0.3 does nothing with clipping='none': leave it out, or set clipping to "ppo" or "cispo".
     """
 
     names: tuple[str, ...]
     under: Mapping[str, tuple[Any, ...]]
     instead: str
+    so_anyway: Mapping[str, Any] = types.MappingProxyType({})
 
     def check(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        """Raise :class:`ConfigError` for options that are given, are not their default, and do nothing."""
+        """Raise :class:`IdleError` for options that are given, are not their default, and do nothing."""
         present = {**defaults, **given}
         if not all(name in present and present[name] in values for name, values in self.under.items()):
             return
-        changed = [name for name in self.names if name in given and given[name] != defaults.get(name)]
-        wasted = [f"{name}={given[name]!r}" for name in changed]
-        if wasted:
+        harmless = {name: (defaults.get(name), self.so_anyway.get(name)) for name in self.names}
+        idle = [name for name in self.names if name in given and given[name] not in harmless[name]]
+        if idle:
             where = " and ".join(f"{name}={present[name]!r}" for name in self.under)
-            do, them = ("does", "it") if len(wasted) == 1 else ("do", "them")
-            raise ConfigError(f"{', '.join(wasted)} {do} nothing with {where}: leave {them} out, or {self.instead}.")
+            do, them = ("does", "it") if len(idle) == 1 else ("do", "them")
+            raise IdleError(
+                f"{', '.join(f'{name}={given[name]!r}' for name in idle)} {do} nothing with {where}: leave {them} out, or "
+                f"{self.instead}.",
+                tuple(idle),
+                tuple(self.under),
+            )
 
 
 class Option(NamedTuple):
@@ -276,7 +298,7 @@ def check_options(cls: type[Checked], given: Mapping[str, Any]) -> None:
 
     Raises:
         TypeError: the class has no such option; the nearest one is named.
-        ConfigError: a value is not what the annotation says, or does nothing (:attr:`Checked.idle`).
+        ConfigError: a value is not what the annotation says, or (:class:`IdleError`) does nothing (:attr:`Checked.idle`).
     """
     known = options_of(cls)
     for name in given:

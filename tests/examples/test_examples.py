@@ -4,6 +4,7 @@ import ast
 import csv
 import importlib.util
 import json
+import re
 import shlex
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ import torch
 from tensordict.nn import TensorDictModule
 
 from torchrl_llm.testing.tiny import load_tiny_model
-from torchrl_llm.trainers import parse_run_config
+from torchrl_llm.trainers import build_run, parse_run_config
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES, CONFIGS = ROOT / "examples", ROOT / "examples" / "configs"
@@ -60,6 +61,9 @@ class TestMultiturn:
         table = capsys.readouterr().out
         assert "95 % interval" in table
         assert "before" in table
+        names = re.search(rf"^report: {out}/ \((.*)\)$", table, re.MULTILINE).group(1).split(", ")
+        assert {"result.json", "learning_curve.png", "conversations_before.md", "conversations_after.md"} == set(names)
+        assert all((out / name).exists() for name in names)
         assert json.loads((out / "result.json").read_text()) == json.loads(json.dumps(result))
         wanted = {"algo", "seed", "success_before", "success_after", "success_ci95", "episodes", "iterations", "wall_s"}
         assert wanted | {"cpu_s"} <= set(result)
@@ -71,6 +75,15 @@ class TestMultiturn:
         rewards = list(csv.reader((out / "csv" / "scalars" / "rollout" / "reward.csv").open()))
         assert len(rewards) == 2
         assert list((out / "tensorboard").rglob("events.*"))
+
+    def test_names_no_file_that_is_not_there(self, tmp_path, capsys):
+        """Interrupted in the evaluation before training."""
+        out = tmp_path / "run"
+        run = build_run(parse_run_config([f"--config={CONFIGS / 'tiny_ppo_llm.yaml'}", f"--output-dir={out}", *QUICK]))
+        run.begin()
+        load(EXAMPLES / "multiturn.py").report(run, None, None, 0.0, 0.0, stop_reason="interrupted")
+        run.close()
+        assert f"report: {out}/ (result.json)\n" in capsys.readouterr().out
 
     def test_weights_and_biases_offline(self, tmp_path, monkeypatch):
         for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}.items():

@@ -1,5 +1,6 @@
 """Settings: what is accepted, what is an error, and what the error says."""
 
+import re
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Union, get_args, get_origin
@@ -41,6 +42,10 @@ class TestRunConfig:
                 "normalise_over='none' does nothing with algo='GRPO'",
             ),
             ({"algo": "LLMREINFORCE", "critic_warmup": 2}, "which has a critic"),
+            ({"critic_warmup": 2, "critic_coeff": 0}, "critic_warmup=2 does nothing with critic_coeff=0"),
+            ({"critic_warmup": 2, "lr_critic": 0.0}, "critic_warmup=2 does nothing with lr_critic=0.0"),
+            ({"critic_warmup": 2, "lr_actor": 0.0}, "does nothing with lr_critic=None and lr_actor=0.0"),
+            ({"algo": "GRPO", "group_size": 4, "whiten": True}, "whiten=True does nothing with algo='GRPO'"),
             ({"dynamic_sampling": 2}, "group_size=1, expected at least 2"),
             ({"dynamic_sampling": -1}, "dynamic_sampling is -1; expected an integer, at least 0"),
             ({"overlong_buffer": 4}, "overlong_buffer=4 does nothing with overlong_penalty=0.0"),
@@ -131,6 +136,22 @@ class TestRunConfig:
             min_lr_fraction=0.0, kl_in="reward", kl_kind="k3", lora_r=0, lora_targets="all-linear",
         )  # fmt: skip
         assert config.loss_options()["clip_epsilon"] == 0.2
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"max_staleness": 0},
+            {"algo": "GRPO", "group_size": 4, "whiten": False},
+            {"algo": "GRPO", "group_size": 4, "critic_coeff": 0.0, "clip_value": 0},
+            {"sleep_mode": False, "engine_process": False},
+            {"ray_worker_gpus": 0},
+            {"critic_warmup": 2, "lr_critic": 1e-3, "lr_actor": 0.0},
+        ],
+        ids=["max_staleness", "whiten", "critic", "engine", "ray", "critic_warmup"],
+    )
+    def test_a_value_that_says_what_is_so_anyway_is_no_error(self, settings):
+        config = RunConfig(**settings)
+        assert {name: getattr(config, name) for name in settings} == settings
 
     def test_an_option_is_declared_once(self):
         """What a field and the class that it configures say of it is the same."""
@@ -228,6 +249,70 @@ class TestParseRunConfig:
         assert (config.lr_actor, config.mixed_precision, config.clip_epsilon) == (1e-3, "no", (0.2, 0.28))
         assert (config.system_prompt, config.wandb_project, config.gamma) == ("# You are: x", "123", None)
         assert config.env_name == ["a", "b"]
+
+    @pytest.mark.parametrize("in_file", [False, True])
+    @pytest.mark.parametrize(
+        ("text", "value"),
+        [("010", 10), ("1e5", 100_000), ("1.5e3", 1500), ("20.0", 20), ("+7", 7)]
+        + [(text, None) for text in ("1:30", "0x10", "0b1", "1_000", "1.5", "1e-1", "1e999", "0o10", "2026-01-01")],
+    )
+    def test_integers_are_decimal(self, tmp_path, capsys, text, value, in_file):
+        path = tmp_path / "run.yaml"
+        path.write_text(f"max_steps: {text}\n")
+        arguments = [f"--config={path}"] if in_file else ["--max_steps", text]
+        if value is not None:
+            found = parse_run_config(arguments).max_steps
+            assert (found, type(found)) == (value, int)
+            return
+        with pytest.raises(SystemExit):
+            parse_run_config(arguments)
+        assert "expected an integer, at least 1" in capsys.readouterr().err
+
+    def test_scalars_of_a_mapping_are_those_of_yaml_1_2(self, tmp_path):
+        path = tmp_path / "run.yaml"
+        path.write_text("chat_template_kwargs: {date: 2024-07-26, time: 1:30, n: 010, yes: no, x: 1e3, name: '7'}\n")
+        read = parse_run_config([f"--config={path}"]).chat_template_kwargs
+        assert read == {"date": "2024-07-26", "time": "1:30", "n": 10, "yes": "no", "x": 1000.0, "name": "7"}
+
+    @pytest.mark.parametrize(
+        ("text", "flags", "expected"),
+        [
+            (
+                "checkpoint_interval: 5\nkeep_checkpoints: 3",
+                ["--save_checkpoints=false"],
+                {"checkpoint_interval": 10, "keep_checkpoints": 2},
+            ),
+            ("policy: vllm\nenforce_eager: true", ["--policy=hf"], {"enforce_eager": None}),
+            ("collector: ray\nray_workers: 4\nmax_staleness: 1", ["--collector=turn"], {"max_staleness": None}),
+            ("clip_epsilon: 0.1\ndual_clip: 3.0", ["--clipping=none"], {"clip_epsilon": None, "dual_clip": None}),
+            ("critic_warmup: 2", ["--critic_coeff=0"], {"critic_warmup": 0}),
+        ],
+        ids=["checkpoints", "policy", "collector", "clipping", "critic"],
+    )
+    def test_a_flag_may_leave_settings_of_a_file_without_effect(self, tmp_path, text, flags, expected):
+        """They are for the other case, and become what they are without the file."""
+        path = tmp_path / "run.yaml"
+        path.write_text(text + "\n")
+        config = parse_run_config([f"--config={path}", *flags])
+        assert {name: getattr(config, name) for name in expected} == expected
+
+    @pytest.mark.parametrize("flags", [["--clipping=none", "--dual_clip=3.0"], ["--save_checkpoints=false"]])
+    def test_a_flag_or_a_file_that_contradicts_itself_is_an_error(self, tmp_path, flags, capsys):
+        path = tmp_path / "run.yaml"
+        path.write_text("clip_epsilon: 0.1\nray_workers: 2\n")
+        with pytest.raises(SystemExit):
+            parse_run_config([f"--config={path}", *flags])
+        assert re.search("(dual_clip=3.0|ray_workers=2) does nothing", capsys.readouterr().err)
+
+    def test_a_file_for_another_algorithm_is_refused_with_what_to_add(self, capsys):
+        path = SHIPPED / "ppo_llm.yaml"
+        arguments = [f"--config={path}", "--algo=GRPO", "--group_size=4"]
+        with pytest.raises(SystemExit):
+            parse_run_config(arguments)
+        said = capsys.readouterr().err
+        flags = re.search(rf"They stand in {path}: remove them there, or add (.*) to the command line\.", said).group(1)
+        config = parse_run_config([*arguments, *flags.split()])
+        assert (config.algo, config.lr_critic, config.critic_coeff, config.lmbda) == ("GRPO", None, None, None)
 
     def test_later_settings_win(self, tmp_path):
         path = tmp_path / "run.yaml"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
@@ -48,19 +49,38 @@ class RefreshReference(Callback):
 
 
 class ProgressBar(Callback):
-    """A tqdm bar over turns, with reward, success and KL of the last iteration."""
+    """A tqdm bar over turns, with reward, success and KL of the last iteration.
+
+    It is labelled with the algorithm (with the loss's class in a trainer whose config names none). In a resumed run the turns
+    of before count as done, not as played now: they do not enter the rate.
+    """
 
     _shown = ("rollout/reward", "rollout/success", "evaluation/success", "policy/kl_old")
 
     def on_start(self, trainer: LLMTrainer) -> None:
-        self._bar = tqdm(total=trainer.config.max_steps, unit="turn", desc=type(trainer.loss).__name__, smoothing=0.05)
+        if trainer.iteration:
+            tqdm.write(f"resumed at iteration {trainer.iteration}", file=sys.stderr)
+        self._bar = tqdm(
+            total=trainer.config.max_steps,
+            initial=self._steps(trainer),
+            unit="turn",
+            desc=getattr(trainer.config, "algo", type(trainer.loss).__name__),
+            smoothing=0.05,
+            mininterval=0,  # every update is an iteration, and is drawn
+            miniters=1,
+        )
         self._postfix: dict[str, str] = {}
 
     def on_iteration(self, trainer: LLMTrainer, metrics: dict[str, float]) -> None:
-        self._bar.update(min(trainer.steps, trainer.config.max_steps) - self._bar.n)
         new = {name.removeprefix("rollout/"): f"{metrics[name]:.3g}" for name in self._shown if name in metrics}
         self._postfix |= new
-        self._bar.set_postfix(self._postfix)
+        self._bar.set_postfix(self._postfix, refresh=False)  # update() draws
+        self._bar.update(self._steps(trainer) - self._bar.n)
+
+    @staticmethod
+    def _steps(trainer: LLMTrainer) -> int:
+        """Turns so far, those of before a resume included; the last iteration may play more than were asked for."""
+        return min(trainer.steps, trainer.config.max_steps)
 
     def on_end(self, trainer: LLMTrainer) -> None:
         if hasattr(self, "_bar"):  # another callback may have failed before this one started

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 import shlex
 import sys
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from torchrl_llm.options import ConfigError, check_value, describe, fits, nearest, options_of
+from torchrl_llm.options import ConfigError, IdleError, check_value, describe, fits, nearest, options_of
 from torchrl_llm.trainers.config import RunConfig, TrainerConfig
 
 
@@ -21,8 +22,9 @@ def parse_run_config(argv: Sequence[str] | None = None, *, description: str | No
     """Read the settings of a run from ``--config FILE.yaml`` and flags; a later one overrides an earlier one.
 
     Every field of :class:`~torchrl_llm.trainers.RunConfig` is a flag (``--max-steps`` and ``--max_steps`` are the same), a
-    bare flag of a boolean field means true, and values are YAML. An unknown field, a wrong value and contradictory fields
-    are errors that name the flag, or the file and its line.
+    bare flag of a boolean field means true, and values are YAML. Integers are decimal: ``010`` is 10, ``1e5`` is 100000,
+    ``1:30`` and ``0x10`` are refused. An unknown field, a wrong value and contradictory fields are errors that name the
+    flag, or the file and its line.
 
     Args:
         argv: the arguments; None takes those of the process.
@@ -43,9 +45,41 @@ def parse_run_config(argv: Sequence[str] | None = None, *, description: str | No
         flags = [f"--{field}" for field in options_of(RunConfig)]
         parser.error(f"{name} is no setting.{nearest(name, flags)}")
     try:
-        return RunConfig(**vars(settings))
+        return _run_config(vars(settings), parser.files)
     except ConfigError as error:
         parser.error(str(error))
+
+
+def _run_config(settings: dict[str, Any], files: dict[str, Path]) -> RunConfig:
+    """The settings, without those of a file that a flag leaves without effect: they are for the other case.
+
+    Not so where the flag is the algorithm: a file is tuned for one, and no other gets its numbers by leaving some out.
+
+    Args:
+        settings: names and values.
+        files: which of them stand in a file, and in which.
+    """
+    while True:
+        try:
+            return RunConfig(**settings)
+        except IdleError as error:
+            idle = [name for name in error.names if name in settings and name in files]
+            by_flag = [name for name in error.under if name in settings and name not in files]
+            if not (idle and by_flag):
+                raise
+            if "algo" in by_flag:
+                where = ", ".join(dict.fromkeys(str(files[name]) for name in idle))
+                flags = " ".join(f"--{name} {_default_as_text(name)}" for name in idle)
+                raise ConfigError(
+                    f"{error} They stand in {where}: remove them there, or add {flags} to the command line."
+                ) from error
+            for name in idle:
+                del settings[name]
+
+
+def _default_as_text(name: str) -> str:
+    default = options_of(RunConfig)[name].default
+    return default if isinstance(default, str) else json.dumps(default)
 
 
 def resume_command(config: RunConfig) -> str:
@@ -79,6 +113,16 @@ def _without(argv: Sequence[str], *switches: str) -> list[str]:
 
 
 class _Parser(argparse.ArgumentParser):
+    """Knows which settings stand in a file.
+
+    Attributes:
+        files: by setting, the file that it is from; not those that a later flag gives.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.files: dict[str, Path] = {}
+
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, and no more: the usage has a hundred lines."""
         self.exit(2, f"{self.prog}: error: {message} (--help lists every setting.)\n")
@@ -90,6 +134,7 @@ class _Flag(argparse.Action):
     hint: Any = Any
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        parser.files.pop(self.dest, None)
         try:
             setattr(namespace, self.dest, _read(str(option_string), yaml.compose(values, _Loader), values, self.hint))
         except yaml.YAMLError:  # an open bracket, say: as it is
@@ -105,18 +150,25 @@ class _File(argparse.Action):
         try:
             for name, value in _settings_of(Path(values)):
                 setattr(namespace, name, value)
+                parser.files[name] = Path(values)
         except ConfigError as error:
             parser.error(str(error))
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's scalars: ``1e-3`` is a number, and ``no`` (of mixed_precision) is text."""
+    """Scalars of YAML 1.2's core schema, decimal only.
+
+    PyYAML reads YAML 1.1, where ``1e-3`` and ``no`` are something else than they look like, ``010`` is 8, ``1:30`` is 90
+    and ``2026-01-01`` is a date. Here ``1e-3`` is a number and ``010`` is 10; ``no``, ``1:30`` and ``0x10`` are text.
+    """
 
 
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] not in ("bool", "float")]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in ("null", "merge")]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?\d+$"), list("-+0123456789"))
+_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
 _NUMBER = r"[-+]?(\d+\.?\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"^({_NUMBER})$"), list("-+.0123456789"))
 _Loader.add_implicit_resolver(
@@ -159,6 +211,8 @@ def _read(name: str, node: yaml.Node | None, text: Any, hint: Any) -> Any:
         loader.dispose()
     if isinstance(text, str) and (isinstance(value, str) or (not fits(value, hint) and fits(text, hint))):
         value = text
+    if isinstance(value, float) and value.is_integer() and not fits(value, hint) and fits(int(value), hint):
+        value = int(value)  # 1e5
     check_value(name, value, hint)
     return value
 
