@@ -1,9 +1,12 @@
-"""The documentation: its Python blocks run, and what it names exists."""
+"""The documentation: its Python blocks run and assert what they show, and what it names exists."""
 
 from __future__ import annotations
 
+import ast
+import os
 import re
 import shlex
+import sys
 from dataclasses import fields
 from pathlib import Path
 
@@ -34,7 +37,41 @@ def trains_the_small_model(names: dict) -> None:
 
 
 SHOWN = {"README.md": trains_the_small_model}
-"""What a page shows that its own blocks do not assert."""
+"""What a page shows that its own blocks do not assert. Every block of every other page asserts something."""
+
+
+class NoteAssertions(ast.NodeTransformer):
+    """Puts ``_ran.add(line)`` before every assertion: an ``assert``, or a call such as ``assert_close(...)``."""
+
+    def __init__(self) -> None:
+        self.written: set[int] = set()
+
+    def visit_Assert(self, node: ast.stmt) -> list[ast.stmt]:
+        self.written.add(node.lineno)
+        return [*ast.parse(f"_ran.add({node.lineno})").body, node]
+
+    def visit_Expr(self, node: ast.Expr) -> ast.stmt | list[ast.stmt]:
+        called = ast.unparse(node.value.func) if isinstance(node.value, ast.Call) else ""
+        return self.visit_Assert(node) if called.split(".")[-1].startswith("assert_") else node
+
+
+def unasserted(page: str, text: str) -> list[str]:
+    """Run the blocks of a page in order, in one namespace; then what :data:`SHOWN` has for it.
+
+    Returns:
+        ``page:line`` of every assertion that did not run, and of every block that has none (unless in ``SHOWN``).
+    """
+    ran, missing = set(), set()
+    names = {"__name__": "__docs__", "_ran": ran}
+    for line, code in python_blocks(text):
+        # The empty lines make tracebacks name the line of the page.
+        tree = ast.parse("\n" * line + code, page)
+        assertions = NoteAssertions()
+        tree = ast.fix_missing_locations(assertions.visit(tree))
+        exec(compile(tree, page, "exec", dont_inherit=True), names)
+        missing |= assertions.written or ({line + 1} if Path(page).name not in SHOWN else set())
+    SHOWN.get(Path(page).name, lambda names: None)(names)
+    return [f"{Path(page).name}:{line}" for line in sorted(missing - ran)]
 
 
 def test_what_holds_a_mend_is_there():
@@ -92,13 +129,34 @@ class TestCommands:
 
 class TestPythonBlocks:
     @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-    def test_blocks_of_a_page_run_in_order_in_one_namespace(self, page, tmp_path, monkeypatch):
+    def test_blocks_of_a_page_run_and_assert_what_they_show(self, page, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        namespace = {"__name__": "__docs__"}
-        for line, code in python_blocks(page.read_text()):
-            # The empty lines make tracebacks name the line of the page.
-            exec(compile("\n" * line + code, str(page), "exec"), namespace)
-        SHOWN.get(page.name, lambda names: None)(namespace)
+        # GEM runs submitted programs with the python of the PATH.
+        monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        assert unasserted(str(page), page.read_text()) == []
+
+    @pytest.mark.parametrize(
+        ("code", "lines"),
+        [
+            ("assert True", []),
+            ("torch.testing.assert_close(1, 1)", []),
+            ("def law():\n    assert True\n\n\nlaw()", []),
+            ("print(1)", [6]),
+            ("len('assert')", [6]),
+            ("try:\n    int('1')\nexcept ValueError as error:\n    assert str(error)", [9]),
+            ("for _ in []:\n    assert True", [7]),
+            ("def law():\n    assert True", [7]),
+        ],
+    )
+    def test_a_block_without_an_assertion_that_runs_is_found(self, code, lines):
+        page = f"```python\nimport torch\nassert torch\n```\n```python\n{code}\n```\n"
+        assert unasserted("page.md", page) == [f"page.md:{line}" for line in lines]
+
+    def test_a_page_of_shown_is_checked_here_and_needs_no_assertion(self, monkeypatch):
+        monkeypatch.setitem(SHOWN, "page.md", lambda names: checked.append(names["a"]))
+        checked: list[int] = []
+        assert unasserted("page.md", "```python\na = 1\n```\n") == []
+        assert checked == [1]
 
     def test_the_tutorial_is_among_them(self):
         assert {"multiturn.md", "quickstart.md", "extending.md"} <= {page.name for page in PAGES}
