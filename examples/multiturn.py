@@ -77,7 +77,12 @@ def report(
         return {}
     title = f"{config.algo} on {config.env_name}"
     if run.trainer.history:
-        plot_learning_curve(run.trainer.history, config.output_dir / "learning_curve.png", title=title)
+        plot_learning_curve(
+            run.trainer.history,
+            config.output_dir / "learning_curve.png",
+            title=title,
+            before=before and before.metrics("evaluation"),
+        )
     evaluations = {name: figures for name, figures in (("before", before), ("after", after)) if figures is not None}
     result = {
         "algo": config.algo,
@@ -131,7 +136,9 @@ def evaluate_before(run: Run) -> Evaluation | None:
 
 def write_conversations(run: Run, evaluation: Evaluation, when: str) -> None:
     """Write sample conversations of ``evaluation`` to ``conversations_<when>.md``."""
-    text = f"# Conversations {when} training\n\n{conversations_text(evaluation.rows, run.tokenizer, count=6)}"
+    kwargs = run.config.chat_template_kwargs
+    text = conversations_text(evaluation.rows, run.tokenizer, count=6, chat_template_kwargs=kwargs)
+    text = f"# Conversations {when} training\n\n{text}"
     (run.config.output_dir / f"conversations_{when}.md").write_text(text)
 
 

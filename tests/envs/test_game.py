@@ -180,3 +180,27 @@ print("alive", flush=True)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert result.stdout.strip() == "alive", result.stderr[-2000:]
+
+
+class TestImportOfGEM:
+    SCRIPT = """
+import sys, warnings
+from torchrl_llm.envs.game import import_gem
+sys.pycache_prefix = sys.argv[1]  # nothing is compiled there: all that is imported now warns if it ever does
+filters = warnings.filters[:]
+import_gem("game:GuessTheNumber-v0")
+assert "cellpylib" in sys.modules
+assert warnings.filters == filters
+sys.path.insert(0, sys.argv[1])
+import mine
+"""
+
+    def test_syntax_warnings_of_cellpylib_are_not_shown_and_others_are(self, tmp_path):
+        pytest.importorskip("gem")
+        (tmp_path / "mine.py").write_text('x = 1\ny = x is "literal"\n')
+        done = subprocess.run(
+            [sys.executable, "-c", self.SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=250, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert "mine.py:2: SyntaxWarning" in done.stderr
+        assert "cellpylib" not in done.stderr

@@ -171,3 +171,26 @@ class TestRows:
         env = PromptDatasetEnv(rows, lambda *_: 1.0, tokenizer=tokenizer, num_envs=6)
         assert len(env.reset()[keys.TASK_ID].unique()) == 3
         assert len(env.first_of_each_task(6)) == 3
+
+    def test_the_first_of_each_task_are_looked_for_once(self, tokenizer):
+        resets = []
+
+        class Two(StopOrGo):
+            def hidden_state(self):
+                return self.task
+
+            def reset(self, seed=None):
+                resets.append(seed)
+                self.task = seed % 8 // 4
+                return super().reset(seed)
+
+        env = GEMEnv(Two, tokenizer=tokenizer, num_envs=3, stream="eval")
+        first = env.first_of_each_task(10)
+        assert (len(first), len(resets)) == (2, 10)
+        first.clear()
+        assert len(env.first_of_each_task(10)) == 2
+        assert len(resets) == 10
+        env.first_of_each_task(9)  # of others
+        env.set_seed(env.tickets.seed + 1)
+        env.first_of_each_task(9)
+        assert len(resets) == 10 + 9 + 9

@@ -9,9 +9,10 @@ from markdown_it import MarkdownIt
 
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.data import turns_to_rows
-from torchrl_llm.envs import PromptDatasetEnv
-from torchrl_llm.record.report import conversations_text, fenced, plot_learning_curve
+from torchrl_llm.envs import CHATML, GEMEnv, PromptDatasetEnv
+from torchrl_llm.record.report import conversations_text, draw_learning_curve, fenced, plot_learning_curve
 from torchrl_llm.testing.policies import ScriptedPolicy
+from torchrl_llm.testing.tokenizers import byte_tokenizer
 
 IMG = "<img src=x onerror=alert(1)>"
 PAYLOADS = [
@@ -54,7 +55,57 @@ class TestFence:
         assert set(re.findall(r"</?[a-z0-9]+", html)) == {"<h3", "</h3", "<pre", "</pre", "<code", "</code"}, html
 
 
+class TestConversations:
+    @pytest.mark.parametrize("opening", ["", "<think>\n\n</think>\n\n"], ids=["plain", "thinking"])
+    def test_read_as_they_were_played(self, opening):
+        """Numbered, and over where the environment has the last word: no turn is left open."""
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template = CHATML.replace("assistant\n", "assistant\n{{ opening }}")
+        env = GEMEnv(
+            Counting,
+            num_envs=2,
+            group_size=2,
+            tokenizer=tokenizer,
+            history="append",
+            chat_template_kwargs={"opening": opening},
+            max_model_len=512,
+            max_output_tokens=64,
+        )
+        policy = ScriptedPolicy(lambda *_: "Yes.", tokenizer=tokenizer, max_output_tokens=64)
+        rows = turns_to_rows(TurnCollector(env, policy, batch_size=4).rollout())
+        text = conversations_text(rows, tokenizer, chat_template_kwargs={"opening": opening})
+        heads = re.findall("^### .*", text, re.MULTILINE)
+        assert heads == [
+            f"### episode {i}, task {(i + 1) // 2}: won after 2 turns, rewards 0.1, 1" for i in range(1, 5)
+        ]
+        assert text.count(f"<|im_start|>assistant\n{opening}Yes.") == text.count("<|im_start|>assistant") == 2 * 4
+        assert len(re.findall(r"user\nRight\.<\|im_end\|>\n+```$", text, re.MULTILINE)) == 4
+
+
+class Counting:
+    """Won in the second turn."""
+
+    def hidden_state(self):
+        return self.number
+
+    def reset(self, seed=None):
+        self.turn, self.number = 0, seed
+        return "Ready?", {}
+
+    def step(self, action):
+        self.turn += 1
+        return "Right.", 1.0 if self.turn == 2 else 0.1, self.turn == 2, False, {}
+
+
 class TestCurve:
+    def test_begins_with_the_evaluation_before(self):
+        after = {"evaluation/success": 0.5, "evaluation/success_low": 0.4, "evaluation/success_high": 0.6}
+        before = {"evaluation/success": 0.2, "evaluation/success_low": 0.1, "evaluation/success_high": 0.3}
+        history = [{"rollout/steps": 7.0, "rollout/success": 0.5} | after]
+        for given, steps, success in ((before, [0, 7], [0.2, 0.5]), (None, [7], [0.5])):
+            (axes,) = draw_learning_curve(history, title="x", before=given).axes
+            assert axes.lines[1].get_xydata().tolist() == [list(pair) for pair in zip(steps, success, strict=True)]
+
     @pytest.mark.parametrize("title", ["GRPO on $\\bad{$", "$1 < $2", f"_a_ {IMG}"])
     def test_a_name_is_no_formula(self, tmp_path, title):
         history = [{"rollout/steps": 1.0, "rollout/success": 0.5}]

@@ -13,9 +13,11 @@ import logging
 import math
 import os
 import random
+import sys
 import threading
 import time
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -160,6 +162,18 @@ def pays_progress(env: str | Callable[[], TextEnv]) -> bool:
     return isinstance(env, str) and env.startswith("game:") and env[5:].partition("-")[0] in PAYS_PROGRESS
 
 
+@contextmanager
+def _no_warnings_of_cellpylib() -> Iterator[None]:
+    """Without SyntaxWarnings of cellpylib, which GEM imports by way of reasoning_gym; all others are shown.
+
+    It compares with literals by "is", of which Python warns when it compiles the files; a user can do nothing about it.
+    """
+    with warnings.catch_warnings():
+        # The module of such a warning is the file's path.
+        warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[\\/]cellpylib[\\/]")
+        yield
+
+
 def import_gem(env_id: str) -> Any:
     """The module ``gem``, which an installation on Python 3.12.1 or later does not bring.
 
@@ -170,8 +184,10 @@ def import_gem(env_id: str) -> Any:
         MissingGEMError: it cannot be imported; the message says how to install it.
     """
     try:
-        import gem
-        import gem.envs.registration
+        # Only the first time: filters belong to the process, and environments are made in threads too.
+        with nullcontext() if "gem" in sys.modules else _no_warnings_of_cellpylib():
+            import gem
+            import gem.envs.registration
     except ImportError as error:
         raise MissingGEMError(
             f"{env_id!r} is an environment of GEM, which cannot be imported here ({error}); gem-llm declares Python <=3.12, "

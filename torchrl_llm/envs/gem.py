@@ -282,6 +282,7 @@ class GEMEnv(EnvBase):
         self._first_seed = seed
         self.num_dealt = 0
         self._slots = [Slot() for _ in range(num_envs)]
+        self._firsts: tuple[Any, list[int]] = None, []
         self.num_threads, self.step_timeout = self._threads(num_threads, step_timeout), step_timeout
         self._pool: Pool | None = None
         self.max_faults = max_faults
@@ -535,8 +536,15 @@ class GEMEnv(EnvBase):
         """Of the next ``count`` tickets, counted from 0, those that no earlier one shares a known task with.
 
         Resets the games of all slots, so no episode may be running. A ticket counts where its environment fails, or does not
-        say what is hidden (:class:`~torchrl_llm.envs.Task`).
+        say what is hidden (:class:`~torchrl_llm.envs.Task`). The answer is remembered: evaluations ask for the same tickets
+        again and again, and each would reset ``count`` games for it.
         """
+        question = (self.tickets, self.tickets.shares, count)  # the shares are no part of what makes tickets equal
+        if self._firsts[0] != question:
+            self._firsts = question, self._find_firsts(count)
+        return [*self._firsts[1]]
+
+    def _find_firsts(self, count: int) -> list[int]:
         seen: dict[Any, int] = {}
         slots = len(self._slots)
         for first in range(0, count, slots):

@@ -19,6 +19,7 @@ from torchrl_llm import keys
 from torchrl_llm.segments import Segments
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from transformers import PreTrainedTokenizerBase
 
     from torchrl_llm.trainers.evaluation import Evaluation
@@ -53,17 +54,52 @@ def _known(value: float | None, width: int, kind: str) -> str:
     return f"{value:{width}{kind}}" if known else f"{'-':>{width}}"
 
 
-def conversations_text(rows: TensorDictBase, tokenizer: PreTrainedTokenizerBase, *, count: int = 4) -> str:
-    """The first ``count`` conversations of ``rows`` as text, special tokens included, with their outcome."""
+def conversations_text(
+    rows: TensorDictBase,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    count: int = 4,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> str:
+    """The first ``count`` conversations of ``rows`` as text, special tokens included, with their outcome.
+
+    They are numbered from 1, and so are their tasks, in order of appearance. The turn that the template opens after the
+    environment's last message is left out: nobody was asked for it.
+
+    Args:
+        rows: ``[B]`` conversations.
+        tokenizer: of the model that played.
+        count: how many at most; default 4.
+        chat_template_kwargs: what its template was given; default nothing.
+    """
+    opening = _opening(tokenizer, chat_template_kwargs or {})
+    tasks: dict[int, int] = {}
     parts = []
-    for row in rows[:count]:
+    for number, row in enumerate(rows[:count], start=1):
         turns = int(row[keys.TURN_MASK].sum())
-        rewards = row[keys.TURN_REWARD][:turns].tolist()
+        rewards = ", ".join(f"{reward:.4g}" for reward in row[keys.TURN_REWARD][:turns].tolist())
         reason = keys.StopReason(int(row[keys.TURN_STOP_REASON][turns - 1])).name.lower().replace("_", " ")
-        head = f"### episode {int(row[keys.EPISODE_ID])}: {reason} after {turns} turns, rewards {rewards}"
+        task = tasks.setdefault(int(row.get(keys.TASK_ID, row[keys.GROUP_ID])), len(tasks) + 1)
+        outcome = f"{reason} after {turns} turn{'s' * (turns != 1)}, rewards {rewards}"
         contexts = map(tokenizer.decode, _contexts(row[keys.TOKENS], row[keys.ATTENTION_MASK]))
-        parts.append(f"{head}\n\n{fenced(_MADE_ANEW.join(contexts))}\n")
+        text = _MADE_ANEW.join(contexts).removesuffix(opening)
+        parts.append(f"### episode {number}, task {task}: {outcome}\n\n{fenced(text)}\n")
     return "\n".join(parts)
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]) -> str:
+    """The text with which the chat template opens the assistant's turn; none without a template."""
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    closed, opened = (
+        str(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": "?"}], tokenize=False, add_generation_prompt=prompt, **chat_template_kwargs
+            )
+        )
+        for prompt in (False, True)
+    )
+    return opened.removeprefix(closed) if opened.startswith(closed) else ""
 
 
 def fenced(text: str) -> str:
@@ -89,13 +125,26 @@ def _contexts(tokens: Tensor, attention_mask: Tensor) -> list[Tensor]:
     return [row[:length] for row, length in zip(rows, segments.lengths.tolist(), strict=True)]
 
 
-def plot_learning_curve(history: Sequence[Mapping[str, float]], path: Path, *, title: str) -> None:
+def plot_learning_curve(
+    history: Sequence[Mapping[str, float]], path: Path, *, title: str, before: Mapping[str, float] | None = None
+) -> None:
+    """Write the plot of :func:`draw_learning_curve` to ``path``, a ``.png`` file."""
+    draw_learning_curve(history, title=title, before=before).savefig(path, dpi=130)
+
+
+def draw_learning_curve(
+    history: Sequence[Mapping[str, float]], *, title: str, before: Mapping[str, float] | None = None
+) -> Figure:
     """Success in training and on held-out tasks over turns played, with the 95 % interval of the latter.
 
     Args:
         history: the metrics of each iteration (:attr:`torchrl_llm.trainers.LLMTrainer.history`).
-        path: a ``.png`` file to write.
         title: of the plot.
+        before: the metrics of an evaluation before training, ``Evaluation.metrics("evaluation")``; the point at 0 turns.
+            Default none.
+
+    Returns:
+        The figure, with one pair of axes.
     """
     from matplotlib.figure import Figure
 
@@ -108,7 +157,8 @@ def plot_learning_curve(history: Sequence[Mapping[str, float]], path: Path, *, t
         linewidth=1,
         label="training batches",
     )
-    evaluated = [m for m in history if "evaluation/success" in m]
+    evaluated = [{"rollout/steps": 0.0, **before}] if before else []
+    evaluated += [dict(m) for m in history if "evaluation/success" in m]
     if evaluated:
         steps = [m["rollout/steps"] for m in evaluated]
         axes.plot(steps, [m["evaluation/success"] for m in evaluated], "o-", color="C0", label="held-out, sampled")
@@ -118,7 +168,7 @@ def plot_learning_curve(history: Sequence[Mapping[str, float]], path: Path, *, t
     axes.set_title(title, parse_math=False)  # a name with dollar signs is no formula
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False)
-    figure.savefig(path, dpi=130)
+    return figure
 
 
 def write_json(result: Mapping[str, Any], path: Path) -> None:
