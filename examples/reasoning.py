@@ -111,7 +111,10 @@ def report(
         (out / "conversations_after.md").write_text(conversations_text(after.rows, run.tokenizer, count=6))
     if run.trainer.history:
         plot_learning_curve(
-            run.trainer.history, out / "learning_curve.png", title=f"{config.algo} on {config.env_name}"
+            run.trainer.history,
+            out / "learning_curve.png",
+            title=f"{config.algo} on {config.env_name}",
+            before=before and before.metrics("evaluation"),
         )
     evaluations = {name: each for name, each in (("before", before), ("after", after)) if each is not None}
     table = f"\n\n{comparison_table(evaluations)}\n" if evaluations else ""
