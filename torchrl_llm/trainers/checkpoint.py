@@ -552,7 +552,7 @@ class CheckpointStore:
 
     def _offer(self, damaged: Path) -> str:
         for path in reversed(self.checkpoints()):
-            if path.resolve() != damaged.resolve():
+            if path != damaged.resolve():
                 try:
                     verify(path)
                 except CheckpointError:
