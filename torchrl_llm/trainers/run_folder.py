@@ -151,27 +151,21 @@ class RunFolder:
             ConfigError: another process has locked the folder.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        self._acquire()
+        self.lock()
         try:
             return self._open(start, steps, make_loggers)
         except BaseException:
             self.close()
             raise
 
-    def close(self) -> None:
-        """Release the lock: another process may have the folder. A second call does nothing."""
-        if self._owner() is self:
-            del _OPEN[self.path.resolve()]
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+    def lock(self) -> None:
+        """Lock the folder among processes; :meth:`open` does so first. A second call does nothing.
 
-    def _owner(self) -> RunFolder | None:
-        """Which run of this process has the folder."""
-        return _OPEN.get(self.path.resolve())
+        A run takes the lock over from an earlier one of its process, which is over as a rule, but may not be deleted yet.
 
-    def _acquire(self) -> None:
-        """Lock the folder. A run takes the lock over from an earlier one of its process, which is over, but may not be deleted."""
+        Raises:
+            ConfigError: another process has locked it.
+        """
         owner = self._owner()
         if owner is not None and owner._lock is not None and not owner._lock.in_place():
             owner.close()  # the folder was deleted and made again
@@ -189,6 +183,18 @@ class RunFolder:
         elif owner is not self:
             self._lock, owner._lock = owner._lock, None
         _OPEN[self.path.resolve()] = self
+
+    def close(self) -> None:
+        """Release the lock: another process may have the folder. A second call does nothing."""
+        if self._owner() is self:
+            del _OPEN[self.path.resolve()]
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _owner(self) -> RunFolder | None:
+        """Which run of this process has the folder."""
+        return _OPEN.get(self.path.resolve())
 
     def _open(self, start: Path | None, steps: int, make_loggers: Callable[[], list[Logger]]) -> list[Logger]:
         _write_mark(self.path, "run")
