@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -209,6 +210,22 @@ class TestStore:
         assert (manifest["iteration"], manifest["evaluation_success"]) == (2, 0.9)
         assert manifest["config"]["algo"] == "LLMREINFORCE"
         assert "torch" in manifest["environment"]["versions"]
+
+    def test_folders_in_place_of_the_links_are_replaced_by_links(self, tmp_path):
+        """Of a run that was copied without links, or whose links somebody replaced while it ran."""
+        run = build_run(small_config(tmp_path, **RUN, max_iterations=2))
+        run.trainer.train()
+        store = run.trainer.checkpoints
+        for name in ("last", "best"):
+            (store.directory / name).unlink(missing_ok=True)
+            shutil.copytree(store.latest(), store.directory / name)
+        run.trainer.iteration = 3
+        store.save(run.trainer, {"evaluation/success": 1.0})
+        assert [path.name[-3:] for path in store.checkpoints()] == ["002", "003"]
+        for name in ("last", "best"):
+            assert (store.directory / name).is_symlink()
+            assert verify(store.directory / name)["metadata"]["iteration"] == 3
+        assert len(list(store.directory.iterdir())) == 4
 
     def test_a_checkpoint_is_taken_when_it_is_time(self, tmp_path):
         settings = RUN | {"evaluation_interval": 0, "checkpoint_interval": 3}

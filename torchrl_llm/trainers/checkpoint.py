@@ -59,6 +59,9 @@ _NAME = re.compile(r"checkpoint-(\d{12})")
 _PICKLES = {".pickle", ".pkl", ".pt", ".pth", ".bin", ".ckpt", ".joblib"}
 _METADATA = {SUCCESS, "iteration", "steps", "config", "environment"}
 
+LINKS = ("last", "best")
+"""The links to checkpoints beside them. A copy of a run that follows links has folders of these names."""
+
 
 class Weights(CheckpointAdapter):
     """Saves an :class:`~torchrl_llm.modules.ActorCritic` in the folder of the checkpoint itself, not below ``components``."""
@@ -267,6 +270,11 @@ def foreign_files(path: Path) -> list[str]:
     return [name for name in _files(path) if name not in saved]
 
 
+def is_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is a folder that holds a checkpoint, whole or damaged, and nothing that was not saved with it."""
+    return path.is_dir() and not path.is_symlink() and (path / _SUMS).is_file() and not foreign_files(path)
+
+
 def _check_files(path: Path, sums: Mapping[str, str]) -> None:
     for name in _files(path):
         file = path / name
@@ -282,6 +290,13 @@ def _check_files(path: Path, sums: Mapping[str, str]) -> None:
             raise CheckpointError(f"{file} is missing: the checkpoint is damaged.")
         if _sha256(file) != expected:
             raise CheckpointError(f"{file} is not what was saved (its SHA-256 differs): the checkpoint is damaged.")
+
+
+def _same_sums(first: Path, second: Path) -> bool:
+    try:
+        return _read_sums(first) == _read_sums(second)
+    except (OSError, ValueError):
+        return False
 
 
 def _check_metadata(path: Path, metadata: Any) -> None:
@@ -341,12 +356,43 @@ class CheckpointStore:
 
     def latest(self) -> Path | None:
         """The newest checkpoint, whole or damaged; ``None`` if there is none."""
-        return max(self.checkpoints(), default=None)
+        return next(reversed(self.checkpoints()), None)
 
     def checkpoints(self) -> list[Path]:
-        """All of them, the oldest first."""
-        found = self.directory.glob("checkpoint-*")
-        return sorted(path for path in found if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink())
+        """All of them, the oldest first. A folder ``last`` or ``best`` counts if no other has the checkpoint of its iteration.
+
+        Raises:
+            CheckpointError: a folder ``last`` or ``best`` is no copy of a checkpoint.
+        """
+        found = {self.own_place(copy): copy for copy in self._copies()}
+        for path in self.directory.glob("checkpoint-*"):
+            if _NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+                found[path] = path
+        return [found[place] for place in sorted(found)]
+
+    def own_place(self, path: Path) -> Path:
+        """Where the checkpoint in ``path`` belongs: ``path`` itself, or, for a folder ``last`` or ``best``, that of its iteration.
+
+        Raises:
+            CheckpointError: such a folder is no checkpoint, holds other files too, or is another than the one in its place.
+        """
+        if path not in self._copies():
+            return path
+        foreign = foreign_files(path)
+        try:
+            place = self.directory / f"checkpoint-{Checkpoint.manifest(path)['metadata']['iteration']:012d}"
+        except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            why = f"{type(error).__name__}: {error}"
+        else:
+            if foreign:
+                why = f"it holds {', '.join(foreign[:3])} besides"
+            elif os.path.lexists(place) and not _same_sums(path, place):
+                why = f"it differs from {place}"
+            else:
+                return place
+        raise CheckpointError(
+            f"{path} is a folder in place of a link, and no copy of a checkpoint of this run ({why}): move it elsewhere."
+        )
 
     def best(self) -> Path | None:
         """The one with the highest success rate in the evaluation of its iteration."""
@@ -381,7 +427,15 @@ class CheckpointStore:
             self.on_save()
 
     def link(self) -> None:
-        """Let ``last`` and ``best`` point to the newest and the best checkpoint; a link that has none is removed."""
+        """Let ``last`` and ``best`` point to the newest and the best checkpoint; a link that has none is removed.
+
+        A folder in place of a link is moved to the place of its checkpoint, and deleted only where that is whole already.
+
+        Raises:
+            CheckpointError: the folder is no copy of a checkpoint, or the checkpoint that it is a copy of is damaged.
+        """
+        for copy in self._copies():
+            self._put_in_place(copy)
         best = self.best()
         if best is not None and Checkpoint.manifest(best)["metadata"][SUCCESS] == NOT_EVALUATED:
             best = None
@@ -440,6 +494,27 @@ class CheckpointStore:
         for pattern in (".checkpoint-*.stage-*", ".checkpoint-*.delete-*", ".last.link", ".best.link"):
             for leftover in self.directory.glob(pattern):
                 shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
+        if self._copies():
+            self.link()
+
+    def _copies(self) -> list[Path]:
+        """The folders that a copy without links has put in place of ``last`` and ``best``."""
+        found = (self.directory / name for name in LINKS)
+        return [path for path in found if path.is_dir() and not path.is_symlink()]
+
+    def _put_in_place(self, copy: Path) -> None:
+        place = self.own_place(copy)
+        if not os.path.lexists(place):
+            copy.rename(place)
+            return
+        try:
+            verify(place)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error} {copy} is a copy of it, and may be whole: move {place} elsewhere, and the copy takes its place."
+            ) from error
+        # Renamed first: after a crash in the middle of the deletion, clean() deletes what has this name.
+        shutil.rmtree(copy.replace(self.directory / f".{place.name}.delete-{uuid.uuid4().hex}"))
 
     def _metadata(self, trainer: LLMTrainer, metrics: Mapping[str, float]) -> dict[str, Any]:
         return {

@@ -4,33 +4,53 @@
 
     runs/multiturn/
         torchrl_llm.json                        the mark
+        torchrl_llm.lock                        locked while a process runs here
         checkpoints/  csv/  result.json  ...    the run
         previous-1/                             an earlier run, or a branch that was given up; with a mark of its own
 
 Files under other names than those of a run stay where they are. Of what was moved aside, only files that this library wrote
 are ever deleted, and only those of a run that ``overwrite`` replaced by one that has a whole checkpoint by now.
+
+``checkpoints/`` may be a link to a folder elsewhere. The link stays, and checkpoints that are moved aside stay on their disk, in
+``previous-1/`` of that folder, which ``previous-1/checkpoints`` links to.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import shutil
+import socket
 import tempfile
+import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from torchrl.checkpoint import Checkpoint
 from torchrl.record.loggers import Logger
 
-from torchrl_llm.trainers.checkpoint import CheckpointStore, foreign_files, rewind_csv
+from torchrl_llm.trainers.checkpoint import LINKS, CheckpointStore, is_checkpoint, rewind_csv
 from torchrl_llm.trainers.config import ConfigError, RunConfig
+
+try:
+    import fcntl
+except ImportError:  # no POSIX system
+    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
 MARK = "torchrl_llm.json"
 """The file that tells a run's folder from any other."""
+
+LOCK = "torchrl_llm.lock"
+"""The file that the process of a run has locked. It stays when the run ends: without a lock it means nothing."""
+
+_ATTEMPTS, _PAUSE = 5, 0.1
+"""How often a lock is tried, and the seconds between: a process that only checks a folder holds its lock for a moment."""
 
 _REPORT = (
     *("merged", "result.json", "evaluation_before.json", "learning_curve.png"),
@@ -39,8 +59,8 @@ _REPORT = (
 _NAMES = ("checkpoints", "csv", "tensorboard", "wandb", "wandb_id", *_REPORT)
 """What a run writes."""
 
-_WORK = ("checkpoints/checkpoint-*", "csv/scalars/**/*.csv", *_REPORT)
-"""What it has only if it came to something."""
+_WORK = ("csv/scalars/**/*.csv", *_REPORT)
+"""What it has only if it came to something, besides checkpoints."""
 
 _FILES = (
     *("csv/scalars/*/*.csv", "csv/texts/hparams[0-9]*.txt", "tensorboard/**/events.out.tfevents.*", "wandb_id"),
@@ -51,8 +71,7 @@ _FILES = (
     ),
     *_REPORT,
 )
-_LINKS = ("checkpoints/last", "checkpoints/best")
-"""The files and links of these, but for checkpoints, which list theirs. Others of a folder stay, W&B's own among them."""
+"""The files of these, but for checkpoints, which list theirs. Others of a folder stay, W&B's own among them."""
 
 _MOVING, _REPLACED, _KEPT = "moving", "replaced", "kept"
 """What becomes of a folder beside the run: it goes back after a crash; it is deleted when the new run is saved; it stays."""
@@ -68,9 +87,10 @@ class RunFolder:
     def __init__(self, config: RunConfig) -> None:
         self.config, self.path = config, config.output_dir.absolute()
         self.checkpoints = CheckpointStore(self.path / "checkpoints", models=None)
+        self._lock: _Lock | None = None
 
     def check(self) -> None:
-        """Refuse a folder that cannot be written to, or that holds what looks like a run and is none of this library's.
+        """Refuse a folder that another process uses, that cannot be written to, or that holds what looks like another's run.
 
         What a crash has left half moved is put back.
 
@@ -80,26 +100,44 @@ class RunFolder:
         nearest = next(each for each in (self.path, *self.path.parents) if os.path.lexists(each))
         if not nearest.is_dir():
             raise ConfigError(f"output_dir is {self.path}, but {nearest} is no folder: choose another output_dir.")
-        try:
-            with tempfile.TemporaryFile(dir=nearest) as file:
-                file.write(bytes(1 << 16))
-                file.flush()
-        except OSError as error:
-            raise ConfigError(
-                f"output_dir is {self.path}, but nothing can be written to {nearest} ({error.strerror}): choose another "
-                "output_dir, or make room."
-            ) from error
-        for aside in self._asides(_MOVING):
+        self._check_writable(nearest)
+        link = self.checkpoints.directory
+        if link.is_symlink():
+            if not link.is_dir():
+                raise ConfigError(
+                    f"{link} is a link to {os.readlink(link)}, which is no folder: make it, or remove the link."
+                )
+            self._check_writable(link)
+        asides, lock = self._asides(_MOVING), None
+        if self._owner() is None and (asides or os.path.lexists(self.path / LOCK)):
+            with suppress(OSError):  # no locks here: open() warns
+                lock = _Lock(self.path)
+        for aside in asides:
             self._give_back(aside)
-        names = [item.name for item in self._items()]
+        if lock is not None:
+            lock.release()
+        names = [item.name for item in self._items() if not (item.is_symlink() and item == link and not self._saved())]
         if names and not (self.path / MARK).is_file():
             raise ConfigError(
                 f"{self.path} holds {', '.join(names)}, which this library did not write, or an earlier version did (it has no "
                 f"{MARK}): choose another output_dir, or move them elsewhere."
             )
 
+    def _check_writable(self, place: Path) -> None:
+        try:
+            with tempfile.TemporaryFile(dir=place) as file:
+                file.write(bytes(1 << 16))
+                file.flush()
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir is {self.path}, but nothing can be written to {place} ({error.strerror}): choose another "
+                "output_dir, or make room."
+            ) from error
+
     def open(self, start: Path | None, steps: int, make_loggers: Callable[[], list[Logger]]) -> list[Logger]:
-        """Make the folder this run's: move aside what is not, and open the loggers.
+        """Make the folder this run's: lock it, move aside what is not the run's, and open the loggers.
+
+        The lock lasts until :meth:`close`, until this object is deleted, or until the process ends, however it ends.
 
         Args:
             start: the checkpoint that the run goes on from; ``None``: it starts anew.
@@ -108,9 +146,60 @@ class RunFolder:
 
         Returns:
             What ``make_loggers`` made.
+
+        Raises:
+            ConfigError: another process has locked the folder.
         """
         self.path.mkdir(parents=True, exist_ok=True)
+        self.lock()
+        try:
+            return self._open(start, steps, make_loggers)
+        except BaseException:
+            self.close()
+            raise
+
+    def lock(self) -> None:
+        """Lock the folder among processes; :meth:`open` does so first. A second call does nothing.
+
+        A run takes the lock over from an earlier one of its process, which is over as a rule, but may not be deleted yet.
+
+        Raises:
+            ConfigError: another process has locked it.
+        """
+        owner = self._owner()
+        if owner is not None and owner._lock is not None and not owner._lock.in_place():
+            owner.close()  # the folder was deleted and made again
+            owner = None
+        if owner is None:
+            try:
+                self._lock = _Lock(self.path)
+            except OSError as error:
+                logger.warning(
+                    "%s cannot be locked (%s): a second run with the same output_dir would go unnoticed, and overwrite files",
+                    self.path, error.strerror,
+                )  # fmt: skip
+            else:
+                self._lock.sign()
+        elif owner is not self:
+            self._lock, owner._lock = owner._lock, None
+        _OPEN[self.path.resolve()] = self
+
+    def close(self) -> None:
+        """Release the lock: another process may have the folder. A second call does nothing."""
+        if self._owner() is self:
+            del _OPEN[self.path.resolve()]
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _owner(self) -> RunFolder | None:
+        """Which run of this process has the folder."""
+        return _OPEN.get(self.path.resolve())
+
+    def _open(self, start: Path | None, steps: int, make_loggers: Callable[[], list[Logger]]) -> list[Logger]:
         _write_mark(self.path, "run")
+        if start is not None:
+            start = self.checkpoints.own_place(start)  # clean() moves it there
         self.checkpoints.clean()
         if not self.config.overwrite:
             for old in self._asides(_REPLACED):
@@ -121,7 +210,7 @@ class RunFolder:
         except BaseException:
             if aside is not None:
                 if start is None:
-                    _discard(self.path)
+                    self._discard(self.path)
                 self._give_back(aside)
             raise
         if start is not None:
@@ -129,7 +218,16 @@ class RunFolder:
         return loggers
 
     def settle(self) -> None:
-        """The run has a whole checkpoint: delete what it replaced."""
+        """The run has a whole checkpoint: delete what it replaced.
+
+        Raises:
+            ConfigError: a later run of this process has the folder by now, and what it replaced is not this run's to delete.
+        """
+        if self._owner() not in (None, self):
+            raise ConfigError(
+                f"{self.path} is in use by a later run of this process, which began before this one was over: give each run "
+                "an output_dir of its own."
+            )
         for aside in self._asides(_REPLACED):
             self._remove(aside)
 
@@ -137,8 +235,10 @@ class RunFolder:
         if start is not None and start.parent == self.checkpoints.directory:
             newer = [path for path in self.checkpoints.checkpoints() if path.name > start.name]
             return self._move(newer[::-1], _KEPT, f"{start} is gone on from, and is the newest now") if newer else None
-        if not any(item for pattern in _WORK for item in self.path.glob(pattern)):
-            _discard(self.path)
+        if not self.checkpoints.checkpoints() and not any(
+            item for pattern in _WORK for item in self.path.glob(pattern)
+        ):
+            self._discard(self.path)
             aside = None
         else:
             state = _REPLACED if self.config.overwrite else _KEPT
@@ -163,14 +263,15 @@ class RunFolder:
 
     def _move(self, items: Sequence[Path], state: str, why: str) -> Path:
         """Move ``items`` of the run to a new folder beside it; if they are not all of it, the metrics are copied there."""
-        numbers = [int(path.name[9:]) for path in self.path.glob("previous-*") if path.name[9:].isdigit()]
+        found = [path for folder in (self.path, self.checkpoints.directory) for path in folder.glob("previous-*")]
+        numbers = [int(path.name[9:]) for path in found if path.name[9:].isdigit()]
         aside = self.path / f"previous-{max(numbers, default=0) + 1}"
         aside.mkdir()
         _write_mark(aside, _MOVING)
         csv = self.path / "csv"
         if csv.is_dir() and csv not in items:
             shutil.copytree(csv, aside / "csv")
-        for item in items:
+        for item in self._beside(aside, items):
             place = aside / item.relative_to(self.path)
             place.parent.mkdir(exist_ok=True)
             item.rename(place)
@@ -179,6 +280,25 @@ class RunFolder:
         rest = "deleted when this run has a whole checkpoint" if state == _REPLACED else "yours to delete"
         logger.warning("%s: %s moved to %s, %s", why, ", ".join(item.name for item in items), aside, rest)
         return aside
+
+    def _beside(self, aside: Path, items: Sequence[Path]) -> list[Path]:
+        """The items that are renamed to move ``items`` to ``aside``: of ``checkpoints``, if that is a link, those of the run.
+
+        A link that is moved would point elsewhere, if it is relative, and the new run would save here instead of behind it.
+        """
+        link = self.checkpoints.directory
+        if not link.is_symlink():
+            return list(items)
+        items = [each for item in items for each in (self._saved() if item == link else [item])]
+        if any(item.parent == link for item in items):
+            (link / aside.name).mkdir()
+            (aside / link.name).symlink_to(Path("..", os.readlink(link), aside.name), target_is_directory=True)
+        return items
+
+    def _saved(self) -> list[Path]:
+        """What a run has put into ``checkpoints/``."""
+        links = [path for name in LINKS if (path := self.checkpoints.directory / name).is_symlink()]
+        return [*self.checkpoints.checkpoints(), *links]
 
     def _give_back(self, aside: Path) -> None:
         """Move back what was moved; what the run has by itself was copied."""
@@ -191,13 +311,133 @@ class RunFolder:
         self.checkpoints.link()
 
     def _remove(self, aside: Path) -> None:
-        left = _discard(aside)
+        left = self._discard(aside)
         if left:
             logger.warning("%s is kept: it holds %s, which may not be this library's", aside, ", ".join(left))
             _write_mark(aside, _KEPT)
         else:
+            (aside / LOCK).unlink(missing_ok=True)
             (aside / MARK).unlink()
             aside.rmdir()
+
+    def _discard(self, folder: Path) -> list[str]:
+        """Delete the files of a run in ``folder``, this one or one aside, and return the names of those left.
+
+        Behind a link only checkpoints are deleted, and only where this run's link, or that of :meth:`_beside`, points to.
+        """
+        for file in [file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()]:
+            file.unlink()
+        checkpoints, own = folder / "checkpoints", self.checkpoints.directory
+        beside = own / folder.name
+        is_beside = checkpoints.is_symlink() and checkpoints.resolve() == beside.resolve()
+        if is_beside or checkpoints == own or not checkpoints.is_symlink():
+            for path in [*checkpoints.glob("checkpoint-*"), *(checkpoints / name for name in LINKS)]:
+                if is_checkpoint(path):
+                    shutil.rmtree(path)
+                elif path.is_symlink() and path.name in LINKS:
+                    path.unlink()
+        for item in (item for name in _NAMES for item in folder.glob(name)):
+            if not item.is_symlink():  # folders behind a link may be anyone's
+                _remove_empty([*item.rglob("*"), item])
+        if is_beside and not any(beside.glob("*")):
+            checkpoints.unlink()
+            if beside.is_dir():
+                beside.rmdir()
+        ours = (folder / MARK, folder / LOCK)
+        return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path not in ours)
+
+
+class _Lock:
+    """The lock of a folder among processes, which the system takes back when the process ends, however it ends.
+
+    Args:
+        folder: gets the file :data:`LOCK`, if it has none.
+
+    Raises:
+        ConfigError: another process has it; or the file cannot be opened.
+        OSError: the file system, or the system, knows no such lock.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / LOCK
+        if fcntl is None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        try:
+            self.descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.file} cannot be opened ({error.strerror}), so that it is not known whether another run uses {folder}: "
+                "remove it if none does, or choose another output_dir."
+            ) from error
+        try:
+            self._acquire(folder)
+        except BaseException:
+            os.close(self.descriptor)
+            raise
+        self._finalizer = weakref.finalize(self, _unlock, self.descriptor)
+
+    def _acquire(self, folder: Path) -> None:
+        for attempt in range(_ATTEMPTS):
+            if attempt:
+                time.sleep(_PAUSE)
+            try:
+                fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except (BlockingIOError, PermissionError):  # the second by SMB
+                continue
+        raise ConfigError(
+            f"{folder} is in use by another run ({self._holder()}): wait until it ends, end it, or choose another output_dir."
+        )
+
+    def sign(self) -> None:
+        """Write down which process has the lock, for the others' message."""
+        os.ftruncate(self.descriptor, 0)
+        os.pwrite(self.descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
+
+    def _holder(self) -> str:
+        try:
+            holder = json.loads(os.pread(self.descriptor, 4096, 0))
+            return f"process {holder['pid']} on {holder['host']}"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "a process that has not written its number down"
+
+    def in_place(self) -> bool:
+        """Whether the file that is locked is still the one of the folder."""
+        return self.file.exists() and os.path.samestat(self.file.stat(), os.fstat(self.descriptor))
+
+    def release(self) -> None:
+        """A second call does nothing."""
+        self._finalizer()
+
+    def forget(self) -> None:
+        """In a forked process: close its copy of the descriptor, for the lock lasts until all copies are closed.
+
+        A child that outlives a crashed parent, such as an engine, would keep the folder locked.
+        """
+        if self._finalizer.detach():
+            os.close(self.descriptor)
+
+
+def _unlock(descriptor: int) -> None:
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+_OPEN: weakref.WeakValueDictionary[Path, RunFolder] = weakref.WeakValueDictionary()
+"""The runs of this process, by the folders that are theirs."""
+
+
+def _forget_all() -> None:
+    """In a forked process: the folders are the parent's."""
+    for folder in list(_OPEN.values()):
+        if folder._lock is not None:
+            folder._lock.forget()
+            folder._lock = None
+    _OPEN.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
 
 
 def _write_mark(folder: Path, state: str) -> None:
@@ -211,19 +451,6 @@ def _state(folder: Path) -> str | None:
         return json.loads((folder / MARK).read_text())["state"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-def _discard(folder: Path) -> list[str]:
-    """Delete the files of a run in ``folder``, and return the names of those left."""
-    found = [file for pattern in _FILES for file in folder.glob(pattern) if file.is_file()]
-    for file in [*found, *(link for name in _LINKS if (link := folder / name).is_symlink())]:
-        file.unlink()
-    for path in folder.glob("checkpoints/checkpoint-*"):
-        if not path.is_symlink() and not foreign_files(path):
-            shutil.rmtree(path)
-    for item in (item for name in _NAMES for item in folder.glob(name)):
-        _remove_empty([*item.rglob("*"), item])
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path != folder / MARK)
 
 
 def _remove_empty(paths: Iterable[Path]) -> None:
