@@ -367,6 +367,22 @@ class TestTwoProcesses:
         assert forked(RunFolder(settings).check) == 0
         assert forked(lambda: RunFolder(settings).open(None, 0, no_loggers)) == 0
 
+    def test_it_ends_with_training_or_with_a_run_that_began_before(self, folder):
+        settings = config(folder, resume=True)
+        run = build_run(settings)
+        check = RunFolder(settings).check
+        run.trainer.callbacks[0].on_start(run.trainer)
+        assert forked(check) == 3
+        run.trainer.train()
+        assert forked(check) == 0
+        with running(settings), pytest.raises(ConfigError, match="in use by another run"):
+            run.trainer.train()  # again
+        run.begin()
+        run.trainer.train()
+        assert forked(check) == 3
+        run.close()
+        assert forked(check) == 0
+
     def test_a_later_run_of_the_process_takes_it_over(self, folder):
         first, second = RunFolder(config(folder, resume=True)), RunFolder(config(folder, overwrite=True))
         first.open(None, 0, no_loggers)

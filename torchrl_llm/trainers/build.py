@@ -95,13 +95,15 @@ class Run:
     checkpoints: CheckpointStore
     evaluation_env: GEMEnv
     make_env: Callable[..., GEMEnv]
-    opening: Callback
+    opening: _Opening
 
     def begin(self) -> None:
         """Make ``config.output_dir`` this run's, as ``trainer.train()`` does first: an earlier run there is moved aside.
 
-        To be called before something is written there; to build a run changes nothing. A second call does nothing.
+        To be called before something is written there; to build a run changes nothing. A second call does nothing. No other
+        process may run there before :meth:`close`, or, where this was not called, before ``trainer.train()`` ends.
         """
+        self.opening.until_close = True
         self.opening.on_start(self.trainer)
 
     def final_evaluation(self, *, greedy: bool = False) -> Evaluation:
@@ -184,12 +186,13 @@ class Run:
             self.weight_sync.send()
 
     def close(self) -> None:
-        """Shut collector, environments, engine and loggers down; a second call does nothing."""
+        """Shut collector, environments, engine and loggers down, and release the folder; a second call does nothing."""
         self.trainer.close()
         self.evaluation_env.close(raise_if_closed=False)
         if self.weight_sync is not None:
             self.weight_sync.close()
         self.policy.close()
+        self.opening.folder.close()
 
 
 def build_run(
@@ -325,12 +328,19 @@ class _Opening(Callback):
 
     def __init__(self, config: RunConfig, folder: RunFolder, start: Path | None) -> None:
         self.config, self.folder, self.start, self.opened = config, folder, start, False
+        self.until_close = False  # the folder stays locked when training ends, for the caller writes there
 
     def on_start(self, trainer: LLMTrainer) -> None:
-        if not self.opened:
+        if self.opened:
+            trainer.ranks.on_first(self.folder.lock)
+        else:
             self.opened = True
             trainer.ranks.on_first(lambda: self._open(trainer))
             run_begins()
+
+    def on_end(self, trainer: LLMTrainer) -> None:
+        if not self.until_close:
+            self.folder.close()
 
     def _open(self, trainer: LLMTrainer) -> None:
         loggers = self.folder.open(self.start, trainer.logged_steps, partial(make_loggers, self.config))
