@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import Script
 from safetensors.torch import load_file
 from test_trainer import small_config
 from torchrl.checkpoint import Checkpoint, CheckpointError
@@ -373,42 +374,23 @@ PHASES = {
 """Where a run is killed: module, class and method that is called then, and before how many of its calls, about two
 iterations' worth."""
 
-PLAY = """
-import importlib, os, signal, sys
-from pathlib import Path
-sys.path.insert(0, sys.argv[1])
-from test_checkpoint import CASES, RUN, digest
-from test_trainer import small_config
-from torchrl_llm.trainers import build_run
-if len(sys.argv) > 5:
-    module, owner, name, left = sys.argv[5].split(":")
-    owner, left = getattr(importlib.import_module(module), owner), int(left)
-    method = getattr(owner, name)
-    def killed(*args, **kwargs):
-        global left
-        left -= 1
-        return os.kill(os.getpid(), signal.SIGKILL) if left < 0 else method(*args, **kwargs)
-    setattr(owner, name, killed)
-algo, settings = CASES[int(sys.argv[3])]
-settings = RUN | settings | dict(max_iterations=int(sys.argv[4]), resume=True)
-run = build_run(small_config(Path(sys.argv[2]), algo, **settings))
-run.trainer.train()
-print("digest", digest(run), flush=True)
-"""
+SCRIPT = Path(__file__).with_name("killed_script.py")
 
 
 def play(folder: Path, case: int, iterations: int, *kill: str, after: float | None = None) -> str | None:
     """One process of the run: killed in a phase, or after some seconds, or left to end. Its digest, if it ended."""
-    command = [sys.executable, "-c", PLAY, str(Path(__file__).parent), str(folder), str(case), str(iterations), *kill]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            out, err = process.communicate(timeout=after or 300)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, err = process.communicate()
-            assert after is not None, err
-    assert process.returncode in (0, -signal.SIGKILL), err
-    return out.split()[1] if "digest" in out else None
+    folder.mkdir(exist_ok=True)
+    script = Script([SCRIPT, folder, case, iterations, *kill], folder / "process")
+    try:
+        done = script.wait(after or 300)
+    finally:
+        script.kill()
+    if done is None:
+        assert after is not None, (folder / "process.err").read_text()
+        script.wait(60)
+        return None
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return done.stdout.split()[1] if "digest" in done.stdout else None
 
 
 @pytest.mark.slow
