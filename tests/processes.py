@@ -35,7 +35,9 @@ class Script:
         output: a path; what the process writes goes to it, with ".out" and ".err" added.
     """
 
-    def __init__(self, arguments: Sequence[str], output: Path, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, arguments: Sequence[object], output: str | Path, environment: Mapping[str, str] | None = None
+    ) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self.output = output
@@ -60,24 +62,6 @@ class Script:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
             self._process.kill()
-
-
-def run(
-    arguments: Sequence[str], output: Path, *, timeout: float, environment: Mapping[str, str] | None = None
-) -> Done:
-    """Run a script to its end, or kill it.
-
-    Raises:
-        TimeoutError: it took longer than ``timeout`` seconds; the message has the end of what it wrote.
-    """
-    script = Script(arguments, output, environment)
-    try:
-        done = script.wait(timeout)
-    finally:
-        script.kill()
-    if done is None:
-        raise TimeoutError(f"{arguments} ran for {timeout} s: {Path(f'{output}.err').read_text()[-4000:]}")
-    return done
 
 
 def _run(arguments: list[str], variables: dict[str, str], output: str, folder: str) -> None:

@@ -40,4 +40,4 @@ if __name__ == "__main__":
     settings = RUN | settings | {"max_iterations": int(iterations), "resume": True}
     run = build_run(small_config(Path(folder), algo, **settings))
     run.trainer.train()
-    print("digest", digest(run), flush=True)
+    sys.stdout.write(f"digest {digest(run)}\n")

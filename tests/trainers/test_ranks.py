@@ -9,13 +9,17 @@ import sys
 import time
 from functools import cache
 from pathlib import Path
+from socket import socket
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import ranks_run
 import torch
+from accelerate.commands import launch
 from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils.launch import prepare_multi_gpu_env
+from processes import Script
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -32,7 +36,7 @@ BOTH = pytest.mark.parametrize("how", ["ddp", "fsdp2"])
 
 
 def start(out, what, *names, how="ddp", device="cpu"):
-    launch = [
+    command = [
         sys.executable,
         "-m",
         "accelerate.commands.launch",
@@ -40,15 +44,38 @@ def start(out, what, *names, how="ddp", device="cpu"):
         str(CONFIGS / f"accelerate_{how}.yaml"),
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "RANKS_RUN_DEVICE": device}
-    command = [*launch, str(SCRIPT), str(out), what, *names]
+    command += [str(SCRIPT), str(out), what, *names]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT, check=False)
 
 
+def forked(out, what, *names, how):
+    """The ranks without their launcher, with the variables that it would set; whoever fails first ends both."""
+    arguments = ["--config_file", str(CONFIGS / f"accelerate_{how}.yaml"), str(SCRIPT)]
+    given, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(arguments))
+    common = prepare_multi_gpu_env(given) | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    with socket() as free:
+        free.bind(("127.0.0.1", 0))
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    own = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
+    scripts = [Script([SCRIPT, out, what, *names], f"{out}-{what}.{rank}", each) for rank, each in enumerate(own)]
+    try:
+        until = time.monotonic() + LIMIT
+        while any(script.wait(0.1) is None for script in scripts):
+            failed = [done.stderr for script in scripts if (done := script.wait(0)) and done.returncode]
+            assert not failed, failed[0][-5000:]
+            assert time.monotonic() < until, f"{what} ran for {LIMIT} s"
+    finally:
+        for script in scripts:
+            script.kill()
+
+
 def results(out, what, *names, how="ddp", device="cpu"):
-    done = start(out, what, *names, how=how, device=device)
-    assert done.returncode == 0, "\n".join(line for line in done.stderr.splitlines() if line.startswith("[rank"))[
-        -5000:
-    ]
+    if device == "cpu":
+        out.parent.mkdir(exist_ok=True)
+        forked(out, what, *names, how=how)
+    else:
+        done = start(out, what, *names, how=how, device=device)
+        assert done.returncode == 0, done.stderr[-5000:]
     return [torch.load(f"{out}-{what}.{rank}.pt", weights_only=False) for rank in range(2)]
 
 
