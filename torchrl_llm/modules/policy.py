@@ -1,4 +1,4 @@
-"""What every policy has in common: :class:`SamplingConfig` and the :class:`TurnPolicy` base class.
+"""What every policy has in common: the :class:`TurnPolicy` base class, an inference engine on top of ``generate``.
 
 A policy maps the context of each slot to the sampled response of one turn. Engines (:mod:`torchrl_llm.modules.hf`,
 :mod:`torchrl_llm.modules.vllm`) implement :meth:`TurnPolicy.generate` for the live slots only; the base class deals with
@@ -11,75 +11,21 @@ There are two ways to ask: a call with a TensorDict answers one turn of every li
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import ClassVar, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from peft import LoraConfig
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from torchrl_llm import keys
-from torchrl_llm.options import Checked, ConfigError, Count, MinP, Natural, Positive, PositiveShare, Temperature
-
-
-class ContextLengthError(ValueError):
-    """Prompt and response together are longer than the model's positions."""
-
-
-class NonFiniteLogitsError(FloatingPointError):
-    """The model's logits are NaN or infinite: there is no distribution to sample from."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingConfig(Checked):
-    """How responses are sampled. Complete: nothing is inherited from a model's ``generation_config``.
-
-    The processors are applied in this order: ``min_output_tokens``, ``repetition_penalty``, ``temperature``, ``top_k``,
-    ``top_p``, ``min_p``; the log-prob recorded is that of the distribution which is left after all of them.
-
-    Attributes:
-        temperature: divides the logits; > 0 (greedy decoding is TorchRL's ``ExplorationType.DETERMINISTIC``).
-        top_k: keep the ``top_k`` likeliest tokens; 0 keeps all.
-        top_p: keep the smallest set of tokens with at least this mass; 1.0 keeps all.
-        min_p: drop tokens less likely than ``min_p`` times the likeliest; 0.0 keeps all.
-        repetition_penalty: as in CTRL (Keskar et al., 2019), over the whole context; 1.0 is off.
-        min_output_tokens: stop ids cannot be sampled before this many tokens of the response.
-        max_output_tokens: a response is cut after this many tokens; the width ``A`` of the response keys.
-        stop_ids: ids that end a response. They are part of its tokens, and not of the text that an environment gets.
-            ``None``: the chat template's end-of-turn id, the tokenizer's EOS id and the model's own list of end tokens
-            (:func:`torchrl_llm.stops.response_end_ids`). An empty tuple: responses end at ``max_output_tokens`` only.
-
-    Examples:
-        >>> SamplingConfig(temperature=0.7, max_output_tokens=32).truncates
-        False
-        >>> SamplingConfig(top_p=0.9).truncates
-        True
-    """
-
-    temperature: Temperature = 1.0
-    top_k: Natural = 0
-    top_p: PositiveShare = 1.0
-    min_p: MinP = 0.0
-    repetition_penalty: Positive = 1.0
-    min_output_tokens: Natural = 0
-    max_output_tokens: Count = 64
-    stop_ids: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.min_output_tokens > self.max_output_tokens:
-            raise ConfigError(
-                f"min_output_tokens is {self.min_output_tokens}; expected at most max_output_tokens={self.max_output_tokens}."
-            )
-
-    @property
-    def truncates(self) -> bool:
-        """Whether some tokens get probability zero, or the distribution depends on more than the logits."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.repetition_penalty != 1
+from torchrl_llm.modules.engine import EngineError, TurnRequest, TurnResponse
+from torchrl_llm.modules.sampling import SamplingConfig
 
 
 class Generation(NamedTuple):
@@ -98,39 +44,6 @@ class Generation(NamedTuple):
     versions: Tensor | None = None
 
 
-class TurnRequest(NamedTuple):
-    """One turn to be answered.
-
-    Attributes:
-        slot: names the request until it is answered, and the cache of its episode between turns; a small int.
-        prompt: ``[l]`` ids of the whole context, l >= 1.
-        episode_id, turn: the key of the sampling noise.
-        greedy: take the likeliest token instead of sampling.
-    """
-
-    slot: int
-    prompt: npt.NDArray[np.int64]
-    episode_id: int
-    turn: int
-    greedy: bool = False
-
-
-class TurnResponse(NamedTuple):
-    """The answer to a :class:`TurnRequest`.
-
-    Attributes:
-        slot: of the request.
-        tokens: ``[m]`` int64, m >= 1; the stop id is included.
-        log_probs: ``[m]`` float32, under the distribution really sampled from.
-        versions: ``[m]`` int64, the weights that each token was sampled with.
-    """
-
-    slot: int
-    tokens: npt.NDArray[np.int64]
-    log_probs: npt.NDArray[np.float32]
-    versions: npt.NDArray[np.int64]
-
-
 class TurnPolicy(TensorDictModuleBase):
     """Base class of policies that answer one turn of every live slot in one call.
 
@@ -140,8 +53,12 @@ class TurnPolicy(TensorDictModuleBase):
     ``A = sampling.max_output_tokens``. A slot whose ``prompt_length`` is 0 idles: it costs nothing and its response
     is empty.
 
-    Sampling noise is keyed by ``(seed, episode_id, turn)``, so an episode does not depend on its neighbours in the
+    Sampling noise is keyed by ``(seed, episode_id, turn)``, so an episode does not depend on its neighbors in the
     batch. Under ``ExplorationType.DETERMINISTIC`` (or ``MODE``) decoding is greedy.
+
+    It is an :class:`~torchrl_llm.modules.InferenceEngine`. A subclass writes :meth:`generate`; an engine with weights of its
+    own writes :meth:`load` and :meth:`log_probs` too, and an engine that batches continuously :meth:`submit`, :meth:`poll`,
+    :meth:`cancel` and :attr:`pending`.
 
     Args:
         sampling: how responses are sampled.
@@ -150,11 +67,14 @@ class TurnPolicy(TensorDictModuleBase):
     Attributes:
         policy_version: int, stamped on every token; :meth:`weights_changed` raises it by one.
         concurrent: whether the policy has weights of its own, so that a thread may play while others train.
-        stop_ids: the ids that end a response; ``None``: it does not say.
+        loads_base, check_length: see :class:`~torchrl_llm.modules.InferenceEngine`.
     """
 
     concurrent = False
-    stop_ids: tuple[int, ...] | None = None
+    loads_base = False
+    check_length = 33
+    methods: ClassVar[tuple[str, ...]] = ("adapter", "whole")
+    """How weights can get in."""
 
     in_keys = [keys.PROMPT, keys.PROMPT_LENGTH, keys.TURN, keys.EPISODE_ID]  # noqa: RUF012 (TorchRL's idiom)
     out_keys = [  # noqa: RUF012
@@ -173,6 +93,7 @@ class TurnPolicy(TensorDictModuleBase):
         self.seed = seed
         self.policy_version = 0
         self._queue: list[TurnRequest] = []
+        self._broken: str | None = None
 
     @abstractmethod
     def generate(
@@ -190,19 +111,112 @@ class TurnPolicy(TensorDictModuleBase):
         """
 
     @property
+    def stop_ids(self) -> tuple[int, ...] | None:
+        """The ids that end a response; ``None``: the policy does not say."""
+        return self.sampling.stop_ids
+
+    @property
     def exact(self) -> bool:
         """Whether a scorer at the same temperature computes the very log-probs this policy records."""
         return False
 
-    def weights_changed(self) -> None:
-        """Tell the policy that its weights are new: later tokens carry the next ``policy_version``."""
-        self.policy_version += 1
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return torch.float32
 
     def drop_cache(self) -> None:
-        """Forget the contexts computed so far; the next turn encodes its own anew. The base class holds none."""
+        """Forget the contexts computed so far; the next turn encodes its own again. The base class holds none."""
 
     def close(self) -> None:
         """Free the engine. The base class holds nothing."""
+
+    # ------------------------------------------------------------------ weights
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether :meth:`load` takes a LoRA adapter beside the base weights."""
+        return False
+
+    def exclusive(self) -> AbstractContextManager[None]:
+        """The engine for this thread alone. The base class is used by one thread at a time."""
+        return nullcontext()
+
+    @contextmanager
+    def updating(self, version: int) -> Iterator[None]:
+        """Around :meth:`load`: later tokens carry ``version``; after an error the policy refuses to sample."""
+        self.invalidate("a weight sync began and did not end well. Sync again before sampling.")
+        yield
+        self.weights_changed(version)
+        self.validate()
+
+    def load(
+        self, tensors: Iterable[tuple[str, Tensor]], lora: LoraConfig | None = None, *, method: str = "auto"
+    ) -> None:
+        """Replace the weights; see :class:`~torchrl_llm.modules.InferenceEngine`.
+
+        Args:
+            tensors: of the whole model under transformers' names, ``lm_head.weight`` included also where it is tied; or of an
+                adapter under the names of its files.
+            lora: the adapter's settings.
+            method: one of :attr:`methods`.
+
+        Raises:
+            TypeError: the policy takes no weights.
+            WeightSyncError: they do not fit, or did not all get in.
+        """
+        raise TypeError(self._no_weights("load()"))
+
+    def log_probs(self, prompts: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """The likeliest next tokens ``[n, k]`` after ``prompts`` ``[n, L]`` and their log-probs ``[n, k]``, on the CPU."""
+        raise TypeError(self._no_weights("log_probs()"))
+
+    def _no_weights(self, method: str) -> str:
+        return (
+            f"{type(self).__name__} takes no trained weights: it has no {method}. Use HFPolicy, VLLMPolicy, or an engine that "
+            "implements torchrl_llm.modules.InferenceEngine."
+        )
+
+    def choose_method(self, method: str, *, adapter: bool, unserved: str | None) -> tuple[str, str]:
+        """How weights get in, and why so.
+
+        Args:
+            method: one of :attr:`methods`, or ``"auto"``: the fastest that is correct.
+            adapter: whether a LoRA adapter is trained.
+            unserved: what of its settings keeps it from being served beside the base weights; ``None``: nothing.
+
+        Raises:
+            ValueError: it cannot be used here.
+        """
+        if method != "auto":
+            if method not in self.methods:
+                raise ValueError(f"method={method!r}: expected 'auto' or one of {self.methods}.")
+            return method, "it was asked for"
+        if adapter and self.serves_adapters and unserved is None:
+            return "adapter", "the engine serves LoRA adapters"
+        return "whole", "the engine takes the weights of the whole model"
+
+    def weights_changed(self, version: int | None = None) -> None:
+        """Say that the weights are new: later tokens carry ``version``, by default the next ``policy_version``."""
+        self.policy_version = self.policy_version + 1 if version is None else version
+
+    def invalidate(self, reason: str) -> None:
+        """Refuse to sample from here on: the weights are unknown, or the engine is dead."""
+        self._broken = reason
+
+    def validate(self) -> None:
+        """Sample again: a weight sync has gone through."""
+        self._broken = None
+
+    def _check_usable(self) -> None:
+        if self._broken is not None:
+            raise EngineError(f"{type(self).__name__} cannot be used: {self._broken}")
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the accelerator's memory to the trainer. The base class holds none."""
+
+    def wake_up(self) -> None:
+        """Take the memory back."""
 
     # ------------------------------------------------------------------ single turns
 
@@ -239,6 +253,7 @@ class TurnPolicy(TensorDictModuleBase):
 
     @torch.no_grad()
     def _answer(self, requests: list[TurnRequest], *, greedy: bool) -> list[TurnResponse]:
+        self._check_usable()
         lengths = torch.tensor([len(request.prompt) for request in requests])
         prompt = np.zeros((len(requests), int(lengths.max())), np.int64)
         for row, request in zip(prompt, requests, strict=True):
@@ -283,6 +298,7 @@ class TurnPolicy(TensorDictModuleBase):
 
     def _respond(self, prompt: Tensor, lengths: Tensor, turn: Tensor, episode_id: Tensor) -> tuple[Tensor, ...]:
         """Tokens, log-probs, versions and mask, each ``[N, A]``, of all slots: 0, 0, -1, False off the mask."""
+        self._check_usable()
         tokens = torch.zeros(len(lengths), self.sampling.max_output_tokens, dtype=torch.int64, device=lengths.device)
         log_probs, mask = torch.zeros_like(tokens, dtype=torch.float32), torch.zeros_like(tokens, dtype=torch.bool)
         versions = torch.full_like(tokens, -1)
