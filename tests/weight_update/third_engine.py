@@ -40,7 +40,7 @@ class ThirdEngine(TurnPolicy):
 
     def submit(self, request):
         with self.lock:
-            self._check_usable()
+            self.check_usable()
             noise = None
             if not request.greedy:
                 width = self.sampling.max_output_tokens
@@ -56,7 +56,7 @@ class ThirdEngine(TurnPolicy):
     @torch.no_grad()
     def poll(self):
         with self.lock:
-            self._check_usable()
+            self.check_usable()
             if not self.running:
                 return []
             contexts = [np.concatenate([prompt, tokens]) for prompt, _, tokens, *_ in self.running.values()]

@@ -11,20 +11,18 @@ There are two ways to ask: a call with a TensorDict answers one turn of every li
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from peft import LoraConfig
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from torchrl_llm import keys
-from torchrl_llm.modules.engine import EngineError, TurnRequest, TurnResponse
+from torchrl_llm.modules.engine import InferenceEngine, TurnRequest, TurnResponse
 from torchrl_llm.modules.sampling import SamplingConfig
 
 
@@ -44,7 +42,7 @@ class Generation(NamedTuple):
     versions: Tensor | None = None
 
 
-class TurnPolicy(TensorDictModuleBase):
+class TurnPolicy(TensorDictModuleBase, InferenceEngine):
     """Base class of policies that answer one turn of every live slot in one call.
 
     Reads the context (``("tokens", "prompt")`` ``[N, L]``, ``("tokens", "prompt_length")`` ``[N, 1]``, ``"turn"``
@@ -66,15 +64,7 @@ class TurnPolicy(TensorDictModuleBase):
 
     Attributes:
         policy_version: int, stamped on every token; :meth:`weights_changed` raises it by one.
-        concurrent: whether the policy has weights of its own, so that a thread may play while others train.
-        loads_base, check_length: see :class:`~torchrl_llm.modules.InferenceEngine`.
     """
-
-    concurrent = False
-    loads_base = False
-    check_length = 33
-    methods: ClassVar[tuple[str, ...]] = ("adapter", "whole")
-    """How weights can get in."""
 
     in_keys = [keys.PROMPT, keys.PROMPT_LENGTH, keys.TURN, keys.EPISODE_ID]  # noqa: RUF012 (TorchRL's idiom)
     out_keys = [  # noqa: RUF012
@@ -93,7 +83,6 @@ class TurnPolicy(TensorDictModuleBase):
         self.seed = seed
         self.policy_version = 0
         self._queue: list[TurnRequest] = []
-        self._broken: str | None = None
 
     @abstractmethod
     def generate(
@@ -109,114 +98,6 @@ class TurnPolicy(TensorDictModuleBase):
             slots: ``[n]`` int64, the index of each row in the full batch (a key for caches, never for noise).
             greedy: take the likeliest token instead of sampling.
         """
-
-    @property
-    def stop_ids(self) -> tuple[int, ...] | None:
-        """The ids that end a response; ``None``: the policy does not say."""
-        return self.sampling.stop_ids
-
-    @property
-    def exact(self) -> bool:
-        """Whether a scorer at the same temperature computes the very log-probs this policy records."""
-        return False
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the weights."""
-        return torch.float32
-
-    def drop_cache(self) -> None:
-        """Forget the contexts computed so far; the next turn encodes its own again. The base class holds none."""
-
-    def close(self) -> None:
-        """Free the engine. The base class holds nothing."""
-
-    # ------------------------------------------------------------------ weights
-
-    @property
-    def serves_adapters(self) -> bool:
-        """Whether :meth:`load` takes a LoRA adapter beside the base weights."""
-        return False
-
-    def exclusive(self) -> AbstractContextManager[None]:
-        """The engine for this thread alone. The base class is used by one thread at a time."""
-        return nullcontext()
-
-    @contextmanager
-    def updating(self, version: int) -> Iterator[None]:
-        """Around :meth:`load`: later tokens carry ``version``; after an error the policy refuses to sample."""
-        self.invalidate("a weight sync began and did not end well. Sync again before sampling.")
-        yield
-        self.weights_changed(version)
-        self.validate()
-
-    def load(
-        self, tensors: Iterable[tuple[str, Tensor]], lora: LoraConfig | None = None, *, method: str = "auto"
-    ) -> None:
-        """Replace the weights; see :class:`~torchrl_llm.modules.InferenceEngine`.
-
-        Args:
-            tensors: of the whole model under transformers' names, ``lm_head.weight`` included also where it is tied; or of an
-                adapter under the names of its files.
-            lora: the adapter's settings.
-            method: one of :attr:`methods`.
-
-        Raises:
-            TypeError: the policy takes no weights.
-            WeightSyncError: they do not fit, or did not all get in.
-        """
-        raise TypeError(self._no_weights("load()"))
-
-    def log_probs(self, prompts: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """The likeliest next tokens ``[n, k]`` after ``prompts`` ``[n, L]`` and their log-probs ``[n, k]``, on the CPU."""
-        raise TypeError(self._no_weights("log_probs()"))
-
-    def _no_weights(self, method: str) -> str:
-        return (
-            f"{type(self).__name__} takes no trained weights: it has no {method}. Use HFPolicy, VLLMPolicy, or an engine that "
-            "implements torchrl_llm.modules.InferenceEngine."
-        )
-
-    def choose_method(self, method: str, *, adapter: bool, unserved: str | None) -> tuple[str, str]:
-        """How weights get in, and why so.
-
-        Args:
-            method: one of :attr:`methods`, or ``"auto"``: the fastest that is correct.
-            adapter: whether a LoRA adapter is trained.
-            unserved: what of its settings keeps it from being served beside the base weights; ``None``: nothing.
-
-        Raises:
-            ValueError: it cannot be used here.
-        """
-        if method != "auto":
-            if method not in self.methods:
-                raise ValueError(f"method={method!r}: expected 'auto' or one of {self.methods}.")
-            return method, "it was asked for"
-        if adapter and self.serves_adapters and unserved is None:
-            return "adapter", "the engine serves LoRA adapters"
-        return "whole", "the engine takes the weights of the whole model"
-
-    def weights_changed(self, version: int | None = None) -> None:
-        """Say that the weights are new: later tokens carry ``version``, by default the next ``policy_version``."""
-        self.policy_version = self.policy_version + 1 if version is None else version
-
-    def invalidate(self, reason: str) -> None:
-        """Refuse to sample from here on: the weights are unknown, or the engine is dead."""
-        self._broken = reason
-
-    def validate(self) -> None:
-        """Sample again: a weight sync has gone through."""
-        self._broken = None
-
-    def _check_usable(self) -> None:
-        if self._broken is not None:
-            raise EngineError(f"{type(self).__name__} cannot be used: {self._broken}")
-
-    def sleep(self, level: int = 1) -> None:
-        """Give the accelerator's memory to the trainer. The base class holds none."""
-
-    def wake_up(self) -> None:
-        """Take the memory back."""
 
     # ------------------------------------------------------------------ single turns
 
@@ -253,7 +134,7 @@ class TurnPolicy(TensorDictModuleBase):
 
     @torch.no_grad()
     def _answer(self, requests: list[TurnRequest], *, greedy: bool) -> list[TurnResponse]:
-        self._check_usable()
+        self.check_usable()
         lengths = torch.tensor([len(request.prompt) for request in requests])
         prompt = np.zeros((len(requests), int(lengths.max())), np.int64)
         for row, request in zip(prompt, requests, strict=True):
@@ -298,7 +179,7 @@ class TurnPolicy(TensorDictModuleBase):
 
     def _respond(self, prompt: Tensor, lengths: Tensor, turn: Tensor, episode_id: Tensor) -> tuple[Tensor, ...]:
         """Tokens, log-probs, versions and mask, each ``[N, A]``, of all slots: 0, 0, -1, False off the mask."""
-        self._check_usable()
+        self.check_usable()
         tokens = torch.zeros(len(lengths), self.sampling.max_output_tokens, dtype=torch.int64, device=lengths.device)
         log_probs, mask = torch.zeros_like(tokens, dtype=torch.float32), torch.zeros_like(tokens, dtype=torch.bool)
         versions = torch.full_like(tokens, -1)

@@ -5,7 +5,7 @@ from torchrl_llm.modules.merging import adapter_tensors, merged_tensors
 from torchrl_llm.weight_update.canary import Canary
 from torchrl_llm.weight_update.ray import RayWeightSync
 from torchrl_llm.weight_update.snapshot import Snapshot, install
-from torchrl_llm.weight_update.sync import EngineWeightSync, ModelSyncScheme, SyncFigures, WeightSync, update_engine
+from torchrl_llm.weight_update.sync import EngineWeightSync, SyncFigures, WeightSync, update_engine
 from torchrl_llm.weight_update.tensors import AT_HAND, Access
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "Access",
     "Canary",
     "EngineWeightSync",
-    "ModelSyncScheme",
     "RayWeightSync",
     "Snapshot",
     "SyncFigures",

@@ -11,10 +11,10 @@ from torchrl_llm.modules.engine import InferenceEngine
 from torchrl_llm.modules.merging import why_not_servable
 from torchrl_llm.optional import running_ray
 from torchrl_llm.weight_update.snapshot import Snapshot, install
-from torchrl_llm.weight_update.sync import ModelSyncScheme
+from torchrl_llm.weight_update.sync import WeightSync
 
 
-class RayWeightSync(ModelSyncScheme):
+class RayWeightSync(WeightSync):
     """Puts snapshots of the trained model into Ray's object store, once for all workers; each takes the newest with its next task.
 
     Use it as ``RayTurnCollector(..., weight_sync_schemes={"policy": scheme})`` with ``update_policy_weights_()``, or call it.

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from torch import nn
 from torchrl.weight_update import WeightSyncScheme
@@ -18,7 +19,7 @@ from torchrl_llm.modules.engine import InferenceEngine
 from torchrl_llm.modules.lm import is_quantized
 from torchrl_llm.modules.merging import MergedTensors, adapter_tensors, why_not_servable
 from torchrl_llm.weight_update.canary import Canary
-from torchrl_llm.weight_update.tensors import AT_HAND, Access
+from torchrl_llm.weight_update.tensors import AT_HAND
 
 logger = logging.getLogger(__name__)
 
@@ -65,37 +66,18 @@ class SyncFigures(NamedTuple):
     canary_difference: float
 
 
-class WeightSync(Protocol):
-    """What a trainer asks of a weight sync.
+class WeightSync(WeightSyncScheme):
+    """Brings one trained model to what samples: what a trainer, and TorchRL's collectors, ask of a weight sync.
+
+    A sync of another kind derives from it and writes :meth:`_sync`.
+
+    Args:
+        model, adapter, policy, canary: see :class:`EngineWeightSync`.
 
     Attributes:
         access: how to get at weights that are sharded over processes; a trainer that shards them sets it.
         figures: of the last sync; ``None`` before the first, or where engines elsewhere take the weights later.
         sleep_level: of :meth:`sleep`; 0: the engine does not sleep.
-    """
-
-    access: Access
-    figures: SyncFigures | None
-    sleep_level: int
-
-    def send(self) -> None:
-        """Bring the weights that the model has now to the engine, or offer them to engines elsewhere."""
-
-    def sleep(self) -> None:
-        """Give the engine's memory to the trainer, until the next :meth:`send`."""
-
-    def close(self) -> None:
-        """Free what the sync holds."""
-
-
-class ModelSyncScheme(WeightSyncScheme):
-    """A TorchRL scheme that sends one trained model: what the syncs of this package share.
-
-    Args:
-        model, adapter, policy, canary: see :class:`EngineWeightSync`.
-
-    Raises:
-        AdapterError: the model has no such adapter.
     """
 
     sleep_level: int = 0
@@ -126,8 +108,9 @@ class ModelSyncScheme(WeightSyncScheme):
 
     __call__ = update_weights = send
 
+    @abstractmethod
     def _sync(self) -> None:
-        raise NotImplementedError
+        """One sync."""
 
     def sleep(self) -> None:
         """Refused: the engine is not here."""
@@ -157,7 +140,7 @@ class ModelSyncScheme(WeightSyncScheme):
         self.synchronized_on_sender = True
 
 
-class EngineWeightSync(ModelSyncScheme):
+class EngineWeightSync(WeightSync):
     """Sends the weights of a trained model to an engine at hand, such as a :class:`~torchrl_llm.modules.VLLMPolicy`.
 
     Use it as ``Collector(..., weight_sync_schemes={"policy": scheme})`` with ``update_policy_weights_()``, as

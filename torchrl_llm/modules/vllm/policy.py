@@ -196,7 +196,7 @@ class VLLMPolicy(TurnPolicy):
         return Generation(*(torch.from_numpy(x).to(prompt.device) for x in (tokens, sizes, log_probs, versions)))
 
     def _start(self, request: TurnRequest) -> str:
-        self._check_usable()
+        self.check_usable()
         size, width = len(request.prompt), self.sampling.max_output_tokens
         if size + width > self.max_model_len:
             raise ContextLengthError(
@@ -259,7 +259,7 @@ class VLLMPolicy(TurnPolicy):
         Raises:
             EngineError: the engine failed in this step, or holds unknown weights.
         """
-        self._check_usable()
+        self.check_usable()
         engine = self.llm.llm_engine
         try:
             self._label()
