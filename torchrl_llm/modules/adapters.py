@@ -40,8 +40,7 @@ def adapter_layers(model: nn.Module) -> list[Any]:
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             found.append(module)
         # The factors of an adapter hold no further layers, and are most of a model's modules.
-        inner = [module.base_layer] if isinstance(module, BaseTunerLayer) else module._modules.values()
-        stack.extend(child for child in inner if child is not None)
+        stack.extend([module.base_layer] if isinstance(module, BaseTunerLayer) else module.children())
     return found
 
 

@@ -112,7 +112,8 @@ class CachedModel:
                 module.training = True
 
     def _drop_if_stale(self) -> None:
-        # Version counters miss fused optimizers and writes to `.data`, hence the sampled elements.
+        # PyTorch has no public counter of in-place changes but `_version`. It misses fused optimizers and writes to `.data`,
+        # hence the sampled elements.
         parameters = list(self.model.parameters())
         exact = [(id(p), p._version, p.data_ptr()) for p in parameters]
         samples = [p.detach().flatten()[:: max(1, p.numel() // _SAMPLE)] for p in parameters]
@@ -382,6 +383,7 @@ def _check_family(model: nn.Module) -> None:
     config = lm.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     problem = None
+    # `_is_stateful` is what transformers' own generate() goes by; nothing public says it.
     if getattr(lm, "_is_stateful", False) or kinds:
         problem = f"has layers that keep a state of another kind ({', '.join(sorted(kinds)) or 'recurrent'})"
     elif lm.config.is_encoder_decoder:
@@ -396,6 +398,7 @@ def _check_family(model: nn.Module) -> None:
         raise UnsupportedModelError(
             f"{name_of(lm)} {problem}; HFPolicy needs attention layers with keys and values by position. {_ADVICE}"
         )
+    # transformers 5 has a public setter of the implementation, and no public getter.
     if config._attn_implementation not in _ATTENTION:
         raise UnsupportedModelError(
             f"{name_of(lm)} uses attn_implementation={config._attn_implementation!r}, which takes no ready-made mask; "

@@ -347,8 +347,7 @@ class VLLMPolicy(TurnPolicy):
     ) -> None:
         """See :meth:`TurnPolicy.load`. With ``"nccl"``, ``tensors`` is read twice: for names and shapes first."""
         if lora is not None:
-            load_adapter = weights.load_adapter if self.in_process else weights.load_adapter_shared
-            self.lora_request = load_adapter(self.llm, dict(tensors), lora)
+            self.lora_request = weights.load_adapter(self.llm, dict(tensors), lora)
             return
         self.lora_request = None
         if method == "nccl":
