@@ -11,7 +11,7 @@ from torchrl_llm.data import turns_to_rows
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.keys import StopReason
 from torchrl_llm.modules import SamplingConfig, TokenScorer, VLLMPolicy, load_actor_critic, load_engine
-from torchrl_llm.modules.vllm import EngineError
+from torchrl_llm.modules.engine import EngineError
 from torchrl_llm.objectives.functional import turn_last
 from torchrl_llm.testing.environments import Slow
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer, tiny_model_path

@@ -149,7 +149,7 @@ class TestGRPOLoss:
         rows = GroupRelative()(turns_to_rows(turns))
         assert float(rows["advantage"].abs().max()) > 0
         stock = GRPOLoss(
-            GRPOActor(TokenScorer(model, sampling, stop_ids=policy.stop_ids)),
+            GRPOActor(TokenScorer(model, policy.sampling)),
             masking_strategy="rlhf",
             entropy_bonus=False,
         )

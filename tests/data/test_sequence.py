@@ -333,7 +333,7 @@ class TestCollectedConversations:
         )
         policy = HFPolicy(model, tokenizer, sampling)
         collector = TurnCollector(env, policy, batch_size=6, total_batches=2, replay_buffer=buffer)
-        scorer = TokenScorer(model, sampling, stop_ids=policy.stop_ids)
+        scorer = TokenScorer(model, policy.sampling)
         for _ in collector:
             rows = buffer[:]
             buffer.empty()

@@ -303,7 +303,7 @@ class TestFuzz:
         sampling = SamplingConfig(max_output_tokens=RESPONSE, temperature=0.8, stop_ids=ends)
         (turns,) = TurnCollector(env, HFPolicy(model, tokenizer, sampling), batch_size=16, total_batches=1)
         rows = turns_to_rows(turns)
-        log_prob = TokenScorer(model, sampling, stop_ids=ends)(rows)[keys.LOG_PROB].detach()
+        log_prob = TokenScorer(model, sampling)(rows)[keys.LOG_PROB].detach()
         assert float(log_prob.min()) < -2
         torch.testing.assert_close(log_prob, rows[keys.SAMPLE_LOG_PROB], rtol=0, atol=1e-5)
 

@@ -69,7 +69,7 @@ def gaps_of(policy, model, batch):
     """Absolute differences of the policy's log-probs and the scorer's, one for each sampled token."""
     policy(batch)
     rows = rows_of(batch)
-    scorer = TokenScorer(model, policy.sampling, stop_ids=policy.stop_ids, truncate=policy.sampling.truncates)
+    scorer = TokenScorer(model, policy.sampling, truncate=policy.sampling.truncates)
     with torch.no_grad():
         scores = scorer(rows)[keys.LOG_PROB][rows[keys.TURN_IDS] >= 0]
     return (scores - batch[keys.RESPONSE_LOG_PROBS][batch[keys.RESPONSE_MASK]]).abs()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -280,7 +281,9 @@ class TestLoadActorCritic:
         sampling = SamplingConfig(temperature=0.7, min_output_tokens=2)
         models = load_actor_critic(make_model(), tokenizer=tokenizer, sampling=sampling, reference=True, entropy=True)
         assert models.actor.held_back == models.reference.held_back == (tokenizer.eos_token_id,)
-        assert models.actor.sampling == models.reference.sampling == sampling
+        assert (
+            models.actor.sampling == models.reference.sampling == replace(sampling, stop_ids=(tokenizer.eos_token_id,))
+        )
         assert models.actor.out_keys == ["log_prob", "entropy"]
         assert models.reference.out_keys == ["log_prob"]
         with pytest.raises(ValueError, match="stop_ids is None"):

@@ -16,11 +16,12 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from torchrl_llm import keys
-from torchrl_llm.modules._lora import FusedLora
 from torchrl_llm.modules.adapters import AdapterError
-from torchrl_llm.modules.hf import ContextLengthError, HFPolicy, NonFiniteLogitsError, UnsupportedModelError
-from torchrl_llm.modules.lm import VocabularyMismatchError
-from torchrl_llm.modules.policy import SamplingConfig
+from torchrl_llm.modules.checks import UnsupportedModelError, VocabularyMismatchError
+from torchrl_llm.modules.engine import ContextLengthError, NonFiniteLogitsError
+from torchrl_llm.modules.hf import HFPolicy
+from torchrl_llm.modules.hf._fused_lora import FusedLora
+from torchrl_llm.modules.sampling import SamplingConfig
 
 V, END = 61, 1
 TINY = {
@@ -400,7 +401,7 @@ class TestSharing:
 
     def test_long_reads_are_split(self, counted, monkeypatch):
         model, policy, seen = counted
-        monkeypatch.setattr("torchrl_llm.modules._engine._MAX_TOKENS", 32)
+        monkeypatch.setattr("torchrl_llm.modules.hf._cached_model._MAX_TOKENS", 32)
         rows = random_rows([50, 20, 7, 9, 31])
         same(play(policy, rows), play(make_policy(model, max_output_tokens=1), rows))
         assert max(seen) <= 32

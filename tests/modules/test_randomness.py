@@ -15,7 +15,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from torchrl_llm.modules import load_actor_critic
-from torchrl_llm.modules.lm import RandomForwardError, check_repeatable, hidden_states
+from torchrl_llm.modules.checks import RandomForwardError, check_repeatable
+from torchrl_llm.modules.lm import hidden_states
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 

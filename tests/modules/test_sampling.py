@@ -8,13 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchrl_llm.modules.policy import SamplingConfig
-from torchrl_llm.modules.sampling import SamplingProcessor, draw, likeliest, turn_noise
+from torchrl_llm.modules.sampling import SamplingConfig, SamplingProcessor, draw, likeliest, turn_noise
 
 
-def processed(logits, *, index=0, context=None, stop_ids=(), **options):
+def processed(logits, *, index=0, context=None, **options):
     sampling = SamplingConfig(**options)
-    return SamplingProcessor(sampling, stop_ids=stop_ids)(logits, index=index, context=context)
+    return SamplingProcessor(sampling)(logits, index=index, context=context)
 
 
 class TestSamplingProcessor:

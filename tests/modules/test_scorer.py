@@ -22,8 +22,8 @@ from transformers import (
 )
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
+from torchrl_llm.modules.checks import UnsupportedHeadError, VocabularyMismatchError, check_head, check_vocabulary
 from torchrl_llm.modules.critic import TurnCritic
-from torchrl_llm.modules.lm import UnsupportedHeadError, VocabularyMismatchError, check_head, check_vocabulary
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.modules.positions import RowError, action_positions
 from torchrl_llm.modules.scorer import TokenScorer, entropy_of

@@ -13,9 +13,9 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_llm import keys
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TurnRequest
-from torchrl_llm.modules.lm import VocabularyMismatchError
-from torchrl_llm.modules.policy import ContextLengthError
-from torchrl_llm.modules.vllm import EngineError, VLLMPolicy, load_engine
+from torchrl_llm.modules.checks import VocabularyMismatchError
+from torchrl_llm.modules.engine import ContextLengthError, EngineError
+from torchrl_llm.modules.vllm import VLLMPolicy, load_engine
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer, tiny_model_path
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 

@@ -11,8 +11,8 @@ import torch
 from one_turn import CONTEXT, PROMPTS, batch_of, finish, gaps_of, request_of
 
 from torchrl_llm import keys
-from torchrl_llm.modules import SamplingConfig
-from torchrl_llm.modules.vllm import EngineError, VLLMPolicy
+from torchrl_llm.modules import EngineError, SamplingConfig
+from torchrl_llm.modules.vllm import VLLMPolicy
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer, tiny_model_path
 
 pytest.importorskip("vllm", reason="needs vLLM: run make test-vllm")

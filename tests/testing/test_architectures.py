@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import pytest
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from torchrl_llm.modules import _engine, adapters, lm
+from torchrl_llm.modules import adapters, lm
+from torchrl_llm.modules.hf import _cached_model
 from torchrl_llm.testing import architectures
 from torchrl_llm.testing.architectures import PARTS, Finding, check, model_types, sweep, table
 
@@ -62,7 +63,7 @@ class TestFaults:
 
     @pytest.mark.parametrize("name", ["gpt_neo", "moshi"])
     def test_windows_that_are_not_tried(self, monkeypatch, name):
-        monkeypatch.setattr(_engine, "declared_windows", lambda config: [])
+        monkeypatch.setattr(_cached_model, "declared_windows", lambda config: [])
         assert statuses(name)["sampler"] == "wrong"
 
     @pytest.mark.parametrize("name", ["llama, dynamic RoPE", "phi3, longrope"])

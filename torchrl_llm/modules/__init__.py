@@ -2,21 +2,23 @@
 
 from torchrl_llm.modules.actor_critic import ActorCritic, LoraTargetError, load_actor_critic
 from torchrl_llm.modules.adapters import AdapterError, enable_gradient_checkpointing, use_adapter
-from torchrl_llm.modules.critic import TurnCritic
-from torchrl_llm.modules.hf import HFPolicy
-from torchrl_llm.modules.lm import (
+from torchrl_llm.modules.checks import (
     RandomForwardError,
     UnsupportedHeadError,
     UnsupportedModelError,
     VocabularyMismatchError,
     check_head,
     check_vocabulary,
-    lm_logits,
 )
-from torchrl_llm.modules.policy import Generation, SamplingConfig, TurnPolicy, TurnRequest, TurnResponse
+from torchrl_llm.modules.critic import TurnCritic
+from torchrl_llm.modules.engine import EngineError, InferenceEngine, TurnRequest, TurnResponse, WeightSyncError
+from torchrl_llm.modules.hf import HFPolicy
+from torchrl_llm.modules.lm import lm_logits
+from torchrl_llm.modules.policy import Generation, TurnPolicy
 from torchrl_llm.modules.positions import RowError
+from torchrl_llm.modules.sampling import SamplingConfig
 from torchrl_llm.modules.scorer import TokenScorer
-from torchrl_llm.modules.vllm import EngineError, MissingVLLMError, VLLMPolicy, load_engine
+from torchrl_llm.modules.vllm import MissingVLLMError, VLLMPolicy, load_engine
 from torchrl_llm.modules.weights import WeightsError
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "EngineError",
     "Generation",
     "HFPolicy",
+    "InferenceEngine",
     "LoraTargetError",
     "MissingVLLMError",
     "RandomForwardError",
@@ -39,6 +42,7 @@ __all__ = [
     "UnsupportedModelError",
     "VLLMPolicy",
     "VocabularyMismatchError",
+    "WeightSyncError",
     "WeightsError",
     "check_head",
     "check_vocabulary",

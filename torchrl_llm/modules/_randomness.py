@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 # transformers keeps probabilities as bare numbers too: attention_dropout, attn_pdrop, layerdrop, drop_path_rate.
 _PROBABILITY = re.compile(r"dropout|pdrop|layerdrop|drop_path|drop_prob")
 # These are read in training mode only. PhiMoE's router_jitter_noise is none of them: its routing needs it in any mode.
@@ -22,7 +23,7 @@ def disable_randomness(model: nn.Module) -> None:
     """Set every dropout probability, layer drop and jitter inside ``model``, and in its configurations, to 0."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
     for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd):
+        if isinstance(module, _DROPOUTS):
             module.p = 0.0
         _silence(module, vars(module), jitter=True)
     for config in configs.values():

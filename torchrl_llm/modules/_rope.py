@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_MOVING = ("dynamic", "longrope")
+MOVING_ROPES = ("dynamic", "longrope")
 
 
 def moving_ropes(model: nn.Module) -> list[nn.Module]:
     """The rotary embeddings of ``model`` whose frequencies depend on the largest position they are given."""
-    return [module for module in model.modules() if any(kind in _MOVING for kind in _rope_types(module))]
+    return [module for module in model.modules() if any(kind in MOVING_ROPES for kind in _rope_types(module))]
 
 
 @contextmanager

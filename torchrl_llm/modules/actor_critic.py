@@ -24,24 +24,17 @@ from transformers import PreTrainedModel
 
 from torchrl_llm.modules._base import Quantization, load_base
 from torchrl_llm.modules._compile import compile_layers
-from torchrl_llm.modules._families import FAILURES, check_rows, run_once
 from torchrl_llm.modules._memory import on_host
 from torchrl_llm.modules.adapters import AdapterError, enable_gradient_checkpointing
+from torchrl_llm.modules.checks import FAILURES, check_head, check_repeatable, check_rows, check_vocabulary, run_once
 from torchrl_llm.modules.critic import TurnCritic
-from torchrl_llm.modules.lm import (
-    backbone,
-    causal_lm,
-    check_head,
-    check_repeatable,
-    check_vocabulary,
-    generation_end_ids,
-)
-from torchrl_llm.modules.policy import SamplingConfig
+from torchrl_llm.modules.lm import backbone, causal_lm, generation_end_ids, vocabulary_of
+from torchrl_llm.modules.merging import export_merged
+from torchrl_llm.modules.sampling import SamplingConfig, decide_stop_ids
 from torchrl_llm.modules.scorer import TokenScorer
 from torchrl_llm.modules.weights import (
     WeightsError,
     adapter_of,
-    export_merged,
     has_weights,
     load_adapters,
     read_model,
@@ -49,7 +42,6 @@ from torchrl_llm.modules.weights import (
     save_weights,
     set_adapter_tensors,
 )
-from torchrl_llm.stops import response_end_ids
 
 _VALUE_HEAD = "value_head.safetensors"
 
@@ -281,7 +273,6 @@ def load_actor_critic(
     reference: bool | Literal["adapter"] = False,
     tokenizer: Any = None,
     sampling: SamplingConfig | None = None,
-    stop_ids: Sequence[int] | None = None,
     entropy: bool = False,
     dtype: torch.dtype | str | None = None,
     device: torch.device | str | None = None,
@@ -313,9 +304,8 @@ def load_actor_critic(
             :meth:`ActorCritic.refresh_reference` and :meth:`ActorCritic.load_pretrained`. A copy without LoRA can be
             overwritten too.
         tokenizer: checked against the model's vocabulary if given.
-        sampling: how the policy samples; scores are of the same distribution.
-        stop_ids: see :class:`~torchrl_llm.modules.TokenScorer`; default: those of ``sampling``, else
-            :func:`torchrl_llm.stops.response_end_ids`, as a policy's.
+        sampling: how the policy samples; scores are of the same distribution. Where ``min_output_tokens`` needs stop ids that
+            it does not give, they are decided as a policy's (:func:`~torchrl_llm.modules.sampling.decide_stop_ids`).
         entropy: the actor's scorer writes the entropy as well.
         dtype: of the base weights: a torch dtype, its name, or ``"auto"`` (the checkpoint's, as ``None``).
         device: where to put everything.
@@ -365,8 +355,8 @@ def load_actor_critic(
     check_head(base)
     check_rows(base)
     sampling = sampling or SamplingConfig()
-    if stop_ids is None and sampling.stop_ids is None and tokenizer is not None:
-        stop_ids = response_end_ids(tokenizer, generation_end_ids(base))
+    if sampling.min_output_tokens and sampling.stop_ids is None and tokenizer is not None:
+        sampling = decide_stop_ids(sampling, generation_end_ids(base), tokenizer, vocabulary=vocabulary_of(base))
     roles = ["actor", *(["critic"] if critic is True else []), *(["reference"] if reference == "adapter" else [])]
     if lora is None:
         actor_model, adapter = base, None
@@ -389,11 +379,9 @@ def load_actor_critic(
     return ActorCritic(
         model=actor_model,
         adapter=adapter,
-        actor=TokenScorer(actor_model, sampling, adapter=adapter, stop_ids=stop_ids, entropy=entropy),
+        actor=TokenScorer(actor_model, sampling, adapter=adapter, entropy=entropy),
         critic=TurnCritic(critic_model, adapter=critic_adapter) if critic else None,
-        reference=TokenScorer(frozen, sampling, adapter=reference_adapter, stop_ids=stop_ids, frozen=True)
-        if reference
-        else None,
+        reference=TokenScorer(frozen, sampling, adapter=reference_adapter, frozen=True) if reference else None,
     )
 
 

@@ -40,8 +40,7 @@ def adapter_layers(model: nn.Module) -> list[Any]:
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             found.append(module)
         # The factors of an adapter hold no further layers, and are most of a model's modules.
-        inner = [module.base_layer] if isinstance(module, BaseTunerLayer) else module._modules.values()
-        stack.extend(child for child in inner if child is not None)
+        stack.extend([module.base_layer] if isinstance(module, BaseTunerLayer) else module.children())
     return found
 
 
@@ -80,8 +79,7 @@ def use_adapter(model: nn.Module, adapter: str | None) -> Iterator[nn.Module]:
             ...
         torchrl_llm.modules.adapters.AdapterError: The adapter 'actor' was asked for, but Linear has no LoRA adapters...
     """
-    layers = adapter_layers(model)
-    _check_adapter(model, layers, adapter)
+    layers = check_adapter(model, adapter)
     with _switched(layers, [_wanted(layer, adapter) for layer in layers]):
         yield model
 
@@ -116,7 +114,7 @@ def _wanted(layer: Any, adapter: str | None) -> State:
         return list(layer.active_adapters), True
     # Copies of modules (modules_to_save) and trained tokens refuse the name of an adapter that they do not have; LoRA
     # layers skip it.
-    held = isinstance(layer, LoraLayer) or adapter in _available_adapters(layer)
+    held = isinstance(layer, LoraLayer) or adapter in available_adapters(layer)
     return [adapter] if held else [], False
 
 
@@ -175,7 +173,8 @@ def _adapter_dicts(layer: Any) -> Iterator[nn.ModuleDict | nn.ParameterDict]:
             yield found
 
 
-def _available_adapters(layer: Any) -> set[str]:
+def available_adapters(layer: Any) -> set[str]:
+    """The adapters that a PEFT layer has weights of."""
     return {name for container in _adapter_dicts(layer) for name in container}
 
 
@@ -184,7 +183,13 @@ def _adapter_parameters(layer: Any) -> Iterator[nn.Parameter]:
         yield from container.parameters()
 
 
-def _check_adapter(model: nn.Module, layers: list[Any], adapter: str | None) -> None:
+def check_adapter(model: nn.Module, adapter: str | None) -> list[Any]:
+    """The PEFT layers of ``model``, if forwards can run under ``adapter``.
+
+    Raises:
+        AdapterError: the model has no such adapter, or another one is merged into its weights.
+    """
+    layers = adapter_layers(model)
     for layer in layers:
         if (merged := layer.merged_adapters) and merged != [adapter]:
             raise AdapterError(
@@ -192,12 +197,13 @@ def _check_adapter(model: nn.Module, layers: list[Any], adapter: str | None) -> 
                 "Call unmerge_adapter() first."
             )
     if adapter is None:
-        return
+        return layers
     if not layers:
         raise AdapterError(
             f"The adapter {adapter!r} was asked for, but {type(model).__name__} has no LoRA adapters. "
             "Pass adapter=None, or wrap the model with peft.get_peft_model first."
         )
-    if not any(adapter in _available_adapters(layer) for layer in layers):
-        names = sorted({name for layer in layers for name in _available_adapters(layer)})
+    if not any(adapter in available_adapters(layer) for layer in layers):
+        names = sorted({name for layer in layers for name in available_adapters(layer)})
         raise AdapterError(f"The model has no adapter {adapter!r}; it has {names}.")
+    return layers

@@ -1,4 +1,4 @@
-"""What every policy has in common: :class:`SamplingConfig` and the :class:`TurnPolicy` base class.
+"""What every policy has in common: the :class:`TurnPolicy` base class, an inference engine on top of ``generate``.
 
 A policy maps the context of each slot to the sampled response of one turn. Engines (:mod:`torchrl_llm.modules.hf`,
 :mod:`torchrl_llm.modules.vllm`) implement :meth:`TurnPolicy.generate` for the live slots only; the base class deals with
@@ -12,11 +12,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -24,62 +22,8 @@ from torch import Tensor
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from torchrl_llm import keys
-from torchrl_llm.options import Checked, ConfigError, Count, MinP, Natural, Positive, PositiveShare, Temperature
-
-
-class ContextLengthError(ValueError):
-    """Prompt and response together are longer than the model's positions."""
-
-
-class NonFiniteLogitsError(FloatingPointError):
-    """The model's logits are NaN or infinite: there is no distribution to sample from."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplingConfig(Checked):
-    """How responses are sampled. Complete: nothing is inherited from a model's ``generation_config``.
-
-    The processors are applied in this order: ``min_output_tokens``, ``repetition_penalty``, ``temperature``, ``top_k``,
-    ``top_p``, ``min_p``; the log-prob recorded is that of the distribution which is left after all of them.
-
-    Attributes:
-        temperature: divides the logits; > 0 (greedy decoding is TorchRL's ``ExplorationType.DETERMINISTIC``).
-        top_k: keep the ``top_k`` likeliest tokens; 0 keeps all.
-        top_p: keep the smallest set of tokens with at least this mass; 1.0 keeps all.
-        min_p: drop tokens less likely than ``min_p`` times the likeliest; 0.0 keeps all.
-        repetition_penalty: as in CTRL (Keskar et al., 2019), over the whole context; 1.0 is off.
-        min_output_tokens: stop ids cannot be sampled before this many tokens of the response.
-        max_output_tokens: a response is cut after this many tokens; the width ``A`` of the response keys.
-        stop_ids: ids that end a response. They are part of its tokens, and not of the text that an environment gets.
-            ``None``: the chat template's end-of-turn id, the tokenizer's EOS id and the model's own list of end tokens
-            (:func:`torchrl_llm.stops.response_end_ids`). An empty tuple: responses end at ``max_output_tokens`` only.
-
-    Examples:
-        >>> SamplingConfig(temperature=0.7, max_output_tokens=32).truncates
-        False
-        >>> SamplingConfig(top_p=0.9).truncates
-        True
-    """
-
-    temperature: Temperature = 1.0
-    top_k: Natural = 0
-    top_p: PositiveShare = 1.0
-    min_p: MinP = 0.0
-    repetition_penalty: Positive = 1.0
-    min_output_tokens: Natural = 0
-    max_output_tokens: Count = 64
-    stop_ids: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.min_output_tokens > self.max_output_tokens:
-            raise ConfigError(
-                f"min_output_tokens is {self.min_output_tokens}; expected at most max_output_tokens={self.max_output_tokens}."
-            )
-
-    @property
-    def truncates(self) -> bool:
-        """Whether some tokens get probability zero, or the distribution depends on more than the logits."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.repetition_penalty != 1
+from torchrl_llm.modules.engine import InferenceEngine, TurnRequest, TurnResponse
+from torchrl_llm.modules.sampling import SamplingConfig
 
 
 class Generation(NamedTuple):
@@ -98,40 +42,7 @@ class Generation(NamedTuple):
     versions: Tensor | None = None
 
 
-class TurnRequest(NamedTuple):
-    """One turn to be answered.
-
-    Attributes:
-        slot: names the request until it is answered, and the cache of its episode between turns; a small int.
-        prompt: ``[l]`` ids of the whole context, l >= 1.
-        episode_id, turn: the key of the sampling noise.
-        greedy: take the likeliest token instead of sampling.
-    """
-
-    slot: int
-    prompt: npt.NDArray[np.int64]
-    episode_id: int
-    turn: int
-    greedy: bool = False
-
-
-class TurnResponse(NamedTuple):
-    """The answer to a :class:`TurnRequest`.
-
-    Attributes:
-        slot: of the request.
-        tokens: ``[m]`` int64, m >= 1; the stop id is included.
-        log_probs: ``[m]`` float32, under the distribution really sampled from.
-        versions: ``[m]`` int64, the weights that each token was sampled with.
-    """
-
-    slot: int
-    tokens: npt.NDArray[np.int64]
-    log_probs: npt.NDArray[np.float32]
-    versions: npt.NDArray[np.int64]
-
-
-class TurnPolicy(TensorDictModuleBase):
+class TurnPolicy(TensorDictModuleBase, InferenceEngine):
     """Base class of policies that answer one turn of every live slot in one call.
 
     Reads the context (``("tokens", "prompt")`` ``[N, L]``, ``("tokens", "prompt_length")`` ``[N, 1]``, ``"turn"``
@@ -140,8 +51,12 @@ class TurnPolicy(TensorDictModuleBase):
     ``A = sampling.max_output_tokens``. A slot whose ``prompt_length`` is 0 idles: it costs nothing and its response
     is empty.
 
-    Sampling noise is keyed by ``(seed, episode_id, turn)``, so an episode does not depend on its neighbours in the
+    Sampling noise is keyed by ``(seed, episode_id, turn)``, so an episode does not depend on its neighbors in the
     batch. Under ``ExplorationType.DETERMINISTIC`` (or ``MODE``) decoding is greedy.
+
+    It is an :class:`~torchrl_llm.modules.InferenceEngine`. A subclass writes :meth:`generate`; an engine with weights of its
+    own writes :meth:`load` and :meth:`log_probs` too, and an engine that batches continuously :meth:`submit`, :meth:`poll`,
+    :meth:`cancel` and :attr:`pending`.
 
     Args:
         sampling: how responses are sampled.
@@ -149,12 +64,7 @@ class TurnPolicy(TensorDictModuleBase):
 
     Attributes:
         policy_version: int, stamped on every token; :meth:`weights_changed` raises it by one.
-        concurrent: whether the policy has weights of its own, so that a thread may play while others train.
-        stop_ids: the ids that end a response; ``None``: it does not say.
     """
-
-    concurrent = False
-    stop_ids: tuple[int, ...] | None = None
 
     in_keys = [keys.PROMPT, keys.PROMPT_LENGTH, keys.TURN, keys.EPISODE_ID]  # noqa: RUF012 (TorchRL's idiom)
     out_keys = [  # noqa: RUF012
@@ -188,21 +98,6 @@ class TurnPolicy(TensorDictModuleBase):
             slots: ``[n]`` int64, the index of each row in the full batch (a key for caches, never for noise).
             greedy: take the likeliest token instead of sampling.
         """
-
-    @property
-    def exact(self) -> bool:
-        """Whether a scorer at the same temperature computes the very log-probs this policy records."""
-        return False
-
-    def weights_changed(self) -> None:
-        """Tell the policy that its weights are new: later tokens carry the next ``policy_version``."""
-        self.policy_version += 1
-
-    def drop_cache(self) -> None:
-        """Forget the contexts computed so far; the next turn encodes its own anew. The base class holds none."""
-
-    def close(self) -> None:
-        """Free the engine. The base class holds nothing."""
 
     # ------------------------------------------------------------------ single turns
 
@@ -239,6 +134,7 @@ class TurnPolicy(TensorDictModuleBase):
 
     @torch.no_grad()
     def _answer(self, requests: list[TurnRequest], *, greedy: bool) -> list[TurnResponse]:
+        self.check_usable()
         lengths = torch.tensor([len(request.prompt) for request in requests])
         prompt = np.zeros((len(requests), int(lengths.max())), np.int64)
         for row, request in zip(prompt, requests, strict=True):
@@ -283,6 +179,7 @@ class TurnPolicy(TensorDictModuleBase):
 
     def _respond(self, prompt: Tensor, lengths: Tensor, turn: Tensor, episode_id: Tensor) -> tuple[Tensor, ...]:
         """Tokens, log-probs, versions and mask, each ``[N, A]``, of all slots: 0, 0, -1, False off the mask."""
+        self.check_usable()
         tokens = torch.zeros(len(lengths), self.sampling.max_output_tokens, dtype=torch.int64, device=lengths.device)
         log_probs, mask = torch.zeros_like(tokens, dtype=torch.float32), torch.zeros_like(tokens, dtype=torch.bool)
         versions = torch.full_like(tokens, -1)

@@ -1,12 +1,14 @@
-"""From logits to tokens: logit processing, keyed noise, inverse-CDF drawing.
+"""How responses are sampled: :class:`SamplingConfig`, and from logits to tokens.
 
-Pure functions and one small callable, without a model; what a response is and when it ends is the engine's business
-(:mod:`torchrl_llm.modules.hf`). The processors themselves are those of transformers, the same that ``generate`` uses.
+Pure functions and one small callable, without a model: logit processing, keyed noise, drawing by the inverse cumulative
+distribution. The processors are those of transformers, the same that ``generate`` uses. How a response grows token by token
+is decided by the engines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -18,38 +20,109 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
-    SuppressTokensLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from torchrl_llm.modules.policy import SamplingConfig
+from torchrl_llm.options import Checked, ConfigError, Count, MinP, Natural, Positive, PositiveShare, Temperature
 from torchrl_llm.stops import response_end_ids
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplingConfig(Checked):
+    """How responses are sampled. Complete: nothing is inherited from a model's ``generation_config``.
+
+    The processors are applied in this order: ``min_output_tokens``, ``repetition_penalty``, ``temperature``, ``top_k``,
+    ``top_p``, ``min_p``; the log-prob recorded is that of the distribution which is left after all of them.
+
+    Examples:
+        >>> SamplingConfig(temperature=0.7, max_output_tokens=32).truncates
+        False
+        >>> SamplingConfig(top_p=0.9).truncates
+        True
+    """
+
+    temperature: Temperature = 1.0
+    """Divides the logits; > 0 (greedy decoding is TorchRL's ``ExplorationType.DETERMINISTIC``)."""
+    top_k: Natural = 0
+    """Keep the ``top_k`` likeliest tokens; 0 keeps all."""
+    top_p: PositiveShare = 1.0
+    """Keep the smallest set of tokens with at least this mass; 1.0 keeps all."""
+    min_p: MinP = 0.0
+    """Drop tokens less likely than ``min_p`` times the likeliest; 0.0 keeps all."""
+    repetition_penalty: Positive = 1.0
+    """As in CTRL (Keskar et al., 2019), over the whole context; 1.0 is off."""
+    min_output_tokens: Natural = 0
+    """Stop ids cannot be sampled before this many tokens of the response."""
+    max_output_tokens: Count = 64
+    """A response is cut after this many tokens; the width ``A`` of the response keys."""
+    stop_ids: tuple[int, ...] | None = None
+    """Ids that end a response. They are part of its tokens, and not of the text that an environment gets. ``None``: the
+    engine decides by :func:`decide_stop_ids` when it is made: the chat template's end-of-turn id, the tokenizer's EOS id and
+    the model's own end tokens. An empty tuple: responses end at ``max_output_tokens`` only."""
+
+    def __post_init__(self) -> None:
+        if self.min_output_tokens > self.max_output_tokens:
+            raise ConfigError(
+                f"min_output_tokens is {self.min_output_tokens}; expected at most max_output_tokens={self.max_output_tokens}."
+            )
+
+    @property
+    def truncates(self) -> bool:
+        """Whether some tokens get probability zero, or the distribution depends on more than the logits."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.repetition_penalty != 1
+
+
+def decide_stop_ids(
+    sampling: SamplingConfig, model_ids: int | Sequence[int] | None, tokenizer: Any, *, vocabulary: int
+) -> SamplingConfig:
+    """``sampling`` with its ``stop_ids`` decided: its own, or those of :func:`torchrl_llm.stops.response_end_ids`.
+
+    Engines and :func:`~torchrl_llm.modules.load_actor_critic` call it once; all others read ``sampling.stop_ids``.
+
+    Args:
+        sampling: how responses are sampled.
+        model_ids: the end tokens of the model's ``generation_config``.
+        tokenizer: the model's.
+        vocabulary: number of logits.
+
+    Raises:
+        ValueError: neither names an end token, or an id is none of the model's.
+    """
+    found = sampling.stop_ids
+    if found is None:
+        found = response_end_ids(tokenizer, model_ids)
+        if not found:
+            raise ValueError(
+                "SamplingConfig.stop_ids is None, but neither the tokenizer nor model.generation_config names an end "
+                "token. Set tokenizer.eos_token, or pass stop_ids=(...); stop_ids=() lets every response run to "
+                "max_output_tokens."
+            )
+    strange = [i for i in found if not 0 <= i < vocabulary]
+    if strange:
+        raise ValueError(f"stop_ids {strange} are no ids of the model, whose vocabulary has {vocabulary} tokens.")
+    return replace(sampling, stop_ids=found)
+
+
 class SamplingProcessor:
-    """The logit processors of a :class:`~torchrl_llm.modules.policy.SamplingConfig`, those that are off left out.
+    """The logit processors of a :class:`SamplingConfig`; those that are off are left out.
 
     Order: ``min_output_tokens``, repetition penalty, temperature, top-k, top-p, min-p.
 
     Args:
-        sampling: what to apply.
-        stop_ids: the ids that cannot be sampled before ``min_output_tokens`` tokens.
-        device: of the logits; default CPU.
+        sampling: what to apply. Its ``stop_ids`` cannot be sampled before ``min_output_tokens`` tokens.
 
     Attributes:
         needs_context: whether calls need the ids before the token (repetition penalty only).
 
     Examples:
-        >>> processor = SamplingProcessor(SamplingConfig(top_k=2, temperature=0.5), stop_ids=())
+        >>> processor = SamplingProcessor(SamplingConfig(top_k=2, temperature=0.5))
         >>> processor(torch.tensor([[1.0, 3.0, 2.0]]), index=0)
         tensor([[-inf, 6., 4.]])
     """
 
-    def __init__(
-        self, sampling: SamplingConfig, *, stop_ids: Sequence[int], device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, sampling: SamplingConfig) -> None:
         steps: list[LogitsProcessor] = []
         if sampling.repetition_penalty != 1:
             steps.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
@@ -63,8 +136,8 @@ class SamplingProcessor:
             steps.append(MinPLogitsWarper(sampling.min_p))
         self.needs_context = sampling.repetition_penalty != 1
         self._steps = LogitsProcessorList(steps)
-        self._min_output_tokens = sampling.min_output_tokens if stop_ids else 0
-        self._suppress = SuppressTokensLogitsProcessor(list(stop_ids), device=str(device)) if stop_ids else None
+        self._held_back = torch.tensor(sampling.stop_ids or (), dtype=torch.int64)
+        self._min_output_tokens = sampling.min_output_tokens
 
     def __call__(self, logits: Tensor, *, index: int, context: Tensor | None = None) -> Tensor:
         """The logits of the distribution that is sampled from.
@@ -79,8 +152,8 @@ class SamplingProcessor:
             ``[n, V]`` float32 or float64, minus infinity where a token cannot be sampled.
         """
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        if index < self._min_output_tokens and self._suppress is not None:
-            logits = self._suppress(context, logits)
+        if index < self._min_output_tokens:
+            logits = logits.index_fill(-1, self._held_back.to(logits.device), -torch.inf)
         return self._steps(context, logits) if self._steps else logits
 
 
@@ -162,32 +235,3 @@ def turn_seed(*, seed: int, episode_id: int, turn: int) -> int:
     """
     digest = blake2b(f"{seed} {episode_id} {turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1
-
-
-def stop_ids(
-    sampling: SamplingConfig, model_ids: int | Sequence[int] | None, tokenizer: Any, *, vocabulary: int
-) -> tuple[int, ...]:
-    """The ids that end a response: ``sampling.stop_ids``, or :func:`torchrl_llm.stops.response_end_ids`.
-
-    Args:
-        sampling: how responses are sampled.
-        model_ids: the end tokens of the model's ``generation_config``.
-        tokenizer: the model's.
-        vocabulary: number of logits.
-
-    Raises:
-        ValueError: neither names an end token, or an id is none of the model's.
-    """
-    found = sampling.stop_ids
-    if found is None:
-        found = response_end_ids(tokenizer, model_ids)
-        if not found:
-            raise ValueError(
-                "SamplingConfig.stop_ids is None, but neither the tokenizer nor model.generation_config names an end "
-                "token. Set tokenizer.eos_token, or pass stop_ids=(...); stop_ids=() lets every response run to "
-                "max_output_tokens."
-            )
-    strange = [i for i in found if not 0 <= i < vocabulary]
-    if strange:
-        raise ValueError(f"stop_ids {strange} are no ids of the model, whose vocabulary has {vocabulary} tokens.")
-    return found

@@ -5,7 +5,6 @@ The state before a token belongs to the critic, losses and ratios to the objecti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -17,10 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from torchrl_llm import keys
 from torchrl_llm.modules.adapters import recompute_contexts, use_adapter
-from torchrl_llm.modules.lm import causal_lm, hidden_states, lm_logits
-from torchrl_llm.modules.policy import SamplingConfig
+from torchrl_llm.modules.lm import embedding_of, hidden_states, lm_logits, vocabulary_of
 from torchrl_llm.modules.positions import ActionPositions, action_positions
-from torchrl_llm.modules.sampling import SamplingProcessor
+from torchrl_llm.modules.sampling import SamplingConfig, SamplingProcessor
 from torchrl_llm.segments import Segments
 
 
@@ -47,10 +45,9 @@ class TokenScorer(TensorDictModuleBase):
 
     Args:
         model: a causal language model of transformers, or a ``PeftModel`` around one.
-        sampling: how the tokens were sampled; default ``SamplingConfig()``: temperature 1.
+        sampling: how the tokens were sampled, such as ``policy.sampling``; default ``SamplingConfig()``: temperature 1. With
+            ``min_output_tokens`` its ``stop_ids`` must be given.
         adapter: the LoRA adapter to score under; ``None``: the model itself, adapters off.
-        stop_ids: the ids that ``min_output_tokens`` holds back; needed when ``sampling.stop_ids`` is ``None`` and
-            ``min_output_tokens > 0``.
         truncate: apply top-k, top-p and min-p too; a token that they drop gets minus infinity.
         entropy: write the entropy as well. Costs about one more pass over the logits.
         frozen: never build a graph (a reference model).
@@ -79,7 +76,6 @@ class TokenScorer(TensorDictModuleBase):
         sampling: SamplingConfig | None = None,
         *,
         adapter: str | None = None,
-        stop_ids: Sequence[int] | None = None,
         truncate: bool = False,
         entropy: bool = False,
         frozen: bool = False,
@@ -94,9 +90,9 @@ class TokenScorer(TensorDictModuleBase):
         self.entropy = entropy
         self.frozen = frozen
         self.chunk_logits = chunk_logits
-        self.held_back = _held_back_ids(self.sampling, stop_ids)
+        self.held_back = _held_back_ids(self.sampling)
         self._masked = bool(self.held_back) or (truncate and self.sampling.truncates)
-        self._process = SamplingProcessor(_position_wise(self.sampling, truncate), stop_ids=())
+        self._process = SamplingProcessor(_position_wise(self.sampling, truncate))
         self.in_keys = [keys.TOKENS, keys.ATTENTION_MASK, keys.TURN_IDS]
         self.out_keys = [log_prob_key, entropy_key] if entropy else [log_prob_key]
 
@@ -132,8 +128,7 @@ class TokenScorer(TensorDictModuleBase):
         early = torch.zeros_like(targets, dtype=torch.bool)
         if self.held_back:
             early = positions.index_in_turn(turn_ids) < self.sampling.min_output_tokens
-        vocabulary = causal_lm(self.model).get_output_embeddings().weight.shape[0]
-        chunks = [x.split(max(1, self.chunk_logits // vocabulary)) for x in (hidden, targets, early)]
+        chunks = [x.split(max(1, self.chunk_logits // vocabulary_of(self.model))) for x in (hidden, targets, early)]
         parts = []
         for chunk in zip(*chunks, strict=True):
             if len(chunks[0]) > 1 and torch.is_grad_enabled():
@@ -174,17 +169,22 @@ def entropy_of(log_probs: Tensor, *, masked: bool = True) -> Tensor:
     return -(log_probs.exp() * finite).sum(-1)
 
 
-def _held_back_ids(sampling: SamplingConfig, stop_ids: Sequence[int] | None) -> tuple[int, ...]:
+@torch.no_grad()
+def next_log_probs(model: nn.Module, adapter: str | None, prompts: Tensor, temperature: float) -> Tensor:
+    """Log-probs ``[n, V]`` of the token after ``prompts`` ``[n, L]``, float32 on the CPU."""
+    with use_adapter(model, adapter):
+        logits = lm_logits(model, hidden_states(model, prompts.to(embedding_of(model).device))[:, -1])
+    return (logits.float() / temperature).log_softmax(-1).cpu()
+
+
+def _held_back_ids(sampling: SamplingConfig) -> tuple[int, ...]:
     """The ids that cannot be sampled at the start of a turn."""
-    if sampling.min_output_tokens == 0:
-        return ()
-    ids = sampling.stop_ids if stop_ids is None else stop_ids
-    if ids is None:
+    if sampling.min_output_tokens and sampling.stop_ids is None:
         raise ValueError(
             f"SamplingConfig.min_output_tokens is {sampling.min_output_tokens} and stop_ids is None: the scorer cannot "
-            "know which ids were held back. Pass stop_ids= (the policy's), or set SamplingConfig.stop_ids."
+            "know which ids were held back. Pass the policy's own settings (policy.sampling), or set SamplingConfig.stop_ids."
         )
-    return tuple(ids)
+    return (sampling.stop_ids or ()) if sampling.min_output_tokens else ()
 
 
 def _position_wise(sampling: SamplingConfig, truncate: bool) -> SamplingConfig:

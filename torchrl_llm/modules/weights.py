@@ -166,38 +166,6 @@ def save_weights(model: Any, adapter: str | None, path: Path) -> None:
         model.save_pretrained(str(path.parent), selected_adapters=[adapter], save_embedding_layers=False)
 
 
-def export_merged(model: Any, adapter: str | None, path: Path) -> None:
-    """Write the whole model to ``path`` with ``adapter`` merged into its weights, on a copy in the host's memory."""
-    if adapter is not None:
-        _check_mergeable(model, adapter)
-        model = copy.deepcopy(model, {id(x): _on_cpu(x) for x in (*model.parameters(), *model.buffers())})
-        model.set_adapter(adapter)
-        model = model.merge_and_unload(adapter_names=[adapter])
-    model.save_pretrained(path)
-
-
-def _on_cpu(tensor: Tensor) -> Tensor:
-    copied = tensor.detach().to("cpu", copy=True)
-    return nn.Parameter(copied, requires_grad=False) if isinstance(tensor, nn.Parameter) else copied
-
-
-def _check_mergeable(model: Any, adapter: str) -> None:
-    lm = causal_lm(model)
-    if getattr(lm, "is_quantized", False):
-        raise WeightsError(
-            "The base model is quantized, and so would be what is merged into it. Load it without quantization, call "
-            "load_pretrained, and export then."
-        )
-    embeddings = [lm.get_input_embeddings(), lm.get_output_embeddings()]
-    names = [name for name, module in lm.named_modules() if any(module is other for other in embeddings)]
-    changed = [name for name in names if any(f".{name}." in key for key in adapter_of(model, adapter).tensors)]
-    if changed and lm.config.get_text_config().tie_word_embeddings:
-        raise WeightsError(
-            f"The adapter {adapter!r} changes {changed}, whose weights are tied (tie_word_embeddings): merged, it would "
-            "change both. Train with untied embeddings, or leave these modules out of the LoRA settings."
-        )
-
-
 # Adapters in a model.
 
 

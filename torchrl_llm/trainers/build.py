@@ -50,7 +50,7 @@ from torchrl_llm.trainers.ranks import Ranks
 from torchrl_llm.trainers.run_folder import RunFolder
 from torchrl_llm.trainers.sources import load_tokenizer, model_path
 from torchrl_llm.trainers.trainer import LLMTrainer
-from torchrl_llm.weight_update import RayWeightSync, VLLMWeightSync
+from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Run:
     tokenizer: Any
     models: ActorCritic
     policy: TurnPolicy
-    weight_sync: VLLMWeightSync | RayWeightSync | None
+    weight_sync: EngineWeightSync | RayWeightSync | None
     trainer: LLMTrainer
     checkpoints: CheckpointStore
     evaluation_env: GEMEnv
@@ -499,7 +499,7 @@ def load_models(config: RunConfig, path: str, tokenizer: Any, sampling: Sampling
 
 def make_policy(
     config: RunConfig, path: str, tokenizer: Any, sampling: SamplingConfig, models: ActorCritic
-) -> tuple[TurnPolicy, VLLMWeightSync | RayWeightSync | None]:
+) -> tuple[TurnPolicy, EngineWeightSync | RayWeightSync | None]:
     """Who plays here, and what brings the weights to those who play elsewhere, if any do.
 
     With ``collector="ray"`` that is the workers, and the policy here plays evaluations only.
@@ -508,7 +508,7 @@ def make_policy(
         policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed)
         return policy, _ray_sync(config, models, policy) if config.collector == "ray" else None
     engine = _make_engine(config, path, tokenizer, sampling)
-    sync = VLLMWeightSync(
+    sync = EngineWeightSync(
         models.model,
         models.adapter,
         policy=engine,

@@ -48,7 +48,7 @@ from torchrl_llm.trainers.config import ConfigError, TrainerConfig
 from torchrl_llm.trainers.precision import warn_of_half_weights
 from torchrl_llm.trainers.ranks import Ranks, check_accumulation, silenced
 from torchrl_llm.trainers.sharding import on_host
-from torchrl_llm.weight_update import RayWeightSync, VLLMWeightSync
+from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
 
 logger = logging.getLogger(__name__)
 _END = object()
@@ -148,7 +148,7 @@ class LLMTrainer:
         optimizer: torch.optim.Optimizer,
         config: TrainerConfig,
         reference: TokenScorer | None = None,
-        weight_sync: VLLMWeightSync | RayWeightSync | None = None,
+        weight_sync: EngineWeightSync | RayWeightSync | None = None,
         evaluator: Evaluator | None = None,
         checkpoints: CheckpointStore | None = None,
         loggers: Sequence[Logger] = (),

@@ -1,24 +1,25 @@
-"""Trained weights to those who play: :class:`VLLMWeightSync` to an engine, :class:`RayWeightSync` to workers."""
+"""Trained weights for what samples: :class:`EngineWeightSync` to an engine at hand, :class:`RayWeightSync` to workers."""
 
-from torchrl_llm.weight_update.broadcast import Snapshot, install
+from torchrl_llm.modules.engine import WeightSyncError
+from torchrl_llm.modules.merging import adapter_tensors, merged_tensors
 from torchrl_llm.weight_update.canary import Canary
-from torchrl_llm.weight_update.engine import NCCLTransfer
-from torchrl_llm.weight_update.errors import WeightSyncError
-from torchrl_llm.weight_update.ray_scheme import RayWeightSync
-from torchrl_llm.weight_update.scheme import SyncFigures, VLLMWeightSync, choose_method
-from torchrl_llm.weight_update.tensors import Access, adapter_tensors, merged_tensors
+from torchrl_llm.weight_update.ray import RayWeightSync
+from torchrl_llm.weight_update.snapshot import Snapshot, install
+from torchrl_llm.weight_update.sync import EngineWeightSync, SyncFigures, WeightSync, update_engine
+from torchrl_llm.weight_update.tensors import AT_HAND, Access
 
 __all__ = [
+    "AT_HAND",
     "Access",
     "Canary",
-    "NCCLTransfer",
+    "EngineWeightSync",
     "RayWeightSync",
     "Snapshot",
     "SyncFigures",
-    "VLLMWeightSync",
+    "WeightSync",
     "WeightSyncError",
     "adapter_tensors",
-    "choose_method",
     "install",
     "merged_tensors",
+    "update_engine",
 ]

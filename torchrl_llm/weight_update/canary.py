@@ -3,20 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import count
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm.modules.adapters import use_adapter
-from torchrl_llm.modules.hf import HFPolicy
-from torchrl_llm.modules.lm import causal_lm, hidden_states, lm_logits
-from torchrl_llm.weight_update.errors import WeightSyncError, part
-
-_TOP = 8
-"""Log-probs compared per prompt: those of the likeliest tokens."""
-_names = count()
+from torchrl_llm.modules.engine import InferenceEngine, WeightSyncError, sync_step
+from torchrl_llm.modules.lm import embedding_of, is_exact
+from torchrl_llm.modules.scorer import next_log_probs
 
 
 @dataclass(frozen=True)
@@ -58,34 +51,28 @@ class Canary:
             length: of each, in tokens.
             seed: of the prompts.
         """
-        size = causal_lm(model).get_input_embeddings().weight.shape[0]
+        size = embedding_of(model).shape[0]
         generator = torch.Generator().manual_seed(seed)
         ids = torch.randint(size, (prompts, length), generator=generator)
-        log_probs = _model_log_probs(model, adapter, ids, temperature) if prompts else torch.zeros(0, size)
+        log_probs = next_log_probs(model, adapter, ids, temperature) if prompts else torch.zeros(0, size)
         return cls(ids, log_probs, temperature)
 
-    def check(self, policy: Any, tolerance: float | None = None) -> float:
-        """The largest difference to what a policy says, in nats; NaN without prompts.
+    def check(self, engine: InferenceEngine, tolerance: float | None = None) -> float:
+        """The largest difference to what an engine computes, in nats; NaN without prompts.
 
         Args:
-            policy: a ``VLLMPolicy`` or an ``HFPolicy``.
+            engine: asked for its likeliest tokens.
             tolerance: the largest difference that passes, in nats, meant over the likeliest tokens of a prompt; default 1e-3
-                for a policy that computes in float32 or wider, else 0.1.
+                for an engine that computes in float32 or wider, else 0.1.
 
         Raises:
             WeightSyncError: it is above the tolerance.
         """
         if not len(self.prompts):
             return float("nan")
-        exact = policy.dtype in (torch.float32, torch.float64)
-        tolerance = tolerance or (1e-3 if exact else 0.1)
-        with part("the canary"):
-            if isinstance(policy, HFPolicy):
-                theirs = _model_log_probs(policy.model, policy.adapter, self.prompts, self.temperature)
-                tokens = theirs.topk(min(_TOP, theirs.shape[-1])).indices
-                log_probs = theirs.gather(-1, tokens)
-            else:
-                tokens, log_probs = _engine_log_probs(policy, self.prompts, self.temperature)
+        tolerance = tolerance or (1e-3 if is_exact(engine.dtype) else 0.1)
+        with sync_step("the canary"):
+            tokens, log_probs = engine.log_probs(self.prompts, self.temperature)
             difference = float((log_probs - self.log_probs.gather(-1, tokens)).abs().mean(-1).max())
         if not difference <= tolerance:
             raise WeightSyncError(
@@ -94,41 +81,3 @@ class Canary:
                 "The weights did not arrive, or contexts computed with earlier weights are in use."
             )
         return difference
-
-
-def canary_length(policy: Any) -> int:
-    """Tokens of a prompt for the engine of a ``VLLMPolicy``: two blocks of its prefix cache and one."""
-    config = policy.llm.llm_engine.vllm_config
-    return min(2 * config.cache_config.block_size + 1, config.model_config.max_model_len - 1)
-
-
-def _engine_log_probs(policy: Any, prompts: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """The likeliest next tokens ``[n, k]`` after ``prompts`` ``[n, L]`` and their log-probs. Turns in flight go on."""
-    from vllm import SamplingParams
-    from vllm.inputs.engine import tokens_input
-
-    params = SamplingParams(
-        temperature=temperature, max_tokens=1, logprobs=_TOP, seed=0, ignore_eos=True, detokenize=False
-    )
-    engine = policy.llm.llm_engine
-    names = [f"canary-{next(_names)}" for _ in prompts]
-    for name, prompt in zip(names, prompts.tolist(), strict=True):
-        engine.add_request(name, tokens_input(prompt), params, lora_request=policy.lora_request)
-    found: dict[str, dict[int, Any]] = {}
-    while len(found) < len(names):
-        for output in policy.step():
-            if output.request_id in names and output.finished:
-                found[output.request_id] = output.outputs[0].logprobs[0]
-    # The sampled token may come on top of the likeliest ones.
-    best = [sorted(found[name].items(), key=lambda item: item[1].rank)[:_TOP] for name in names]
-    tokens = torch.tensor([[token for token, _ in row] for row in best])
-    return tokens, torch.tensor([[entry.logprob for _, entry in row] for row in best])
-
-
-@torch.no_grad()
-def _model_log_probs(model: nn.Module, adapter: str | None, prompts: Tensor, temperature: float) -> Tensor:
-    """Log-probs ``[n, V]`` of the next token, float32."""
-    device = causal_lm(model).get_input_embeddings().weight.device
-    with use_adapter(model, adapter):
-        logits = lm_logits(model, hidden_states(model, prompts.to(device))[:, -1])
-    return (logits.float() / temperature).log_softmax(-1).cpu()

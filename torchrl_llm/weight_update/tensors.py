@@ -1,29 +1,14 @@
-"""Trained weights as named tensors: :func:`merged_tensors` of a whole model, :func:`adapter_tensors` of a LoRA adapter.
-
-Nothing here knows an engine. The live model is only read.
-"""
+"""How weight syncs get at trained weights: :class:`Access`."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
-
-import torch
-from peft.tuners.lora import Linear, ParamWrapper
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils.other import ModulesToSaveWrapper
-from torch import Tensor, nn
-
-from torchrl_llm.modules.adapters import AdapterError, adapter_layers, use_adapter
-from torchrl_llm.modules.lm import causal_lm
-from torchrl_llm.modules.weights import WeightsError, adapter_of
-from torchrl_llm.weight_update.errors import part
+from typing import NamedTuple
 
 
 class Access(NamedTuple):
-    """How to get at trained weights that are shared out over processes; all of them do it at the same time.
+    """How to get at trained weights that are sharded over processes; all of them do it at the same time.
 
     Attributes:
         copying: entered around reading them, with whether the frozen ones are read too.
@@ -36,121 +21,3 @@ class Access(NamedTuple):
 
 AT_HAND = Access(lambda _: nullcontext(), nullcontext)
 """Of weights that are all in this process."""
-
-
-def merged_tensors(model: nn.Module, adapter: str | None = None) -> Iterator[tuple[str, Tensor]]:
-    """The weights of the whole model, under the names that it has without PEFT, ``adapter`` merged into them.
-
-    One layer is merged at a time, so little memory is needed, and by PEFT itself, so every variant that PEFT merges
-    (rsLoRA, DoRA, biases) is covered. ``lm_head.weight`` is among them, tied or not.
-
-    Args:
-        model: a causal language model of transformers, or a ``PeftModel`` around one.
-        adapter: the adapter to merge; ``None``: the base model.
-
-    Yields:
-        Name and tensor, detached, in the dtype and on the device of the model. Tensors that no adapter changes are the
-        model's own.
-
-    Raises:
-        AdapterError: there is no such adapter, or another one is merged already.
-        WeightsError: the base is quantized, or the adapter changes one of two tied matrices.
-
-    Examples:
-        >>> from torchrl_llm.testing.tiny import load_tiny_model
-        >>> tensors = dict(merged_tensors(load_tiny_model()))
-        >>> tensors["lm_head.weight"].shape == tensors["model.embed_tokens.weight"].shape
-        True
-    """
-    with use_adapter(model, adapter):  # for its checks; the adapter that is active does not matter here
-        pass
-    lm = causal_lm(model)
-    _check_mergeable(lm, adapter)
-    wrappers = {id(layer) for layer in adapter_layers(lm)}
-    layers = {name: module for name, module in lm.named_modules(remove_duplicate=False) if id(module) in wrappers}
-    for name, tensor in lm.state_dict().items():
-        if not any(parent in layers for parent in _parents(name)):
-            yield name, tensor
-    for name, layer in layers.items():
-        if any(parent in layers for parent in _parents(name)):
-            continue  # merged with what it is nested in
-        with torch.no_grad(), part(f"merging {name!r}"):
-            merged = _merged(layer, adapter)
-        for key, tensor in merged.items():
-            yield f"{name}.{key}", tensor
-
-
-def adapter_tensors(model: Any, adapter: str) -> dict[str, Tensor]:
-    """Copies of the tensors of a LoRA adapter, under the names that PEFT and vLLM give them in files.
-
-    Copies, because vLLM multiplies what it is given by the adapter's scaling, in place.
-
-    Args:
-        model: a ``PeftModel``.
-        adapter: an adapter for which :func:`why_not_servable` is ``None``.
-
-    Raises:
-        AdapterError: there is no such adapter, or vLLM cannot serve it.
-    """
-    with use_adapter(model, adapter):
-        pass
-    if reason := why_not_servable(model, adapter):
-        raise AdapterError(f"vLLM cannot serve the adapter {adapter!r}: {reason}. Send merged weights instead.")
-    return {name: tensor.detach().clone() for name, tensor in adapter_of(model, adapter).tensors.items()}
-
-
-def why_not_servable(model: Any, adapter: str) -> str | None:
-    """What of the adapter's settings keeps vLLM from serving it beside the base weights; ``None``: nothing."""
-    config = model.peft_config[adapter]
-    unserved = ("use_dora", "lora_bias", "modules_to_save", "target_parameters", "trainable_token_indices")
-    for field in unserved:
-        if value := getattr(config, field, None):
-            return f"{field}={value!r}"
-    return None if config.bias == "none" else f"bias={config.bias!r}"
-
-
-def _parents(name: str) -> Iterator[str]:
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
-
-
-def _merged(layer: Any, adapter: str | None) -> dict[str, Tensor]:
-    """The tensors of the module that ``layer`` wraps, with the adapter in them."""
-    if isinstance(layer, ModulesToSaveWrapper):
-        held = adapter is not None and adapter in layer.modules_to_save
-        return (layer.modules_to_save[adapter] if held else layer.original_module).state_dict()
-    nested = isinstance(layer, BaseTunerLayer) and isinstance(layer.base_layer, BaseTunerLayer)
-    if not isinstance(layer, BaseTunerLayer) or (nested and not isinstance(layer, ParamWrapper)):
-        raise WeightsError(f"{type(layer).__name__} cannot be merged layer by layer; train it without this wrapper.")
-    if adapter is None or adapter in layer.merged_adapters or adapter not in layer._get_available_adapters():
-        return layer.get_base_layer().state_dict()
-    if isinstance(layer, Linear) and adapter not in layer.lora_variant and not layer.lora_bias[adapter]:
-        tensors = layer.get_base_layer().state_dict()
-        delta = layer.get_delta_weight(adapter)
-        return tensors | {"weight": tensors["weight"] + delta.to(tensors["weight"].dtype)}
-    layer = copy.deepcopy(layer)
-    if isinstance(layer, ParamWrapper):  # one for each parameter of the module, nested
-        module = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=[adapter])
-        return module.state_dict()
-    layer.merge(adapter_names=[adapter])
-    return layer.get_base_layer().state_dict()
-
-
-def _check_mergeable(lm: Any, adapter: str | None) -> None:
-    if getattr(lm, "is_quantized", False):
-        raise WeightsError(
-            "The base model is quantized: its weights cannot be sent to an engine. Load it without quantization, or let "
-            "the engine serve the adapter."
-        )
-    ends = [lm.get_input_embeddings(), lm.get_output_embeddings()]
-    held = [x for x in ends if isinstance(x, BaseTunerLayer | ModulesToSaveWrapper) and adapter in _adapters_of(x)]
-    if held and lm.config.get_text_config().tie_word_embeddings:
-        raise WeightsError(
-            f"The adapter {adapter!r} changes embeddings that are tied to the head (tie_word_embeddings), and the engine "
-            "holds one matrix for both. Train with untied embeddings, or leave these modules out of the LoRA settings."
-        )
-
-
-def _adapters_of(layer: Any) -> set[str]:
-    return set(layer.modules_to_save) if isinstance(layer, ModulesToSaveWrapper) else layer._get_available_adapters()

@@ -173,7 +173,7 @@ class TestErrors:
 
     def test_policies_of_other_kinds(self, words):
         policy = ScriptedPolicy(lambda *_: "hi", tokenizer=words)
-        with pytest.raises(TypeError, match=r"ScriptedPolicy.*install\.register"):
+        with pytest.raises(TypeError, match=r"ScriptedPolicy takes no trained weights.*InferenceEngine"):
             install(policy, snapshot(make_models(tiny_model_path())))
 
 

@@ -6,16 +6,15 @@ import time
 from typing import Any
 
 from torch import nn
-from torchrl.weight_update import WeightSyncScheme
 
-from torchrl_llm.modules.policy import TurnPolicy
+from torchrl_llm.modules.engine import InferenceEngine
+from torchrl_llm.modules.merging import why_not_servable
 from torchrl_llm.optional import running_ray
-from torchrl_llm.weight_update.broadcast import Snapshot, install
-from torchrl_llm.weight_update.canary import Canary
-from torchrl_llm.weight_update.tensors import AT_HAND, why_not_servable
+from torchrl_llm.weight_update.snapshot import Snapshot, install
+from torchrl_llm.weight_update.sync import WeightSync
 
 
-class RayWeightSync(WeightSyncScheme):
+class RayWeightSync(WeightSync):
     """Puts snapshots of the trained model into Ray's object store, once for all workers; each takes the newest with its next task.
 
     Use it as ``RayTurnCollector(..., weight_sync_schemes={"policy": scheme})`` with ``update_policy_weights_()``, or call it.
@@ -37,7 +36,7 @@ class RayWeightSync(WeightSyncScheme):
     Attributes:
         current: version and Ray's reference of the weights to play with; ``None`` before the first sync.
         seconds: that the last sync took.
-        access: how to get at weights that are shared out over processes; a trainer that shares them out sets it.
+        access: how to get at weights that are sharded over processes; a trainer that shards them sets it.
 
     Raises:
         ImportError: Ray is not installed (from a call).
@@ -50,58 +49,32 @@ class RayWeightSync(WeightSyncScheme):
         >>> collector.update_policy_weights_()  # doctest: +SKIP
     """
 
-    sleep_level = 0
-    figures = None
-
     def __init__(
         self,
         model: nn.Module,
         adapter: str | None = None,
         *,
-        policy: TurnPolicy,
+        policy: InferenceEngine,
         merged: bool | None = None,
         canary: int = 2,
         canary_length: int = 33,
     ) -> None:
-        super().__init__()
-        self.trained, self.adapter, self.policy = model, adapter, policy
+        super().__init__(model, adapter, policy=policy, canary=canary)
         self.merged = bool(adapter and why_not_servable(model, adapter)) if merged is None else merged
-        self.canary, self.canary_length = canary, canary_length
+        self.canary_length = canary_length
         self.current: tuple[int, Any] | None = None
         self.seconds = 0.0
-        self.access = AT_HAND
 
     install = staticmethod(install)
 
-    def send(self, weights: Any = None, worker_ids: Any = None) -> None:
-        """Offer the weights that the model has now.
-
-        Args:
-            weights: must be ``None``: the weights are those of the model given to the constructor.
-            worker_ids: without meaning here: all workers get them.
-        """
-        del worker_ids
-        if weights is not None:
-            raise ValueError(
-                f"RayWeightSync sends the model that it was made with; it was given {type(weights).__name__}. Call "
-                "update_policy_weights_() without arguments."
-            )
+    def _sync(self) -> None:
         self.publish(self.policy.policy_version + 1)
         self.policy.weights_changed()
-
-    __call__ = update_weights = send
 
     def publish(self, version: int) -> None:
         """Put the weights that the model has now into the object store, for tokens of ``version``; that is no update yet."""
         ray, start = running_ray(), time.perf_counter()
-        with self.access.computing():
-            canary = Canary.of(
-                self.trained,
-                self.adapter,
-                temperature=self.policy.sampling.temperature,
-                prompts=self.canary,
-                length=self.canary_length,
-            )
+        canary = self._ask_model(self.canary_length)
         with self.access.copying(self.merged or self.adapter is None):
             snapshot = Snapshot.of(self.trained, self.adapter, version=version, canary=canary, merged=self.merged)
         self.current = version, ray.put(snapshot)
@@ -110,15 +83,6 @@ class RayWeightSync(WeightSyncScheme):
     def close(self) -> None:
         """Let the object store forget the weights."""
         self.current = None
-
-    # What TorchRL asks of a scheme: weights go with the collector's tasks, so there is no transport.
-
-    def _init_on_sender_impl(self, model_id: str = "policy", context: Any = None, **_: Any) -> None:
-        self.model_id = model_id
-        self.context = context
-
-    def create_transport(self, **_: Any) -> None:
-        """None: weights go with the collector's tasks."""
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
         """Offer the weights as they are; that is no update, and the version stays."""

@@ -34,7 +34,7 @@ class FusedLora:
         places = [
             (parent, name, layer)
             for parent in model.modules()
-            for name, layer in parent._modules.items()
+            for name, layer in parent.named_children()
             if isinstance(layer, LoraLinear) and _is_plain(layer, adapter)
         ]
         size = sum(layer.base_layer.weight.nbytes for _, _, layer in places if adapter in layer.lora_A)
@@ -46,11 +46,11 @@ class FusedLora:
         """Exchange the layers, and put them back."""
         try:
             for (parent, name, _), fused in zip(self._places, self._fused, strict=True):
-                parent._modules[name] = fused
+                setattr(parent, name, fused)
             yield
         finally:
             for parent, name, layer in self._places:
-                parent._modules[name] = layer
+                setattr(parent, name, layer)
 
 
 def _is_plain(layer: Any, adapter: str | None) -> bool:

@@ -1,7 +1,7 @@
 """Keys and values of the slots' contexts, kept between turns: :class:`SlotCache`.
 
 Storage and bookkeeping only. Which tokens are computed, and with what mask, is decided in
-:mod:`torchrl_llm.modules.hf`.
+:mod:`torchrl_llm.modules.hf._cached_model`.
 """
 
 from __future__ import annotations

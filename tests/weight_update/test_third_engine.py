@@ -1,0 +1,112 @@
+"""A third engine, from outside the package: it plays lockstep, in threads and on Ray, and is synced in each."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from third_engine import Deaf, make_engine, make_env
+from trained import make_models, play, train
+
+from torchrl_llm import keys
+from torchrl_llm.collectors import AsyncTurnCollector, RayTurnCollector, TurnCollector
+from torchrl_llm.data import turns_to_rows
+from torchrl_llm.modules import EngineError, TokenScorer
+from torchrl_llm.testing.tiny import load_tiny_model, tiny_model_path
+from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync, WeightSyncError, merged_tensors
+
+
+def lockstep(models, engine):
+    sync = EngineWeightSync(models.model, models.adapter, policy=engine)
+    return TurnCollector(make_env(), engine, batch_size=8, weight_sync_schemes={"policy": sync})
+
+
+def threads(models, engine):
+    sync = EngineWeightSync(models.model, models.adapter, policy=engine)
+    schemes = {"policy": sync}
+    return AsyncTurnCollector(make_env(), engine, batch_size=8, max_staleness=1, weight_sync_schemes=schemes)
+
+
+def on_ray(models, engine, make_policy=make_engine):
+    schemes = {"policy": RayWeightSync(models.model, models.adapter, policy=engine, merged=True)}
+    return RayTurnCollector(
+        make_env, engine, make_policy=make_policy, num_workers=1, batch_size=8, weight_sync_schemes=schemes,
+        max_staleness=1, worker_options={"num_cpus": 0},
+    )  # fmt: skip
+
+
+@pytest.fixture
+def cluster():
+    ray = pytest.importorskip("ray", reason="needs Ray: run make test-scale")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
+        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+        yield
+        ray.shutdown()
+
+
+def scorer_of(models):
+    """The trained model as it is now, on its own."""
+    model = load_tiny_model()
+    model.load_state_dict({name: tensor.clone() for name, tensor in merged_tensors(models.model, models.adapter)})
+    return TokenScorer(model, models.actor.sampling)
+
+
+class TestThirdEngine:
+    def collect(self, make_collector, batches):
+        models, engine = make_models(tiny_model_path()), make_engine()
+        collector, scorers, seen = make_collector(models, engine), {}, set()
+        try:
+            for _ in range(batches):
+                scorers[engine.policy_version] = scorer_of(models)
+                rows = turns_to_rows(collector.rollout())
+                actions = rows[keys.TURN_IDS] >= 0
+                for version in rows[keys.POLICY_VERSION][actions].unique().tolist():
+                    with torch.no_grad():
+                        scored = scorers[version](rows.clone())[keys.LOG_PROB]
+                    sampled = actions & (rows[keys.POLICY_VERSION] == version)
+                    assert (scored - rows[keys.SAMPLE_LOG_PROB])[sampled].abs().max() <= 1e-5
+                    seen.add((engine.policy_version, version))
+                train(models, len(scorers))
+                collector.update_policy_weights_()
+        finally:
+            collector.shutdown()
+        return seen
+
+    def test_lockstep(self):
+        assert self.collect(lockstep, 3) == {(1, 1), (2, 2), (3, 3)}
+
+    def test_threads(self):
+        seen = self.collect(threads, 4)
+        assert all(now - 1 <= version <= now for now, version in seen)
+        assert len(seen) > 4, "no batch has tokens of two versions"
+
+    @pytest.mark.ray
+    def test_on_ray(self, cluster):
+        seen = self.collect(on_ray, 3)
+        assert all(now - 1 <= version <= now for now, version in seen)
+        assert len({version for _, version in seen}) > 1
+
+    def test_weights_that_did_not_arrive_are_found_and_nothing_is_sampled(self):
+        models, engine = make_models(tiny_model_path()), make_engine(Deaf)
+        train(models)
+        with pytest.raises(WeightSyncError, match="canary found"):
+            EngineWeightSync(models.model, models.adapter, policy=engine)()
+        with pytest.raises(EngineError, match=r"Deaf cannot be used: .*canary found.*Sync again"):
+            play(engine)
+
+    @pytest.mark.ray
+    def test_weights_that_did_not_arrive_are_found_on_ray(self, cluster):
+        models = make_models(tiny_model_path())
+        train(models)
+        collector = on_ray(models, make_engine(), partial(make_engine, Deaf))
+        with pytest.raises(WeightSyncError, match="canary found"):
+            collector.rollout()
+
+    def test_a_method_that_it_does_not_have_is_named(self):
+        models = make_models(tiny_model_path())
+        with pytest.raises(ValueError, match=r"method='reload': expected 'auto' or one of \('adapter', 'whole'\)"):
+            EngineWeightSync(models.model, models.adapter, policy=make_engine(), method="reload")

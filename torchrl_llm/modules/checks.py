@@ -1,0 +1,203 @@
+"""What a model must be like to sample, score and train with: checks by a few forwards when it is loaded.
+
+Each compares two computations that must agree, on a few tokens, and refuses the model by name where they do not. A model
+that passed would otherwise give wrong log-probs without any error.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from torchrl_llm.modules.lm import causal_lm, embedding_of, hidden_states, is_exact, lm_logits
+
+
+class VocabularyMismatchError(ValueError):
+    """The tokenizer and the model do not agree on what a token id is."""
+
+
+class UnsupportedModelError(ValueError):
+    """A model of a family that cannot be computed with as policies, scorers and critics do."""
+
+
+class UnsupportedHeadError(UnsupportedModelError):
+    """The model does more to its logits than :func:`~torchrl_llm.modules.lm_logits` knows."""
+
+
+class RandomForwardError(ValueError):
+    """A forward that builds a graph computes something else than one that does not."""
+
+
+_WINDOW = re.compile("window(?!_layers|_pattern)|local_att|chunk_size")
+_LONGEST_TRIED = 512  # windows up to here are tried when a model is loaded
+FAILURES = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError)
+"""What forwards raise that a family of models does not support."""
+
+
+def declared_windows(config: Any) -> list[int]:
+    """Every number of a text configuration that may say how far back attention reaches, in order."""
+    fields = config.to_dict().items()
+    return sorted({value for name, value in fields if type(value) is int and value > 1 and _WINDOW.search(name)})
+
+
+def name_of(lm: Any) -> str:
+    """A model's class and type, for messages."""
+    return f"{type(lm).__name__} (model_type {lm.config.get_text_config().model_type!r})"
+
+
+@contextmanager
+def _probing(lm: Any, problem: str) -> Iterator[None]:
+    """Evaluation mode, no graph; what forwards raise becomes an :class:`UnsupportedModelError` that begins with ``problem``."""
+    training = lm.training
+    lm.eval()
+    try:
+        with torch.no_grad():
+            yield
+    except FAILURES as error:
+        raise UnsupportedModelError(f"{name_of(lm)} {problem}: {error} Use a decoder-only language model.") from error
+    finally:
+        lm.train(training)
+
+
+def _ids(model: nn.Module, rows: int, columns: int) -> Tensor:
+    """Ids ``[rows, columns]`` of the model, not in the order of the vocabulary."""
+    weight = embedding_of(model)
+    return (torch.arange(rows * columns, device=weight.device).view(rows, columns) * 7 + 1) % weight.shape[0]
+
+
+def check_head(model: nn.Module) -> None:
+    """Compare backbone + :func:`~torchrl_llm.modules.lm_logits` with the model's own forward on four tokens.
+
+    Raises:
+        UnsupportedHeadError: they differ, so log-probs computed here would be wrong.
+        UnsupportedModelError: a forward fails.
+    """
+    lm, tokens = causal_lm(model), _ids(model, 1, 4)
+    with _probing(lm, "cannot be computed as a backbone and a head on it"):
+        expected = lm(input_ids=tokens, use_cache=False).logits.float()
+        logits = lm_logits(model, hidden_states(model, tokens)).float()
+    tolerance = 1e-4 if is_exact(embedding_of(model).dtype) else 1e-2
+    if not torch.allclose(logits, expected, rtol=0, atol=tolerance * float(expected.abs().max())):
+        raise UnsupportedHeadError(
+            f"The logits of {name_of(lm)} are not its head applied to its backbone's last hidden state "
+            f"(largest difference {float((logits - expected).abs().max()):.3g} on {tokens.tolist()}): it rescales "
+            "them in a way that torchrl_llm.modules.lm.lm_logits does not know. Extend lm_logits for this family."
+        )
+
+
+def check_rows(model: nn.Module) -> None:
+    """Compare rows of a batch, with other tokens behind them, with each row alone, also beyond short attention windows.
+
+    Raises:
+        UnsupportedModelError: they differ, so log-probs and values would depend on what follows and on the batch.
+    """
+    lm = causal_lm(model)
+    config = lm.config.get_text_config()
+    most = getattr(config, "max_position_embeddings", None) or float("inf")
+    windows = [window for window in declared_windows(config) if window <= _LONGEST_TRIED and window < most]
+    with _probing(lm, "fails on a batch of token ids"):
+        worst = max(_gap(model, int(min(length, most))) for length in (6, *(2 * window + 4 for window in windows)))
+    if worst > (1e-3 if is_exact(embedding_of(model).dtype) else 5e-2):
+        raise UnsupportedModelError(
+            f"{name_of(lm)} computes something else for a row that other tokens follow than for the row alone (relative "
+            f"difference {worst:.2g}), so log-probs would be wrong: its attention is not causal, or it depends on the batch. "
+            "Use a decoder-only language model."
+        )
+
+
+def check_repeatable(model: nn.Module) -> None:
+    """Compare a forward that builds a graph, under two seeds, with one that does not, on eight tokens.
+
+    With gradient checkpointing the first runs in training mode where the model asks for it. The random generators are left
+    as they were.
+
+    Raises:
+        RandomForwardError: they differ, so a recomputation would not repeat its forward.
+    """
+    tokens = _ids(model, 1, 8)
+    with torch.no_grad():
+        expected = hidden_states(model, tokens)
+    with torch.random.fork_rng(devices=[tokens.device] if tokens.is_cuda else []), torch.enable_grad():
+        for seed in range(2):
+            torch.manual_seed(seed)
+            found = hidden_states(model, tokens).detach()
+            if not torch.allclose(found, expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max())):
+                raise RandomForwardError(
+                    f"In training mode {type(causal_lm(model)).__name__} computes something else than in evaluation mode "
+                    f"(largest difference {float((found - expected).abs().max()):.3g} on {tokens.tolist()}): dropout, jitter or "
+                    "random routing that cannot be switched off from here. Pass gradient_checkpointing=False."
+                )
+
+
+@torch.no_grad()
+def run_once(model: nn.Module) -> None:
+    """A forward on two tokens, for the errors that it raises."""
+    hidden_states(model, _ids(model, 1, 2))
+
+
+def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
+    """Make sure that every id of the tokenizer is a row of the model's embedding, and every special id of the model
+    is a token of the tokenizer.
+
+    An embedding with more rows than the tokenizer has tokens is common (padding to a multiple of 64) and accepted.
+
+    Args:
+        model: a causal language model or a ``PeftModel`` around one.
+        tokenizer: a transformers tokenizer.
+
+    Raises:
+        VocabularyMismatchError: otherwise.
+    """
+    lm = causal_lm(model)
+    rows = embedding_of(model).shape[0]
+    size = max(tokenizer.get_vocab().values()) + 1
+    if size > rows:
+        raise VocabularyMismatchError(
+            f"The tokenizer {_path_of(tokenizer)} has ids up to {size - 1}, but the model {_path_of(lm.config)} embeds only "
+            f"{rows} tokens. Load the tokenizer that belongs to the model, or call "
+            f"model.resize_token_embeddings({size}) and train the new rows."
+        )
+    strange = {name: ids for name, ids in _special_ids(lm).items() if any(not 0 <= i < size for i in ids)}
+    if strange:
+        raise VocabularyMismatchError(
+            f"The model {_path_of(lm.config)} names special token ids {strange} which the tokenizer {_path_of(tokenizer)} "
+            f"(ids 0 to {size - 1}) does not have. Load the tokenizer that belongs to the model, or set these fields "
+            "of model.config and model.generation_config to ids of this tokenizer."
+        )
+
+
+def _special_ids(lm: Any) -> dict[str, list[int]]:
+    """The special ids that the model's two configurations name, by field."""
+    found: dict[str, list[int]] = {}
+    for where in ("config", "generation_config"):
+        for field in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(getattr(lm, where, None), field, None)  # an id, a list of ids, or None
+            values = value if isinstance(value, list | tuple) else [value]
+            found[f"{where}.{field}"] = [i for i in values if i is not None]
+    return found
+
+
+def _path_of(thing: Any) -> str:
+    return repr(getattr(thing, "name_or_path", None) or type(thing).__name__)
+
+
+def _gap(model: nn.Module, longest: int) -> float:
+    """Largest difference of the hidden states of rows in a batch and alone, as a share of the largest state.
+
+    In half precision it is the median over tokens: the experts of a mixture may tip over at one or another.
+    """
+    lengths = torch.tensor([longest, max(longest // 2, 1), 2])
+    tokens = _ids(model, 3, longest)
+    batch = hidden_states(model, tokens, lengths)
+    gaps, largest = [], 0.0
+    for i, length in enumerate(lengths.tolist()):
+        alone = hidden_states(model, tokens[i : i + 1, :length])[0]
+        gaps.append((batch[i, :length] - alone).abs().amax(-1).float())
+        largest = max(largest, float(alone.abs().max()))
+    found = torch.cat(gaps)
+    return float(found.max() if is_exact(embedding_of(model).dtype) else found.median()) / (largest or 1.0)

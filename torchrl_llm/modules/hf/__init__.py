@@ -1,0 +1,5 @@
+"""Generation in this process with a transformers model: :class:`HFPolicy`."""
+
+from torchrl_llm.modules.hf.policy import HFPolicy
+
+__all__ = ["HFPolicy"]
