@@ -17,7 +17,7 @@ from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.data import turns_to_rows
 from torchrl_llm.envs import ChatFormatter, GEMEnv
-from torchrl_llm.envs.gem import kept_global_rng
+from torchrl_llm.envs.isolation import kept_global_rng
 from torchrl_llm.modules import HFPolicy, SamplingConfig
 from torchrl_llm.testing import make_tiny_guess as maker
 from torchrl_llm.testing.policies import ScriptedPolicy

@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation over conversations: :class:`LLMGRPOLoss`."""
+"""Group-relative policy optimization over episodes: :class:`LLMGRPOLoss`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 from tensordict.nn import TensorDictModuleBase
 
 from torchrl_llm.objectives import functional as F
-from torchrl_llm.objectives.advantages import Credit, GroupRelative
-from torchrl_llm.objectives.policy import TurnPolicyLoss
+from torchrl_llm.objectives.estimators.group_relative import Credit, GroupRelative
+from torchrl_llm.objectives.loss import TurnPolicyLoss
 from torchrl_llm.options import Count, NonNegative, Share
 
 
 class LLMGRPOLoss(TurnPolicyLoss):
-    """Group-relative policy optimisation (Shao et al., 2024, arXiv:2402.03300), without a critic.
+    """Group-relative policy optimization (Shao et al., 2024, arXiv:2402.03300), without a critic.
 
-    :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss` with the group as the baseline. Kin of it by options:
+    :class:`~torchrl_llm.objectives.TurnPolicyLoss` with the group as the baseline. Kin of it by options:
 
     - GSPO (arXiv:2507.18071): ``ratio_level="sequence", unit_weight="equal"``;
     - Dr. GRPO (arXiv:2503.20783): ``scale="none", weighting="constant", weight_constant=...``;
@@ -24,13 +24,13 @@ class LLMGRPOLoss(TurnPolicyLoss):
     - CISPO (arXiv:2506.13585): ``clipping="cispo", clip_epsilon=(1.0, 0.28)``.
 
     Args:
-        actor: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
+        actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
 
     Keyword Args:
-        gamma, credit, baseline, scale, group_size, partial: see :class:`~torchrl_llm.objectives.advantages.GroupRelative`.
+        gamma, credit, baseline, scale, group_size, partial: see :class:`~torchrl_llm.objectives.GroupRelative`.
             Defaults: 1.0, ``"episode"``, ``"mean"``, ``"std"``, ``None``, ``"error"``.
         kl_coeff: weight of the KL to the reference. Default: 5e-4.
-        **options: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
+        **options: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
     """
 
     default_value_estimator = GroupRelative

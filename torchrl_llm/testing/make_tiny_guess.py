@@ -34,7 +34,8 @@ from torch import Tensor
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from torchrl_llm.envs.chat import CHATML, ChatFormatter, compose_message
-from torchrl_llm.envs.game import kept_global_rng, resolve_env
+from torchrl_llm.envs.isolation import kept_global_rng
+from torchrl_llm.envs.text_env import resolve_env
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ def hint_reader(*, forget: float, full: tuple[int, int] = (1, 10)) -> Player:
 
 def make_env(env_id: str) -> Any:
     """A GEM environment, by its id."""
-    return resolve_env(env_id)[1]()
+    return resolve_env(env_id).make()
 
 
 def play(env: Any, seed: int, player: Player, rng: random.Random) -> list[str]:
@@ -111,7 +112,7 @@ def play(env: Any, seed: int, player: Player, rng: random.Random) -> list[str]:
 
     Args:
         env: one of GEM's GuessTheNumber environments. It seeds the global generators: call this inside
-            :func:`~torchrl_llm.envs.game.kept_global_rng`.
+            :func:`~torchrl_llm.envs.isolation.kept_global_rng`.
         seed: of the game.
         player: told the lowest and the highest number that the hints allow.
         rng: the player's generator.

@@ -27,7 +27,8 @@ from torchrl.objectives.value import ValueEstimatorBase
 from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
-from torchrl_llm.objectives.advantages import ReBN, TurnEstimator, TurnGAE
+from torchrl_llm.objectives.estimators import ReBN, TurnEstimator, TurnGAE
+from torchrl_llm.objectives.rows import RowReader
 from torchrl_llm.options import Bound, Checked, Idle, NonNegative, Positive, Ratio
 
 UnitWeight = Literal["by_tokens", "equal"]
@@ -38,7 +39,7 @@ AVERAGED = ("ESS", "explained_variance")
 """Outputs that :func:`merge` averages by the micro-batches' shares of the weight; all others are sums."""
 
 
-class TurnPolicyLoss(Checked, LossModule):
+class TurnPolicyLoss(Checked, RowReader, LossModule):
     """Policy loss over conversations: advantage x ratio level x clipping x weights x KL x entropy x sampler correction.
 
     ``loss_objective = -sum(loss_weight * correction * objective(log_ratio, advantage))``, where ``log_ratio`` is the
@@ -95,7 +96,7 @@ class TurnPolicyLoss(Checked, LossModule):
         sampler_level, sampler_reduction: what has one weight ``w``, and how its tokens' are pooled; as ``ratio_level`` and
             ``ratio_reduction``. Defaults: ``"token"``, ``"sum"``.
         keep_discount, clip_advantage: of the estimator, see
-            :class:`~torchrl_llm.objectives.advantages.TurnEstimator`. Defaults: ``False``, ``None``.
+            :class:`~torchrl_llm.objectives.TurnEstimator`. Defaults: ``False``, ``None``.
 
     Examples:
         >>> from tensordict.nn import TensorDictModule
@@ -116,24 +117,11 @@ class TurnPolicyLoss(Checked, LossModule):
     """
 
     @dataclass
-    class _AcceptedKeys:
+    class _AcceptedKeys(TurnEstimator._AcceptedKeys):
         log_prob: NestedKey = keys.LOG_PROB
         entropy: NestedKey = keys.ENTROPY
-        turn_ids: NestedKey = keys.TURN_IDS
-        advantage: NestedKey = keys.ADVANTAGE
-        value_target: NestedKey = keys.VALUE_TARGET
-        value: NestedKey = keys.STATE_VALUE
-        bootstrap_value: NestedKey = keys.BOOTSTRAP_VALUE
-        sample_log_prob: NestedKey = keys.SAMPLE_LOG_PROB
-        old_log_prob: NestedKey = keys.OLD_LOG_PROB
-        ref_log_prob: NestedKey = keys.REF_LOG_PROB
         loss_weight: NestedKey = keys.LOSS_WEIGHT
         critic_weight: NestedKey = keys.CRITIC_WEIGHT
-        reward: NestedKey = keys.TURN_REWARD
-        terminated: NestedKey = keys.TURN_TERMINATED
-        truncated: NestedKey = keys.TURN_TRUNCATED
-        mask: NestedKey = keys.TURN_MASK
-        group_id: NestedKey = keys.GROUP_ID
 
     default_keys = _AcceptedKeys
     tensor_keys: _AcceptedKeys
@@ -269,8 +257,8 @@ class TurnPolicyLoss(Checked, LossModule):
     def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
         estimator = self._value_estimator
         if estimator is not None:
-            known = {field.name for field in fields(estimator._AcceptedKeys)}
-            own = {field.name for field in fields(self._AcceptedKeys)}
+            # An estimator of TorchRL's own knows other names; those that both have are the loss's.
+            known, own = ({field.name for field in fields(each._AcceptedKeys)} for each in (estimator, self))
             estimator.set_keys(**{name: getattr(self.tensor_keys, name) for name in known & own})
 
     def make_value_estimator(
@@ -281,7 +269,7 @@ class TurnPolicyLoss(Checked, LossModule):
         """Choose the advantage estimator.
 
         Args:
-            value_type: a :class:`~torchrl_llm.objectives.advantages.TurnEstimator` class, built from this loss's own
+            value_type: a :class:`~torchrl_llm.objectives.TurnEstimator` class, built from this loss's own
                 options and ``hyperparams``; ``ValueEstimators.GAE``, which means ``TurnGAE``; any other
                 ``ValueEstimatorBase`` class or instance; or ``None``: the algorithm's own.
             **hyperparams: options of the estimator's class; they win over the loss's.
@@ -358,7 +346,7 @@ class TurnPolicyLoss(Checked, LossModule):
         action = turn_ids >= 0
         weights = self._read_weights(tensordict, turn_ids)
         weight = weights["loss_weight"]
-        scored = self._run(self.actor_network, tensordict)
+        scored = self.actor_network(self._inputs(self.actor_network, tensordict))
         log_prob = torch.where(action, self._get(scored, "log_prob", "The actor must write it."), 0.0)
         old, correction = self._old_log_prob(tensordict)
         token_ratio = log_prob - old
@@ -383,22 +371,10 @@ class TurnPolicyLoss(Checked, LossModule):
     def _add_terms(self, out: TensorDictBase, tensordict: TensorDictBase, weights: dict[str, Tensor]) -> None:
         """Terms of a subclass; they write into ``out``."""
 
-    def _get(self, tensordict: TensorDictBase, name: str, hint: str = "") -> Tensor:
-        key = getattr(self.tensor_keys, name)
-        value = tensordict.get(key, None)
-        if value is None:
-            raise KeyError(f"{type(self).__name__} needs {key!r}, which is missing. {hint}".rstrip())
-        return value
-
     def _frozen(self, tensordict: TensorDictBase, name: str, hint: str = "") -> Tensor:
         """A figure ``[B, L]`` that the loss takes as given: without gradient, and 0 off actions."""
         action = self._get(tensordict, "turn_ids") >= 0
         return torch.where(action, self._get(tensordict, name, hint).detach(), 0.0)
-
-    def _run(self, module: TensorDictModuleBase, tensordict: TensorDictBase) -> TensorDictBase:
-        """Run a network on a tensordict of its own, so that the caller's is not written to."""
-        rows = self._get(tensordict, "turn_ids").shape[:1]
-        return module(TensorDict({key: tensordict.get(key) for key in module.in_keys}, batch_size=rows))
 
     def _read_weights(self, tensordict: TensorDictBase, turn_ids: Tensor) -> dict[str, Tensor]:
         """The weights written into the rows, or, if there are none, those of the rows as a whole batch."""
@@ -419,8 +395,7 @@ class TurnPolicyLoss(Checked, LossModule):
 
     def _old_log_prob(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """The log-prob that ratios are taken against, and the sampler correction; ``[B, L]`` each."""
-        has_old = tensordict.get(self.tensor_keys.old_log_prob, None) is not None
-        old = self._frozen(tensordict, "old_log_prob" if has_old else "sample_log_prob")
+        old = self._frozen(tensordict, self._old_name(tensordict))
         if self.sampler_correction is None:
             return old, torch.ones_like(old)
         sample, turn_ids = self._frozen(tensordict, "sample_log_prob"), self._get(tensordict, "turn_ids")
