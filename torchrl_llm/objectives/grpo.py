@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from tensordict.nn import TensorDictModuleBase
+from dataclasses import dataclass
 
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.estimators.group_relative import Credit, GroupRelative
@@ -12,6 +10,7 @@ from torchrl_llm.objectives.loss import TurnPolicyLoss
 from torchrl_llm.options import Count, NonNegative, Share
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LLMGRPOLoss(TurnPolicyLoss):
     """Group-relative policy optimization (Shao et al., 2024, arXiv:2402.03300), without a critic.
 
@@ -35,26 +34,10 @@ class LLMGRPOLoss(TurnPolicyLoss):
 
     default_value_estimator = GroupRelative
 
-    def __init__(
-        self,
-        actor: TensorDictModuleBase,
-        *,
-        gamma: Share = 1.0,
-        credit: Credit = "episode",
-        baseline: F.Baseline = "mean",
-        scale: F.Scale = "std",
-        group_size: Count | None = None,
-        partial: F.Partial = "error",
-        kl_coeff: NonNegative = 5e-4,
-        **options: Any,
-    ) -> None:
-        super().__init__(actor, kl_coeff=kl_coeff, **options)
-        self.estimator_options |= {
-            "gamma": gamma,
-            "credit": credit,
-            "baseline": baseline,
-            "scale": scale,
-            "group_size": group_size,
-            "partial": partial,
-        }
-        self.make_value_estimator()
+    gamma: Share = 1.0
+    credit: Credit = "episode"
+    baseline: F.Baseline = "mean"
+    scale: F.Scale = "std"
+    group_size: Count | None = None
+    partial: F.Partial = "error"
+    kl_coeff: NonNegative = 5e-4

@@ -12,7 +12,7 @@ The maths is in :mod:`torchrl_llm.objectives.functional`; the three algorithms i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -29,7 +29,7 @@ from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.estimators import ReBN, TurnEstimator, TurnGAE
 from torchrl_llm.objectives.rows import RowReader
-from torchrl_llm.options import Bound, Checked, Idle, NonNegative, Positive, Ratio
+from torchrl_llm.options import Bound, Checked, Idle, NonNegative, Positive, Ratio, options_of
 
 UnitWeight = Literal["by_tokens", "equal"]
 Clipping = Literal["ppo", "cispo", "none"]
@@ -39,6 +39,7 @@ AVERAGED = ("ESS", "explained_variance")
 """Outputs that :func:`merge` averages by the micro-batches' shares of the weight; all others are sums."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class TurnPolicyLoss(Checked, RowReader, LossModule):
     """Policy loss over conversations: advantage x ratio level x clipping x weights x KL x entropy x sampler correction.
 
@@ -124,8 +125,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         critic_weight: NestedKey = keys.CRITIC_WEIGHT
 
     default_keys = _AcceptedKeys
-    tensor_keys: _AcceptedKeys
-    default_value_estimator: type[TurnEstimator] = ReBN
+    default_value_estimator: ClassVar[type[TurnEstimator]] = ReBN
 
     idle: ClassVar[tuple[Idle, ...]] = (
         Idle(("clip_epsilon",), {"clipping": ("none",)}, 'set clipping to "ppo" or "cispo"'),
@@ -141,57 +141,38 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         Idle(("keep_discount",), {"gamma": (1,)}, "discount (gamma below 1)"),
     )
 
-    _weight_names: tuple[str, ...] = ("loss_weight",)
+    _weight_names: ClassVar[tuple[str, ...]] = ("loss_weight",)
 
-    actor_network: TensorDictModuleBase
-    critic_network: TensorDictModuleBase | None
+    # torch.nn.Module takes modules as attributes only after its own constructor: hence not fields.
+    actor: InitVar[TensorDictModuleBase] = field(kw_only=False)
+    critic: InitVar[TensorDictModuleBase | None] = field(default=None, kw_only=False)
+    clipping: Clipping = "ppo"
+    clip_epsilon: NonNegative | tuple[NonNegative, NonNegative] = 0.2
+    dual_clip: Ratio | None = None
+    ratio_level: F.RatioLevel = "token"
+    ratio_reduction: F.RatioReduction = "mean"
+    unit_weight: UnitWeight = "by_tokens"
+    weighting: F.WeightKind = "token"
+    weight_constant: Positive | None = None
+    kl_coeff: NonNegative = 0.0
+    kl_kind: F.KLKind = "k3"
+    kl_in: KLPlace = "loss"
+    entropy_coeff: NonNegative = 0.0
+    sampler_correction: F.SamplerCorrection | None = None
+    sampler_bounds: Bound | tuple[Bound, Bound] | None = None
+    sampler_level: F.RatioLevel = "token"
+    sampler_reduction: F.RatioReduction = "sum"
+    keep_discount: bool = False
+    clip_advantage: Positive | None = None
 
-    def __init__(
-        self,
-        actor: TensorDictModuleBase,
-        critic: TensorDictModuleBase | None = None,
-        *,
-        clipping: Clipping = "ppo",
-        clip_epsilon: NonNegative | tuple[NonNegative, NonNegative] = 0.2,
-        dual_clip: Ratio | None = None,
-        ratio_level: F.RatioLevel = "token",
-        ratio_reduction: F.RatioReduction = "mean",
-        unit_weight: UnitWeight = "by_tokens",
-        weighting: F.WeightKind = "token",
-        weight_constant: Positive | None = None,
-        kl_coeff: NonNegative = 0.0,
-        kl_kind: F.KLKind = "k3",
-        kl_in: KLPlace = "loss",
-        entropy_coeff: NonNegative = 0.0,
-        sampler_correction: F.SamplerCorrection | None = None,
-        sampler_bounds: Bound | tuple[Bound, Bound] | None = None,
-        sampler_level: F.RatioLevel = "token",
-        sampler_reduction: F.RatioReduction = "sum",
-        keep_discount: bool = False,
-        clip_advantage: Positive | None = None,
-    ) -> None:
+    def __post_init__(self, actor: TensorDictModuleBase, critic: TensorDictModuleBase | None) -> None:
         super().__init__()
         self.actor_network = actor
-        self.critic_network = critic
-        self.clipping = clipping
-        self.dual_clip = dual_clip
-        self.clip_low, self.clip_high = clip_epsilon if isinstance(clip_epsilon, tuple | list) else (clip_epsilon,) * 2
-        self.ratio_level = ratio_level
-        self.ratio_reduction = ratio_reduction
-        self.unit_weight = unit_weight
-        self.weighting: F.WeightKind = weighting
-        self.weight_constant = weight_constant
-        self.kl_coeff = kl_coeff
-        self.kl_kind: F.KLKind = kl_kind
-        self.kl_in = kl_in
-        self.entropy_coeff = entropy_coeff
-        self.sampler_correction: F.SamplerCorrection | None = sampler_correction
-        self.sampler_bounds = sampler_bounds
-        self.sampler_level: F.RatioLevel = sampler_level
-        self.sampler_reduction: F.RatioReduction = sampler_reduction
-        self.estimator_options: dict[str, Any] = {"keep_discount": keep_discount, "clip_advantage": clip_advantage}
-        self.estimator_options |= {"kl_coeff": kl_coeff} if kl_in == "reward" else {}
+        self.critic_network: Any = critic  # None without one
+        bounds = self.clip_epsilon
+        self.clip_low, self.clip_high = bounds if isinstance(bounds, tuple | list) else (bounds, bounds)
         self._check_options()
+        self.make_value_estimator()
 
     def _check_options(self) -> None:
         if self.kl_kind == "k1" and self.kl_in == "loss":
@@ -254,6 +235,13 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
             out += ["loss_entropy", "entropy"] if self.entropy_coeff else ["entropy"]
         return out
 
+    @property
+    def estimator_options(self) -> dict[str, Any]:
+        """The options of this loss, for an estimator that has options of the same names."""
+        options = {each.name: getattr(self, each.name) for each in fields(self)}
+        kl_coeff = self.kl_coeff if self.kl_in == "reward" else None
+        return options | {"kl_coeff": kl_coeff, "value_network": self.critic_network}
+
     def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
         estimator = self._value_estimator
         if estimator is not None:
@@ -286,7 +274,10 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         if isinstance(value_type, ValueEstimatorBase) and hyperparams:
             raise ValueError(f"An estimator instance takes no hyperparameters; got {sorted(hyperparams)}.")
         if isinstance(value_type, type) and issubclass(value_type, TurnEstimator):
-            value_type, hyperparams = value_type.for_loss(self, **hyperparams), {}
+            known = options_of(value_type)
+            # An option that the loss leaves None has the default of the estimator's own class.
+            given = {name: x for name, x in self.estimator_options.items() if name in known and x is not None}
+            value_type, hyperparams = value_type(**(given | hyperparams)), {}
         super().make_value_estimator(value_type, **hyperparams)
         self._check_estimator()
         self._forward_value_estimator_keys()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import InitVar, dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torchrl_llm.objectives.loss import TurnPolicyLoss
 from torchrl_llm.options import NonNegative, Positive, Share
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LLMPPOLoss(TurnPolicyLoss):
     """Proximal policy optimization with a critic (Schulman et al., 2017, arXiv:1707.06347) and turn-level GAE.
 
@@ -43,38 +44,19 @@ class LLMPPOLoss(TurnPolicyLoss):
 
     default_value_estimator = TurnGAE
     idle = (*TurnPolicyLoss.idle, *TurnGAE.idle)
-    critic_network: TensorDictModuleBase
 
     _weight_names = ("loss_weight", "critic_weight")
 
-    def __init__(
-        self,
-        actor: TensorDictModuleBase,
-        critic: TensorDictModuleBase,
-        *,
-        critic_coeff: NonNegative = 0.5,
-        clip_value: Positive | None = 0.2,
-        gamma: Share | None = None,
-        lmbda: Share = 0.95,
-        granularity: Granularity = "turn",
-        single_turn: bool | None = None,
-        value_reduction: F.ValueReduction = "first",
-        whiten: bool = True,
-        kl_coeff: NonNegative = 0.01,
-        **options: Any,
-    ) -> None:
-        super().__init__(actor, critic, kl_coeff=kl_coeff, **options)
-        self.critic_coeff = critic_coeff
-        self.clip_value = clip_value
-        self.estimator_options |= {
-            "gamma": gamma,
-            "lmbda": lmbda,
-            "granularity": granularity,
-            "single_turn": single_turn,
-            "value_reduction": value_reduction,
-            "whiten": whiten,
-        }
-        self.make_value_estimator()
+    critic: InitVar[TensorDictModuleBase] = field(kw_only=False)
+    critic_coeff: NonNegative = 0.5
+    clip_value: Positive | None = 0.2
+    gamma: Share | None = None
+    lmbda: Share = 0.95
+    granularity: Granularity = "turn"
+    single_turn: bool | None = None
+    value_reduction: F.ValueReduction = "first"
+    whiten: bool = True
+    kl_coeff: NonNegative = 0.01
 
     @property
     def in_keys(self) -> list[NestedKey]:

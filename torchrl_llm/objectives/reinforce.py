@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from tensordict.nn import TensorDictModuleBase
+from dataclasses import dataclass
 
 from torchrl_llm.objectives.estimators.rebn import Population, ReBN
 from torchrl_llm.objectives.loss import KLPlace, TurnPolicyLoss
 from torchrl_llm.options import NonNegative, Share
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LLMReinforceLoss(TurnPolicyLoss):
     """REINFORCE (Williams, 1992) with return batch normalization; the ratio, clipped, allows for more than one epoch.
 
@@ -29,16 +28,7 @@ class LLMReinforceLoss(TurnPolicyLoss):
 
     default_value_estimator = ReBN
 
-    def __init__(
-        self,
-        actor: TensorDictModuleBase,
-        *,
-        gamma: Share = 0.9,
-        normalise_over: Population = "batch",
-        kl_coeff: NonNegative = 0.01,
-        kl_in: KLPlace = "reward",
-        **options: Any,
-    ) -> None:
-        super().__init__(actor, kl_coeff=kl_coeff, kl_in=kl_in, **options)
-        self.estimator_options |= {"gamma": gamma, "normalise_over": normalise_over}
-        self.make_value_estimator()
+    gamma: Share = 0.9
+    normalise_over: Population = "batch"
+    kl_coeff: NonNegative = 0.01
+    kl_in: KLPlace = "reward"

@@ -6,7 +6,7 @@ in :mod:`torchrl_llm.objectives.functional`. A batch is estimated whole and once
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -14,20 +14,20 @@ import torch.distributed as dist
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
-from torchrl.objectives import LossModule
 from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.rows import RowReader
-from torchrl_llm.options import Checked, Idle, NonNegative, Positive, options_of
+from torchrl_llm.options import Checked, Count, Idle, NonNegative, Positive, Share
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
-    """Base class of the estimators: the keys, and what every row must satisfy.
+    """Base class of the estimators: the keys, the common options, and what every row must satisfy.
 
-    A subclass implements :meth:`estimate`; the rest holds for it without more. Every row must be an episode played to its end:
+    A subclass implements :meth:`estimate`, and declares options of its own as fields of a dataclass; the rest holds for it without more. Every row must be an episode played to its end:
     its last turn terminated or truncated. Where the batch has ``"episode_id"``, an episode must be in it once; an
     estimator that compares groups also refuses a ``"group_id"`` that episodes of different tasks share.
 
@@ -35,6 +35,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         value_network: the critic, where the estimator has one.
 
     Keyword Args:
+        gamma: discount per step. Default: 1.0.
         kl_coeff: takes ``kl_coeff * (old - ref)``, the KL to the reference, from the reward of every action token, summed
             over the tokens of a turn at turn granularity. It is what ``kl_in="reward"`` of the losses sets; then
             ``"ref_log_prob"`` and ``"old_log_prob"`` (or, without it, ``"sample_log_prob"``) ``[B, L]`` are read too.
@@ -47,6 +48,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
             ``None``.
         process_group: a batch is what all ranks of this group hold, where :meth:`estimate` takes statistics over it; ``None``:
             what this process holds. A trainer sets it. Default: ``None``.
+        value_chunk_size: run the critic, where there is one, on this many rows at a time. Default: all.
     """
 
     @dataclass
@@ -72,43 +74,28 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
 
     idle: ClassVar[tuple[Idle, ...]] = (Idle(("keep_discount",), {"gamma": (1,)}, "discount (gamma below 1)"),)
 
-    _reads: tuple[str, ...] = ("reward", "mask", "terminated", "truncated", "turn_ids")
-    _writes: tuple[str, ...] = ("advantage", "value_target", "turn_advantage", "turn_value_target")
+    _reads: ClassVar[tuple[str, ...]] = ("reward", "mask", "terminated", "truncated", "turn_ids")
+    _writes: ClassVar[tuple[str, ...]] = ("advantage", "value_target", "turn_advantage", "turn_value_target")
 
-    takes_kl: bool = False
-    """Whether :meth:`estimate` takes the KL from the rewards itself."""
-
-    corrects_sampler: bool = False
+    corrects_sampler: ClassVar[bool] = False
     """Whether the advantage already holds the ratio of the present policy to the one that sampled."""
 
-    gamma: float
+    # torch.nn.Module takes modules as attributes only after its own constructor: hence not a field.
+    value_network: InitVar[TensorDictModuleBase | None] = field(default=None, kw_only=False)
+    gamma: Share = 1.0
+    kl_coeff: NonNegative = 0.0
+    keep_discount: bool = False
+    clip_advantage: Positive | None = None
+    process_group: dist.ProcessGroup | None = None
+    value_chunk_size: Count | None = None
 
-    def __init__(
-        self,
-        value_network: TensorDictModuleBase | None = None,
-        *,
-        kl_coeff: NonNegative = 0.0,
-        keep_discount: bool = False,
-        clip_advantage: Positive | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(value_network=value_network, **options)
-        self.kl_coeff = kl_coeff
-        self.keep_discount = keep_discount
-        self.clip_advantage = clip_advantage
-        self.process_group = process_group
+    def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
+        super().__init__(value_network=value_network, value_chunk_size=self.value_chunk_size)
 
-    @classmethod
-    def for_loss(cls, loss_module: LossModule, **hyperparams: Any) -> TurnEstimator:
-        """Build an estimator from the options that ``loss_module`` was given; ``hyperparams`` win over them."""
-        given: dict[str, Any] = {"value_network": getattr(loss_module, "critic_network", None)}
-        given |= getattr(loss_module, "estimator_options", {})
-        # An option that the loss leaves None has the default of the estimator's own class.
-        known = options_of(cls)
-        return cls(
-            **({name: value for name, value in given.items() if name in known and value is not None} | hyperparams)
-        )
+    @property
+    def takes_kl(self) -> bool:
+        """Whether :meth:`estimate` takes the KL from the rewards itself."""
+        return False
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -229,7 +216,10 @@ class ReturnEstimator(TurnEstimator):
     The KL is scored like the rewards and added; whether scores differ at all is judged without it.
     """
 
-    takes_kl = True
+    @property
+    def takes_kl(self) -> bool:
+        """Always: what is normalized is the return with the KL."""
+        return True
 
     def score(self, reward: Tensor, mask: Tensor, acted: Tensor) -> Tensor:
         """What is compared: a return of each turn ``[B, T]``, or of each episode ``[B]``."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal, cast
 
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
@@ -15,6 +16,7 @@ from torchrl_llm.options import Idle, Share
 Granularity = Literal["turn", "token", "auto"]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class TurnGAE(CriticEstimator):
     """Generalized advantage estimation over turns (or over action tokens), with a critic.
 
@@ -60,46 +62,40 @@ class TurnGAE(CriticEstimator):
         Idle(("single_turn",), {"granularity": ("turn", "token")}, 'set granularity to "auto"'),
     )
 
-    def __init__(
-        self,
-        value_network: TensorDictModuleBase | None = None,
-        *,
-        gamma: Share | None = None,
-        lmbda: Share = 0.95,
-        granularity: Granularity = "turn",
-        single_turn: bool | None = None,
-        value_reduction: F.ValueReduction = "first",
-        whiten: bool = True,
-        **shared: Any,
-    ) -> None:
-        super().__init__(value_network, **shared)
-        if granularity == "auto":
-            if single_turn is None:
+    gamma: Share | None = None  # type: ignore[assignment]
+    lmbda: Share = 0.95
+    granularity: Granularity = "turn"
+    single_turn: bool | None = None
+    value_reduction: F.ValueReduction = "first"
+    whiten: bool = True
+
+    def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
+        super().__post_init__(value_network)
+        if self.granularity == "auto":
+            if self.single_turn is None:
                 raise ValueError(
                     'granularity="auto" needs single_turn: whether the environment only asks for one turn.'
                 )
-            granularity = "token" if single_turn else "turn"
-        self.granularity: Literal["turn", "token"] = granularity
-        self.gamma = gamma if gamma is not None else (1.0 if granularity == "token" else 0.99)
-        self.lmbda = lmbda
-        self.value_reduction = value_reduction
-        self.whiten = whiten
+            self.granularity = "token" if self.single_turn else "turn"
+        if self.gamma is None:
+            self.gamma = 1.0 if self.granularity == "token" else 0.99
 
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         reward, mask, turn_ids, acted = self._turns(tensordict)
+        gamma = cast(float, self.gamma)
         values = self._values(tensordict)
         bootstrap, num_turns = self._bootstrap(tensordict, values), mask.shape[1]
         turn_value = F.turn_reduce(values["value"], turn_ids, num_turns, self.value_reduction)
         estimated = {**values, "turn_value": turn_value}
         if self.granularity == "turn":
-            advantage, target = F.turn_gae(reward, turn_value, mask, self.gamma, self.lmbda, bootstrap, acted=acted)
+            advantage, target = F.turn_gae(reward, turn_value, mask, gamma, self.lmbda, bootstrap, acted=acted)
             return estimated | {"turn_advantage": self._whitened(advantage, acted), "turn_value_target": target}
         advantage, target = F.token_gae(
             reward,
             values["value"],
             turn_ids,
             mask,
-            self.gamma,
+            gamma,
             self.lmbda,
             bootstrap,
             penalty=self._kl_penalty(tensordict),
@@ -112,7 +108,7 @@ class TurnGAE(CriticEstimator):
         }
 
     @property
-    def takes_kl(self) -> bool:  # type: ignore[override]
+    def takes_kl(self) -> bool:
         """At token granularity: the KL belongs to the tokens."""
         return self.granularity == "token"
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.estimators.base import ReturnEstimator
-from torchrl_llm.options import Count, Natural, NonNegative, Share
+from torchrl_llm.options import Count, Natural, NonNegative
 
 Credit = Literal["episode", "turn"]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class GroupRelative(ReturnEstimator):
     """The return against those of the same group: of the whole episode, or from each turn on.
 
@@ -49,36 +52,28 @@ class GroupRelative(ReturnEstimator):
 
     _reads = (*ReturnEstimator._reads, "group_id")
 
-    def __init__(
-        self,
-        *,
-        gamma: Share = 1.0,
-        credit: Credit = "episode",
-        baseline: F.Baseline = "mean",
-        scale: F.Scale = "std",
-        ddof: Natural = 1,
-        eps: NonNegative = 1e-6,
-        group_size: Count | None = None,
-        partial: F.Partial = "error",
-        **shared: Any,
-    ) -> None:
-        super().__init__(**shared)
-        if self.keep_discount and credit == "episode":
+    credit: Credit = "episode"
+    baseline: F.Baseline = "mean"
+    scale: F.Scale = "std"
+    ddof: Natural = 1
+    eps: NonNegative = 1e-6
+    group_size: Count | None = None
+    partial: F.Partial = "error"
+
+    def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
+        super().__post_init__(value_network)
+        if self.keep_discount and self.credit == "episode":
             raise ValueError(
                 'credit="episode" is discounted from the first turn on; keep_discount is for credit="turn".'
             )
-        self.gamma = gamma
-        self.credit = credit
-        self.options: dict[str, Any] = {
-            "baseline": baseline,
-            "scale": scale,
-            "ddof": ddof,
-            "eps": eps,
-            "group_size": group_size,
-            "partial": partial,
-        }
         # A wrong option is an error now, not after the first rollout.
         F.group_relative(torch.empty(0), torch.empty(0, dtype=torch.int64), **self.options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of :func:`~torchrl_llm.objectives.functional.group_relative`."""
+        names = ("baseline", "scale", "ddof", "eps", "group_size", "partial")
+        return {name: getattr(self, name) for name in names}
 
     def score(self, reward: Tensor, mask: Tensor, acted: Tensor) -> Tensor:
         if self.credit == "episode":

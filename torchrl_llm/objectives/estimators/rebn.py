@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -14,6 +15,7 @@ from torchrl_llm.options import Natural, NonNegative, Share
 Population = Literal["batch", "none"]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class ReBN(ReturnEstimator):
     """Return batch normalization: the discounted return of each turn, normalized over all turns of the batch.
 
@@ -41,20 +43,10 @@ class ReBN(ReturnEstimator):
                 [ 0.,  1.]])
     """
 
-    def __init__(
-        self,
-        *,
-        gamma: Share = 0.9,
-        ddof: Natural = 1,
-        eps: NonNegative = 1e-8,
-        normalise_over: Population = "batch",
-        **shared: Any,
-    ) -> None:
-        super().__init__(**shared)
-        self.gamma = gamma
-        self.normalise_over = normalise_over
-        self.ddof = ddof
-        self.eps = eps
+    gamma: Share = 0.9
+    ddof: Natural = 1
+    eps: NonNegative = 1e-8
+    normalise_over: Population = "batch"
 
     def score(self, reward: Tensor, mask: Tensor, acted: Tensor) -> Tensor:
         return F.turn_returns(reward, mask, self.gamma, acted=acted)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
 from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm.objectives import functional as F
@@ -13,6 +12,7 @@ from torchrl_llm.objectives.estimators.base import CriticEstimator
 from torchrl_llm.options import NonNegative, Share
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class TurnVTrace(CriticEstimator):
     """V-trace over turns, for episodes that an older policy played (Espeholt et al., 2018, arXiv:1802.01561).
 
@@ -48,19 +48,9 @@ class TurnVTrace(CriticEstimator):
 
     _reads = (*CriticEstimator._reads, "old_log_prob", "sample_log_prob")
 
-    def __init__(
-        self,
-        value_network: TensorDictModuleBase | None = None,
-        *,
-        gamma: Share | None = None,
-        rho_clip: NonNegative = 1.0,
-        c_clip: NonNegative = 1.0,
-        **shared: Any,
-    ) -> None:
-        super().__init__(value_network, **shared)
-        self.gamma = 0.99 if gamma is None else gamma
-        self.rho_clip = rho_clip
-        self.c_clip = c_clip
+    gamma: Share = 0.99
+    rho_clip: NonNegative = 1.0
+    c_clip: NonNegative = 1.0
 
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         reward, mask, turn_ids, acted = self._turns(tensordict)
