@@ -85,7 +85,7 @@ test-interrupt: $(VENV)/.test $(RAY)/.test ## send SIGINT and SIGTERM to a run a
 	INTERRUPTS=10 $(RUN) $(RAY)/bin/python -m pytest --timeout=3000 tests/trainers/test_interrupts.py -m ray -q
 
 test-models: $(VENV)/.test ## try every causal language model type of transformers, tiny; writes docs/results/architectures.md (about 20 minutes)
-	$(RUN) $(BIN)/python -m torchrl_llm.testing.architectures --table docs/results/architectures.md
+	$(RUN) $(BIN)/python benchmarks/small_models/architectures.py --table docs/results/architectures.md
 
 lint: $(VENV)/.test ## ruff: format and lint
 	$(BIN)/ruff format --check .

@@ -26,8 +26,9 @@ from unittest.mock import patch
 
 from gem.envs.registration import ENV_REGISTRY, make
 
-from torchrl_llm.envs import EnvironmentFault, EnvironmentUnavailableError, GEMEnv
-from torchrl_llm.envs.game import kept_global_rng, packages, pays_progress, resolve_env
+from torchrl_llm.envs import EnvironmentFault, EnvironmentUnavailableError, GEMEnv, resolve_env
+from torchrl_llm.envs.gem_catalog import gem_class
+from torchrl_llm.envs.isolation import kept_global_rng
 from torchrl_llm.keys import StopReason
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 
@@ -265,9 +266,9 @@ def local_dataset(env_id: str) -> Any:
 
 def factory(env_id: str) -> Callable[[], Any]:
     """What makes an environment, with local data where it needs some."""
-    lacking = any(find_spec(name) is None for name in packages(env_id))
+    lacking = any(find_spec(name) is None for name in gem_class(env_id).packages)
     if lacking or "dataset_name" not in ENV_REGISTRY[env_id].kwargs:
-        return resolve_env(env_id)[1]
+        return resolve_env(env_id).make
     # Answers of MathEnv are graded in this process; CodeEnv knows no such argument, and takes it.
     return lambda: make(env_id, dataset=local_dataset(env_id), use_mp=False)
 
@@ -305,7 +306,7 @@ def play(env_id: str, player: Player, episodes: int, seed: int = 0) -> Played:
         max_model_len=2**17,
         max_output_tokens=2**15,
         seed=seed,
-        success_by="return" if pays_progress(env_id) else "last",
+        success_by=resolve_env(env_id).success_by,
     )
     rng, start = random.Random(seed), time.perf_counter()
     returns, turns, wins, faults = [], [0], 0, []
@@ -355,7 +356,7 @@ def status(env_id: str, turns: int, faults: list[EnvironmentFault]) -> str:
     """That an id plays, what it needs for that, and whether a response makes it raise."""
     data = "dataset_name" in ENV_REGISTRY[env_id].kwargs
     words = family(env_id) in ("Wordle", "Hangman", "WordSearch")
-    needs = [f"`{name}`" for name in packages(env_id)]
+    needs = [f"`{name}`" for name in gem_class(env_id).packages]
     clumsy = play(env_id, clumsy_player(), len(CLUMSY) if turns == 1 else 3).faults
     said = [
         "plays" + (" with local data" if data else " with a local word list" if words else ""),

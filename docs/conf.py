@@ -115,7 +115,7 @@ ROOMS = {
     "weight_update": (),
     "trainers": (),
     "record": ("report",),
-    "testing": ("arithmetic", "enumerable", "environments", "policies", "probes", "tiny", "tokenizers"),
+    "testing": ("enumerable", "environments", "policies", "probes", "tiny", "tokenizers"),
 }
 """Each package of the library, and its modules that are documented by themselves."""
 

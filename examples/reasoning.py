@@ -14,11 +14,11 @@ import time
 from dataclasses import replace
 from functools import partial
 
+from arithmetic import arithmetic_splits, make_student
 from transformers.utils.logging import disable_progress_bar
 
 from torchrl_llm.envs import PromptDatasetEnv
 from torchrl_llm.record.report import comparison_table, conversations_text, plot_learning_curve, write_json
-from torchrl_llm.testing.arithmetic import arithmetic_splits, make_pupil
 from torchrl_llm.trainers import (
     Evaluation,
     Interrupted,
@@ -62,15 +62,15 @@ def build(config: RunConfig) -> Run:
     """The run of ``config``, with its questions and, if it asks for one, a model made from them."""
     splits = arithmetic_splits(seed=config.seed)
     if config.model_path == "arithmetic":
-        config = with_pupil(config, splits["train"])
+        config = with_student(config, splits["train"])
     return build_run(config, make_env=partial(PromptDatasetEnv, splits, reward_fn))
 
 
-def with_pupil(config: RunConfig, rows: list[dict[str, str]]) -> RunConfig:
+def with_student(config: RunConfig, rows: list[dict[str, str]]) -> RunConfig:
     """``config`` with a small model that learnt from ``rows``, made in ``output_dir`` unless a resumed run has it."""
-    model_path, tokenizer_path = config.output_dir / "pupil", config.output_dir / "pupil_tokenizer"
+    model_path, tokenizer_path = config.output_dir / "student", config.output_dir / "student_tokenizer"
     if not (config.resume and model_path.exists()):
-        model, tokenizer = make_pupil(rows, seed=config.seed)
+        model, tokenizer = make_student(rows, seed=config.seed)
         model.save_pretrained(model_path)
         tokenizer.save_pretrained(tokenizer_path)
     return replace(config, model_path=str(model_path), tokenizer_path=str(tokenizer_path))

@@ -283,8 +283,10 @@ def _fields(cls: type) -> tuple[Field[Any], ...]:
 def _hints(cls: type) -> dict[str, Any]:
     """The annotations of a constructor; none where names cannot be resolved (imported for a type checker only)."""
     try:
-        # A dataclass inherits fields whose annotations are to be read in the module of its base.
-        return get_type_hints(cls if is_dataclass(cls) else vars(cls)["__init__"], include_extras=True)
+        # A dataclass inherits fields whose annotations are to be read in the module of its base. A class below
+        # a dataclass may have a constructor of its own, whose annotations count then.
+        declared = "__dataclass_fields__" in vars(cls)
+        return get_type_hints(cls if declared else vars(cls)["__init__"], include_extras=True)
     except NameError:
         return {}
 

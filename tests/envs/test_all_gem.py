@@ -19,8 +19,8 @@ from gem.tools.tool_env_wrapper import ToolEnvWrapper
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector
-from torchrl_llm.envs import EnvironmentUnavailableError, GEMEnv
-from torchrl_llm.envs.game import PAYS_PROGRESS, Game, packages, resolve_env
+from torchrl_llm.envs import GEM_CLASSES, EnvironmentUnavailableError, GEMEnv, IsolatedEnv, resolve_env
+from torchrl_llm.envs.gem_catalog import gem_class
 from torchrl_llm.testing.policies import ScriptedPolicy
 
 READS_WORDS = ("Wordle", "Hangman", "WordSearch")
@@ -78,21 +78,21 @@ class TestPlaying:
     @pytest.mark.parametrize(
         "factory",
         [
-            resolve_env("rg:basic_arithmetic")[1],
+            resolve_env("rg:basic_arithmetic").make,
             lambda: make("rg:basic_arithmetic", seed=7),
             lambda: ToolEnvWrapper(make("rg:basic_arithmetic"), tools=[PythonCodeTool()]),
         ],
         ids=["id", "factory", "wrapped"],
     )
     def test_questions_do_not_depend_on_what_the_slot_played(self, factory):
-        played, fresh = Game(factory), Game(factory)
+        played, fresh = IsolatedEnv(factory), IsolatedEnv(factory)
         for seed in range(520):  # GEM would change its questions after 500
             played.reset(seed)
         assert [played.reset(seed) for seed in (1, 2)] == [fresh.reset(seed) for seed in (1, 2)]
 
     def test_games_that_pay_progress_are_registered(self):
-        games = {env_id[5:].partition("-")[0] for env_id in ENV_REGISTRY if env_id.startswith("game:")}
-        assert set(PAYS_PROGRESS) <= games
+        classes = {str(spec.entry_point).rpartition(":")[2] for spec in ENV_REGISTRY.values()}
+        assert {name for name, known in GEM_CLASSES.items() if known.pays_progress} <= classes
 
 
 class TestSuccess:
@@ -115,10 +115,10 @@ class TestSuccess:
 
 
 def game_of(env):
-    return env.slots[0].games[0]._env
+    return env.slots[0].envs[0]._env
 
 
-NEEDS = [(env_id, package) for env_id in ENV_REGISTRY for package in packages(env_id)]
+NEEDS = [(env_id, package) for env_id in ENV_REGISTRY for package in gem_class(env_id).packages]
 
 
 class TestLacking:
@@ -183,7 +183,7 @@ class TestLocalData:
         from datasets import Dataset
 
         rows = Dataset.from_list([{"problem": "Which article is definite?", "answer": "the"}])
-        game = Game(lambda: make("qa:HotpotQA", dataset=rows))
+        game = IsolatedEnv(lambda: make("qa:HotpotQA", dataset=rows))
         rewards = []
         for said in ("I do not know.", "<answer>The</answer>"):
             game.reset(0)
@@ -192,7 +192,7 @@ class TestLocalData:
 
     @pytest.mark.slow
     def test_the_first_answer_to_a_grader_in_a_process_of_its_own_counts(self, environments):
-        game = Game(lambda: make("math:GSM8K", dataset=environments.local_dataset("math:GSM8K")))
+        game = IsolatedEnv(lambda: make("math:GSM8K", dataset=environments.local_dataset("math:GSM8K")))
         rewards = []
         for seed, right in enumerate([True, False, True]):
             game.reset(seed)
@@ -221,7 +221,7 @@ def fenced(code):
 @pytest.mark.usefixtures("elsewhere")
 class TestSubmittedPrograms:
     def test_they_run_in_a_process_of_their_own(self, environments, tmp_path):
-        game = Game(programs(environments, inputs=["1"], outputs=["2"]))
+        game = IsolatedEnv(programs(environments, inputs=["1"], outputs=["2"]))
         game.reset(0)
         code = f"import os\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\nprint(int(input()) + 1)"
         assert game.step(fenced(code)).reward == 1.0
@@ -232,13 +232,13 @@ class TestSubmittedPrograms:
         ["print(2); raise SystemExit(3)", "print('2'", "print(2); 1 / 0", "print(3)", "print(2)\nimport subprocess"],
     )
     def test_one_that_fails_is_a_wrong_answer(self, environments, code):
-        game = Game(programs(environments, inputs=["1"], outputs=["2"]))
+        game = IsolatedEnv(programs(environments, inputs=["1"], outputs=["2"]))
         game.reset(0)
         assert game.step(fenced(code)).reward == 0.0
 
     @pytest.mark.slow
     def test_one_that_hangs_is_ended_by_gem_and_wrong(self, environments, tmp_path):
-        game, code = Game(programs(environments, inputs=["1", "2"], outputs=["2", "3"])), hangs(tmp_path)
+        game, code = IsolatedEnv(programs(environments, inputs=["1", "2"], outputs=["2", "3"])), hangs(tmp_path)
         game.reset(0)
         start = time.monotonic()
         assert game.step(fenced(code)).reward == 0.0
@@ -286,7 +286,11 @@ class TestPage:
         start = "**lacks**" if env_id in BROKEN else "**fails**" if env_id in IMAGES else "plays"
         assert status.startswith(start)
         if start == "plays":
-            needs = [f"needs {' and '.join(f'`{name}`' for name in packages(env_id))}"] if packages(env_id) else []
+            needs = (
+                [f"needs {' and '.join(f'`{name}`' for name in gem_class(env_id).packages)}"]
+                if gem_class(env_id).packages
+                else []
+            )
             assert [part for part in status.split("; ") if part.startswith("needs")] == needs
             assert ("with local data" in status) == needs_data(env_id)
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
 from torchrl_llm.envs import GEMEnv
-from torchrl_llm.envs.game import kept_global_rng
+from torchrl_llm.envs.isolation import kept_global_rng
 from torchrl_llm.testing.environments import Dice, EarlyDecision, Slow, StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 

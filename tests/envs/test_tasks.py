@@ -11,10 +11,17 @@ from gem.envs.registration import ENV_REGISTRY
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
-from torchrl_llm.envs import HIDDEN, EnvironmentUnavailableError, GEMEnv, PromptDatasetEnv, SeenTasks
-from torchrl_llm.envs.game import Game, resolve_env
+from torchrl_llm.envs import (
+    GEM_CLASSES,
+    EnvironmentUnavailableError,
+    GEMEnv,
+    IsolatedEnv,
+    PromptDatasetEnv,
+    SeenTasks,
+    Tickets,
+    resolve_env,
+)
 from torchrl_llm.envs.tasks import rows_of
-from torchrl_llm.envs.tickets import Tickets
 from torchrl_llm.testing.environments import EarlyDecision, StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 
@@ -23,7 +30,7 @@ STREAMS = ("train", "eval", "test")
 
 
 def tasks_of(factory, seeds):
-    game = Game(factory)
+    game = IsolatedEnv(factory)
     return [(game.reset(int(seed)), game.task)[1].task_id for seed in seeds]
 
 
@@ -34,8 +41,8 @@ def seeds(stream, count):
 
 class TestTasks:
     def test_the_secret_tells_two_of_one_prompt_apart(self):
-        factory = resolve_env(EASY)[1]
-        game, known = Game(factory), {}
+        factory = resolve_env(EASY).make
+        game, known = IsolatedEnv(factory), {}
         for seed in range(100):
             game.reset(seed)
             assert game.task.known
@@ -47,7 +54,7 @@ class TestTasks:
         [(EASY, 1.0, 1.0), ("game:Mastermind-v0-easy", 0.9, 1.0), ("game:Minesweeper-v0-easy", 0.0, 0.0)],
     )
     def test_overlap_of_streams_that_share_no_seed(self, env_id, least, most):
-        factory = resolve_env(env_id)[1]
+        factory = resolve_env(env_id).make
         train, test = seeds("train", 256), seeds("test", 128)
         assert not set(train) & set(test)
         seen = SeenTasks()
@@ -55,7 +62,7 @@ class TestTasks:
         assert least <= seen.overlap(tasks_of(factory, test)) <= most
 
     def test_without_a_hidden_state_the_first_observation_decides(self):
-        game = Game(EarlyDecision)
+        game = IsolatedEnv(EarlyDecision)
         shown = {(game.reset(seed), game.task)[1] for seed in range(50)}
         assert len(shown) == 4
         assert not any(task.known for task in shown)
@@ -77,12 +84,14 @@ class TestTasks:
             for env_id, spec in ENV_REGISTRY.items()
             if env_id.startswith(("game:", "math:", "code:", "qa:", "logic:", "rg:"))
         }
-        assert played - set(HIDDEN) <= {"MathVisualEnv"}  # its questions are images
+        assert played - {name for name, known in GEM_CLASSES.items() if known.hidden} <= {
+            "MathVisualEnv"
+        }  # its questions are images
 
     @pytest.mark.parametrize("name", sorted({"Sudoku", "FifteenPuzzle", "TowerofHanoi", "Game2048", "Sokoban"}))
     def test_attributes_of_the_catalog_exist(self, name):
         env_id = next(each for each in ENV_REGISTRY if each.startswith(f"game:{name}-v0-easy"))
-        assert len(set(tasks_of(resolve_env(env_id)[1], [1, 1]))) == 1
+        assert len(set(tasks_of(resolve_env(env_id).make, [1, 1]))) == 1
 
     def test_both_collectors_deliver_them(self, tokenizer):
         batches = []
@@ -150,7 +159,7 @@ class TestRows:
         again = [self.questions(tokenizer, "rg:base_conversion", stream, divide=False) for stream in STREAMS]
         assert again[0] & again[2]
         env = GEMEnv(["eval:AMC", "math:GSM8K", StopOrGo], tokenizer=tokenizer, stream="test")
-        assert env._rows == [None, "test", None]
+        assert [spec.divide for spec in env._specs] == [False, True, False]
 
     def test_equal_questions_are_one(self):
         questions = [str(i % 20) for i in range(200)]

@@ -115,8 +115,8 @@ class TestThreads:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"step_timeout": 0.0}, "step_timeout is 0.0; expected seconds > 0"),
-            ({"num_threads": -1}, "num_threads is -1; expected >= 0"),
+            ({"step_timeout": 0.0}, "step_timeout is 0.0; expected a number, greater than 0"),
+            ({"num_threads": -1}, "num_threads is -1; expected an integer, at least 0"),
             ({"num_threads": 0, "step_timeout": 1.0}, ">= 1 with a step_timeout"),
         ],
     )

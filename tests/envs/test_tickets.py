@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_llm.envs import RowTickets, Tickets
-from torchrl_llm.envs.tickets import FLOOR, MEMORY, SEED_IDS, STREAM_IDS, Stream
+from torchrl_llm.envs.tasks import FLOOR, MEMORY, SEED_IDS, STREAM_IDS, Stream
 
 
 class TestTickets:

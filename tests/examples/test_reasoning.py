@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
+from arithmetic import arithmetic_splits, make_student
 
-from torchrl_llm.testing.arithmetic import arithmetic_splits, make_pupil
 from torchrl_llm.trainers import ConfigError, build_run, parse_run_config
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +25,7 @@ def script(monkeypatch):
 
 @pytest.fixture
 def quick(script, monkeypatch):
-    monkeypatch.setattr(script, "make_pupil", lambda rows, seed: make_pupil(rows, steps=5, seed=seed))
+    monkeypatch.setattr(script, "make_student", lambda rows, seed: make_student(rows, steps=5, seed=seed))
     return script
 
 

@@ -25,8 +25,8 @@ from conversations import DOUBLE, table_actor
 from tensordict import TensorDict
 from torch import Tensor
 
+from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.objectives import functional as F
-from torchrl_llm.objectives.policy import TurnPolicyLoss
 
 ANY = 7.5
 """Stands where a figure must not matter."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from contextlib import contextmanager
 
+import architectures
 import pytest
+from architectures import PARTS, Finding, check, model_types, sweep, table
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from torchrl_llm.modules import adapters, lm
 from torchrl_llm.modules.hf import _cached_model
-from torchrl_llm.testing import architectures
-from torchrl_llm.testing.architectures import PARTS, Finding, check, model_types, sweep, table
 
 MIXTURES = ("mixtral", "olmoe", "qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe")
 REFUSED = {

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from arithmetic import arithmetic_rows, arithmetic_splits, arithmetic_tokenizer, make_student
 
 from torchrl_llm.envs import ChatFormatter
-from torchrl_llm.testing.arithmetic import arithmetic_rows, arithmetic_splits, arithmetic_tokenizer, make_pupil
 
 
 class TestRows:
@@ -31,14 +31,14 @@ class TestTokenizer:
 class TestPupil:
     def test_the_same_seed_gives_the_same_model_and_no_generator_is_touched(self):
         rows, before = arithmetic_splits()["train"], torch.get_rng_state()
-        first, second, other = (make_pupil(rows, steps=3, seed=seed)[0].state_dict() for seed in (0, 0, 1))
+        first, second, other = (make_student(rows, steps=3, seed=seed)[0].state_dict() for seed in (0, 0, 1))
         assert torch.equal(before, torch.get_rng_state())
         assert all(torch.equal(first[name], second[name]) for name in first)
         assert not all(torch.equal(first[name], other[name]) for name in first)
 
     def test_learns_to_answer_and_stop(self):
         rows = arithmetic_splits()["train"]
-        model, tokenizer = make_pupil(rows, steps=30)
+        model, tokenizer = make_student(rows, steps=30)
         prompts = torch.tensor([ChatFormatter(tokenizer).start(row["question"]) for row in rows[:64]])
         answers = torch.tensor([tokenizer.encode(row["answer"]) for row in rows[:64]])
         logits = model(input_ids=torch.cat([prompts, answers], 1)).logits.log_softmax(-1)

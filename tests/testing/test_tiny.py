@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import gem
+import make_tiny_guess as maker
 import numpy as np
 import pytest
 import torch
@@ -17,9 +18,8 @@ from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.data import turns_to_rows
 from torchrl_llm.envs import ChatFormatter, GEMEnv
-from torchrl_llm.envs.gem import kept_global_rng
+from torchrl_llm.envs.isolation import kept_global_rng
 from torchrl_llm.modules import HFPolicy, SamplingConfig
-from torchrl_llm.testing import make_tiny_guess as maker
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer, tiny_model_path
 from torchrl_llm.trainers import evaluate

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from torchrl_llm import keys
 from torchrl_llm.collectors._base import MASK, PADDING
-from torchrl_llm.envs.gem import TERMINATED
-from torchrl_llm.envs.tickets import Ticket
+from torchrl_llm.envs.slots import TERMINATED
+from torchrl_llm.envs.tasks import Ticket
 from torchrl_llm.keys import StopReason
 from torchrl_llm.modules.policy import TurnResponse
 

@@ -13,8 +13,8 @@ from itertools import islice
 from typing import Literal, Protocol, cast
 
 from torchrl_llm.collectors._episode import Episode
-from torchrl_llm.envs.game import EnvironmentFault
-from torchrl_llm.envs.gem import GEMEnv
+from torchrl_llm.envs.env import GEMEnv
+from torchrl_llm.envs.text_env import EnvironmentFault
 
 logger = logging.getLogger(__name__)
 

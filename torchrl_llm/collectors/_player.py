@@ -1,7 +1,7 @@
 """Continuous batching over turns: :class:`SlotPlayer`.
 
 Here lives which slot an episode gets and who is asked next. Which tickets there are is the
-:class:`~torchrl_llm.collectors._ledger.Ledger`'s; threads that call environments are in :mod:`~torchrl_llm.envs._pool`.
+:class:`~torchrl_llm.collectors._ledger.Ledger`'s; threads that call environments are in :mod:`~torchrl_llm.envs.isolation`.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 from torchrl_llm.collectors._episode import Episode
-from torchrl_llm.envs._pool import LOOK, MAX_THREADS, Call, Pool
-from torchrl_llm.envs.game import EnvironmentFault, kept_global_rng, revoke_global_rng
-from torchrl_llm.envs.gem import GEMEnv, Reply
+from torchrl_llm.envs.env import GEMEnv
+from torchrl_llm.envs.isolation import LOOK, MAX_THREADS, Call, Pool, kept_global_rng, revoke_global_rng
+from torchrl_llm.envs.slots import Reply
+from torchrl_llm.envs.text_env import EnvironmentFault
 from torchrl_llm.modules.policy import TurnPolicy, TurnRequest, TurnResponse
 
 Deal = Callable[[], Episode | None]
@@ -122,7 +123,7 @@ class SlotPlayer:
 
     def _generators(self) -> AbstractContextManager[None]:
         """Around calls that this thread makes itself: what they draw from is put back once, not after each."""
-        return kept_global_rng(for_games=True) if self.pool.num_threads == 0 else nullcontext()
+        return kept_global_rng(for_envs=True) if self.pool.num_threads == 0 else nullcontext()
 
     def _call(self, slot: int, function: Callable[[], Reply]) -> None:
         self._calls[slot] = self.pool.submit(slot, function)

@@ -19,7 +19,7 @@ from typing import Any
 from torchrl_llm.collectors._episode import Episode
 from torchrl_llm.collectors._player import Deal, OnFault
 from torchrl_llm.collectors._worker import Facts, Report, RolloutWorker, Task, portable
-from torchrl_llm.envs.tickets import Tickets
+from torchrl_llm.envs.tasks import Tickets
 from torchrl_llm.modules.engine import EngineError
 from torchrl_llm.optional import running_ray
 

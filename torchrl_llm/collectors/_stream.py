@@ -23,7 +23,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl_llm.collectors._base import ConversationCollector
 from torchrl_llm.collectors._episode import Episode, batch_of
 from torchrl_llm.collectors._ledger import Ledger, Player
-from torchrl_llm.envs.gem import GEMEnv
+from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.modules.policy import TurnPolicy
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ import torch
 
 from torchrl_llm.collectors._episode import Episode
 from torchrl_llm.collectors._player import SlotPlayer
-from torchrl_llm.envs.game import EnvironmentFault
-from torchrl_llm.envs.gem import GEMEnv
-from torchrl_llm.envs.tickets import Tickets
+from torchrl_llm.envs.env import GEMEnv
+from torchrl_llm.envs.tasks import Tickets
+from torchrl_llm.envs.text_env import EnvironmentFault
 from torchrl_llm.modules.policy import SamplingConfig, TurnPolicy
 from torchrl_llm.stops import share_stop_ids
 

@@ -1,6 +1,6 @@
 """Which environments of a mixture are played next, by recent success: :func:`adapt_tasks`.
 
-The rule is :class:`~torchrl_llm.envs.tickets.Tickets`'s; here lives what it learns from.
+The rule is :class:`~torchrl_llm.envs.tasks.Tickets`'s; here lives what it learns from.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from tensordict import TensorDictBase
 
 from torchrl_llm import keys
 from torchrl_llm.collectors._base import MASK
-from torchrl_llm.envs.gem import GEMEnv
+from torchrl_llm.envs.env import GEMEnv
 
 
 def adapt_tasks(env: GEMEnv, batch: TensorDictBase, *, gather: Callable[[list], list] = list) -> None:
     """Let the tickets of a mixture learn from a batch which environments are won about half of the time.
 
-    Those are dealt more often from the next batch on, by the rule of :class:`~torchrl_llm.envs.tickets.Tickets`. It is meant
+    Those are dealt more often from the next batch on, by the rule of :class:`~torchrl_llm.envs.tasks.Tickets`. It is meant
     as the ``post_collect_hook=partial(adapt_tasks, env)`` of the collector that plays ``env``. What was learnt is part of the
     environment's state, so a resumed run goes on exactly.
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchrl_llm.collectors._player import SlotPlayer
 from torchrl_llm.collectors._stream import StreamCollector
-from torchrl_llm.envs.gem import GEMEnv
+from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.modules.policy import TurnPolicy
 
 STEP_TIMEOUT = 60.0

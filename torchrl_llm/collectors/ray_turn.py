@@ -8,7 +8,7 @@ from typing import Any
 from torchrl_llm.collectors._ray_player import RayPlayer, WorkerLostError
 from torchrl_llm.collectors._stream import StreamCollector
 from torchrl_llm.collectors.async_turn import STEP_TIMEOUT
-from torchrl_llm.envs.gem import GEMEnv
+from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.optional import running_ray
 

@@ -17,7 +17,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 
 from torchrl_llm import keys
 from torchrl_llm.collectors._base import MASK, PADDING, ConversationCollector
-from torchrl_llm.envs.gem import FAILED
+from torchrl_llm.envs.slots import FAILED
 
 
 class TurnCollector(ConversationCollector):

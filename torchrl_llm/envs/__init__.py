@@ -1,4 +1,4 @@
-"""Text worlds as TorchRL environments: environments, chat rendering and tickets.
+"""Text environments -> TensorDict: environments, chat rendering, tasks and rewards.
 
 Policies, losses and collectors live elsewhere; they meet the environments in :mod:`torchrl_llm.keys`.
 """
@@ -12,41 +12,35 @@ from torchrl_llm.envs.chat import (
     NotAppendOnlyError,
     compose_message,
 )
-from torchrl_llm.envs.dataset import (
-    PromptDatasetEnv,
-    PromptFormatter,
-    RewardError,
-    RewardTimeoutError,
-    Row,
-    RowTickets,
-    read_rows,
-    train_test_split,
-)
-from torchrl_llm.envs.game import (
-    PAYS_PROGRESS,
+from torchrl_llm.envs.dataset import PromptDatasetEnv, PromptFormatter, RowTickets, read_rows, train_test_split
+from torchrl_llm.envs.env import GEMEnv
+from torchrl_llm.envs.gem_catalog import GEM_CLASSES, MissingGEMError, divide_rows
+from torchrl_llm.envs.isolation import IsolatedEnv
+from torchrl_llm.envs.rewards import RewardError, RewardTimeoutError, Row
+from torchrl_llm.envs.slots import PromptTooLongError, Reply, Slot
+from torchrl_llm.envs.tasks import SeenTasks, Task, Ticket, Tickets, task_of
+from torchrl_llm.envs.text_env import (
     EnvironmentFault,
     EnvironmentUnavailableError,
-    Game,
-    MissingGEMError,
+    EnvSpec,
     TextEnv,
     TextStep,
     UnknownEnvironmentError,
+    register_env_family,
+    resolve_env,
 )
-from torchrl_llm.envs.gem import GEMEnv, PromptTooLongError, Reply, Slot
-from torchrl_llm.envs.tasks import HIDDEN, SeenTasks, Task, divide_rows, task_of
-from torchrl_llm.envs.tickets import Ticket, Tickets
 
 __all__ = [
     "CHATML",
-    "HIDDEN",
-    "PAYS_PROGRESS",
+    "GEM_CLASSES",
     "ChatFormatter",
     "ChatTemplateError",
     "ControlTokenError",
+    "EnvSpec",
     "EnvironmentFault",
     "EnvironmentUnavailableError",
     "GEMEnv",
-    "Game",
+    "IsolatedEnv",
     "MissingChatTemplateError",
     "MissingGEMError",
     "NotAppendOnlyError",
@@ -69,6 +63,8 @@ __all__ = [
     "compose_message",
     "divide_rows",
     "read_rows",
+    "register_env_family",
+    "resolve_env",
     "task_of",
     "train_test_split",
 ]

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerBase
 
+from torchrl_llm.options import Checked
 from torchrl_llm.stops import closing_token, control_tokens, token_pattern
 
 Role = Literal["user", "tool"]
@@ -95,7 +96,7 @@ def _without_added_tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str],
     return lambda text: plain.encode(text, add_special_tokens=False).ids
 
 
-class ChatFormatter:
+class ChatFormatter(Checked):
     """Renders a conversation through the tokenizer's own chat template, append-only, to token ids.
 
     A context is ``start(first message)``, then for each turn the sampled response ids as they are, then
@@ -153,10 +154,6 @@ class ChatFormatter:
         system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        if template not in get_args(Template):
-            raise ValueError(f"template is {template!r}; expected one of {get_args(Template)}.")
-        if history not in get_args(History):
-            raise ValueError(f"history is {history!r}; expected one of {get_args(History)}.")
         self.tokenizer = tokenizer
         self.template = template
         self.history = history

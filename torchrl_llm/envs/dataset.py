@@ -1,67 +1,37 @@
 """Questions of a dataset as one-turn episodes: :class:`PromptDatasetEnv`.
 
-Here lives what a :class:`~torchrl_llm.envs.GEMEnv` needs to play rows instead of games: where rows come from, which
-ticket plays which row, how a question becomes a prompt, and how a reward function is called. Everything else about
-episodes, groups, tokens and resuming is :mod:`~torchrl_llm.envs.gem`'s.
+It is a :class:`~torchrl_llm.envs.GEMEnv` over the rows of a dataset. Here: where rows come from, which ticket plays which
+row, and how a question becomes a prompt. Reward functions are called in :mod:`~torchrl_llm.envs.rewards`; episodes, groups,
+tokens and saved states are :mod:`~torchrl_llm.envs.env`'s.
 """
 
 from __future__ import annotations
 
-import asyncio
 import codecs
-import inspect
 import json
-import math
-import numbers
-import threading
-import time
-from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from tensordict import TensorDictBase
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_llm.envs._pool import Pool
 from torchrl_llm.envs.chat import ChatFormatter
-from torchrl_llm.envs.game import kept_global_rng
-from torchrl_llm.envs.gem import GEMEnv
-from torchrl_llm.envs.tickets import Stream, Ticket, Tickets
+from torchrl_llm.envs.env import GEMEnv
+from torchrl_llm.envs.rewards import Grader, Question, RewardFn, Row
+from torchrl_llm.envs.tasks import Stream, Ticket, Tickets
+from torchrl_llm.envs.tensors import chosen_slots, responses_of
+from torchrl_llm.options import Positive
 
 SPLITS: dict[Stream, tuple[str, ...]] = {"train": ("train",), "eval": ("validation", "test"), "test": ("test",)}
 """The splits that a stream may read; it reads the first one there is."""
 
 PLACEHOLDER = "{question}"
 QUESTION_ONLY = ({"role": "user", "content": PLACEHOLDER},)
-
-_GRACE = 5.0  # seconds beyond `reward_timeout` after which an event loop counts as blocked
-
-
-class RewardError(RuntimeError):
-    """A reward function raised, or returned something that is not a finite number.
-
-    Attributes:
-        batched_call: the same object for all rows of a batched call that failed as a whole; ``None``: this row failed alone.
-    """
-
-    batched_call: object | None = None
-
-
-class RewardTimeoutError(RewardError, TimeoutError):
-    """A reward function took longer than ``reward_timeout``."""
-
-
-class Row(NamedTuple):
-    """A question, and the answer that the reward function gets."""
-
-    question: str
-    answer: Any
 
 
 # ---------------------------------------------------------------------- rows
@@ -180,7 +150,7 @@ def _rows_of(dataset: Any, stream: Stream, columns: dict[str, str]) -> tuple[Row
     return rows
 
 
-# ---------------------------------------------------------------------- tickets
+# ---------------------------------------------------------------------- which row a ticket plays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,184 +246,12 @@ class PromptFormatter(ChatFormatter):
         """The ids of the prompt that asks the question ``message``."""
         ids = super().start(self._message.replace(PLACEHOLDER, message))
         for answer, question in self._examples:
-            said = self._said(answer)
-            ids = (*ids, *said, *self.feedback(said, question.replace(PLACEHOLDER, message)))
-        return (*ids, *self._said(self._prefill))
+            answer_ids = self._encode_text(answer)
+            ids = (*ids, *answer_ids, *self.feedback(answer_ids, question.replace(PLACEHOLDER, message)))
+        return (*ids, *self._encode_text(self._prefill))
 
-    def _said(self, text: str) -> tuple[int, ...]:
+    def _encode_text(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False)) if text else ()
-
-
-# ---------------------------------------------------------------------- rewards
-
-RewardFn = Callable[[Any, Any, Any], Any]
-
-
-class _EventLoop:
-    """An event loop in a thread of its own, made when it is first needed."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), ()
-
-    def run(self, coroutine: Coroutine[Any, Any, Any], timeout: float) -> Any:
-        """The result of ``coroutine``, which may be waited for from several threads at once."""
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                self._thread = threading.Thread(target=self._loop.run_forever, name="reward_fn", daemon=True)
-                self._thread.start()
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        try:
-            return future.result(timeout)
-        finally:
-            future.cancel()
-
-    def close(self) -> None:
-        """Stop the loop; a loop that is blocked is left to end with the process."""
-        with self._lock:
-            loop, self._loop = self._loop, None
-        if loop is not None and self._thread is not None:
-            loop.call_soon_threadsafe(loop.stop)
-            self._thread.join(_GRACE)
-            if not self._thread.is_alive():
-                loop.close()
-
-
-class _Grader:
-    """Calls the reward function and checks what it returns.
-
-    Args:
-        reward_fn, batched, timeout: see :class:`PromptDatasetEnv`.
-        rows: the dataset.
-    """
-
-    def __init__(self, reward_fn: RewardFn, rows: Sequence[Row], *, batched: bool, timeout: float) -> None:
-        if timeout <= 0:
-            raise ValueError(f"reward_timeout is {timeout!r}; expected seconds > 0.")
-        _check_arguments(reward_fn, batched=batched)
-        self.reward_fn, self.rows, self.batched, self.timeout = reward_fn, rows, batched, timeout
-        self.is_async = inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(
-            getattr(reward_fn, "__call__", None)  # noqa: B004
-        )
-        self.thread_safe = self.is_async or getattr(reward_fn, "thread_safe", False)
-        self.loop = _EventLoop()
-        self._ahead: dict[tuple[int, str], list[float | RewardError]] = {}
-
-    def __call__(self, row: int, completion: str) -> float:
-        """The reward of a response to the question in ``row``."""
-        ahead = self._ahead.get((row, completion))
-        reward = ahead.pop(0) if ahead else self._grade([(row, completion)])[0]
-        if isinstance(reward, RewardError):
-            raise reward
-        return reward
-
-    @contextmanager
-    def ahead(self, said: list[tuple[int, str]], step_timeout: float | None) -> Iterator[None]:
-        """Grade ``said``, pairs of row and completion, all together; inside, single calls return these rewards.
-
-        Args:
-            said: what to grade.
-            step_timeout: seconds that it may take; ``None``: as long as it takes, in this thread.
-        """
-        rewards = self._graded_within(said, step_timeout) if said else []
-        self._ahead = defaultdict(list)
-        for pair, reward in zip(said, rewards, strict=True):
-            self._ahead[pair].append(reward)
-        try:
-            yield
-        finally:
-            self._ahead = {}
-
-    def _graded_within(self, said: list[tuple[int, str]], seconds: float | None) -> list[float | RewardError]:
-        if seconds is None:
-            return self._graded(said)
-        pool, start = Pool(1), time.monotonic()
-        call = pool.submit(0, partial(self._graded, said))
-        pool.wait({0: call}, lambda _: start, seconds)
-        pool.close(0.0)
-        return call.result if call.error is None else self._all_checked(said, [call.error] * len(said))
-
-    def _graded(self, said: list[tuple[int, str]]) -> list[float | RewardError]:
-        with nullcontext() if self.thread_safe else kept_global_rng():
-            return self._grade(said)
-
-    def _grade(self, said: list[tuple[int, str]]) -> list[float | RewardError]:
-        try:
-            results = self._call(said)
-        except Exception as error:  # noqa: BLE001 - becomes the fault of every row of the call
-            results = [error] * len(said)
-        return self._all_checked(said, results)
-
-    def _all_checked(self, said: list[tuple[int, str]], results: list[Any]) -> list[float | RewardError]:
-        failed = self.batched and isinstance(results[0], BaseException)
-        call = object() if failed else None
-        return [self._checked(row, result, call) for (row, _), result in zip(said, results, strict=True)]
-
-    def _call(self, said: list[tuple[int, str]]) -> list[Any]:
-        arguments = [(completion, self.rows[row].answer, self.rows[row].question) for row, completion in said]
-        calls = [tuple(map(list, zip(*arguments, strict=True)))] if self.batched else arguments
-        if self.is_async:
-            results = self.loop.run(self._gather(calls), self.timeout + _GRACE)
-        else:
-            results = [self.reward_fn(*call) for call in calls]
-        if not self.batched:
-            return results
-        if isinstance(results[0], BaseException):
-            return results * len(said)
-        rewards = _plain(results[0])
-        if not isinstance(rewards, Sequence) or len(rewards) != len(said):
-            raise TypeError(f"it returned {rewards!r:.80} for {len(said)} completions; expected as many numbers")
-        return list(rewards)
-
-    async def _gather(self, calls: list[tuple[Any, ...]]) -> list[Any]:
-        waits: list[Awaitable[Any]] = [asyncio.wait_for(self.reward_fn(*call), self.timeout) for call in calls]
-        return await asyncio.gather(*waits, return_exceptions=True)
-
-    def _checked(self, row: int, result: Any, call: object | None) -> float | RewardError:
-        reward = _plain(result)
-        if isinstance(reward, numbers.Real) and math.isfinite(reward):
-            return float(reward)
-        if isinstance(result, TimeoutError):
-            what = f"took too long ({str(result) or f'reward_timeout={self.timeout} s'})"
-        elif isinstance(result, BaseException):
-            what = f"failed with {type(result).__name__}: {result}"
-        else:
-            what = f"returned {reward!r:.80}; expected a finite number"
-        kind = RewardTimeoutError if isinstance(result, TimeoutError) else RewardError
-        error = kind(f"The reward function {what} (row {row}, question {self.rows[row].question!r:.80}).")
-        error.__cause__ = result if isinstance(result, BaseException) else None
-        error.batched_call = call
-        return error
-
-
-def _check_arguments(reward_fn: Any, *, batched: bool) -> None:
-    """Refuse what cannot be called with a completion, an answer and a question."""
-    plural = "s" if batched else ""
-    expected = f"reward_fn(completion{plural}, answer{plural}, question{plural})"
-    if not callable(reward_fn):
-        raise TypeError(f"reward_fn is {reward_fn!r:.80}; expected a function, called as {expected}.")
-    try:
-        signature = inspect.signature(reward_fn)
-    except ValueError:  # some built-in functions do not tell
-        return
-    try:
-        signature.bind("", "", "")
-    except TypeError as error:
-        name = getattr(reward_fn, "__name__", type(reward_fn).__name__)
-        raise TypeError(
-            f"reward_fn is {name}{signature}; expected one that can be called as {expected}, with three positional "
-            f"arguments ({error})."
-        ) from None
-
-
-def _plain(value: Any) -> Any:
-    """Arrays and tensors as Python numbers and lists."""
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 _ONE_TURN: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -471,25 +269,6 @@ def _check_options(options: Mapping[str, Any]) -> None:
                 f"PromptDatasetEnv: {name} is {options[name]!r}, but {why}; expected "
                 f"{' or '.join(map(repr, expected))}, or leave it out."
             )
-
-
-class _Question:
-    """A row as a text environment of one turn; its task seed is the row."""
-
-    def __init__(self, grader: _Grader) -> None:
-        self._grader, self._row = grader, 0
-        self.thread_safe = grader.thread_safe
-
-    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        assert seed is not None
-        self._row = seed
-        return self._grader.rows[self._row].question, {}
-
-    def hidden_state(self) -> None:
-        """Nothing: the task is the question."""
-
-    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        return "", self._grader(self._row, action), True, False, {}
 
 
 # ---------------------------------------------------------------------- the environment
@@ -528,7 +307,8 @@ class PromptDatasetEnv(GEMEnv):
 
     Raises:
         TypeError: ``reward_fn`` cannot be called with three positional arguments.
-        ValueError: an option means nothing to questions of one turn; the dataset lacks the split or a column, or a question of an evaluation split is in ``"train"`` too.
+        ValueError: an option means nothing to questions of one turn; the dataset lacks the split or a column, or a question
+            of an evaluation split is in ``"train"`` too.
         EnvironmentFault: the reward function raised, took too long or returned no finite number, in more than
             ``max_faults`` episodes in a row; the cause is a :class:`RewardError` that names the row. Until then such an
             episode is cut (:class:`~torchrl_llm.envs.GEMEnv`). A batched call that fails counts once, however many rows it
@@ -557,7 +337,7 @@ class PromptDatasetEnv(GEMEnv):
         answer: str = "answer",
         conversation_template: Sequence[Mapping[str, str]] = QUESTION_ONLY,
         batched: bool = False,
-        reward_timeout: float = 60.0,
+        reward_timeout: Positive = 60.0,
         shuffle: bool = True,
         num_envs: int = 1,
         stream: Stream = "train",
@@ -568,9 +348,9 @@ class PromptDatasetEnv(GEMEnv):
         rendering = {name: options.pop(name) for name in names if name in options}
         formatter = PromptFormatter(tokenizer, conversation_template=conversation_template, **rendering)
         rows = _rows_of(dataset, stream, {"question": question, "answer": answer})
-        grader = _Grader(reward_fn, rows, batched=batched, timeout=reward_timeout)
+        grader = Grader(reward_fn, rows, batched=batched, timeout=reward_timeout)
         super().__init__(
-            partial(_Question, grader), tokenizer=tokenizer, num_envs=num_envs, stream=stream, **rendering, **options
+            partial(Question, grader), tokenizer=tokenizer, num_envs=num_envs, stream=stream, **rendering, **options
         )
         self.names = (type(self).__name__,)
         self.formatter = formatter
@@ -591,18 +371,16 @@ class PromptDatasetEnv(GEMEnv):
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         if not (self._grader.batched or self._grader.is_async):
             return super()._step(tensordict)
-        with self._grader.ahead(self._said(tensordict), self.step_timeout):
+        with self._grader.ahead(self._asked(tensordict), self.step_timeout):
             return super()._step(tensordict)
 
-    def _said(self, tensordict: TensorDictBase) -> list[tuple[int, str]]:
+    def _asked(self, tensordict: TensorDictBase) -> list[tuple[int, str]]:
         """Row and completion of the slots that are stepped."""
-        chosen = tensordict.get("_step", None)
-        stepped = [True] * len(self.slots) if chosen is None else chosen.flatten().tolist()
-        responses = self._responses(tensordict)
+        slots, responses = self.slots, responses_of(tensordict)
         return [
-            (slot.ticket.seed, self.formatter.decode(response))
-            for slot, response, step in zip(self.slots, responses, stepped, strict=True)
-            if step and slot.live
+            (slots[i].ticket.seed, self.formatter.decode(responses[i]))
+            for i in chosen_slots(tensordict, "_step", len(slots))
+            if slots[i].live
         ]
 
     def close(self, *, raise_if_closed: bool = True) -> None:

@@ -1,20 +1,184 @@
-"""Which task an episode plays, and whose rows are whose: :func:`task_of`, :func:`divide_rows`.
+"""Which task each episode plays: :class:`Ticket`, :class:`Tickets`, and what names a task, :class:`Task`.
 
-Two seeds may name the same task: a game has so many secrets, a data set so many rows. What tells two tasks apart is the first
-observation or, where it is known, the hidden state. Everything that is known of GEM's environments for that stands here.
+A ticket is a pure function of a counter: an environment deals ticket 0, 1, 2, ..., and the counter is all its state. Two
+seeds may name the same task (a game has so many secrets, a data set so many rows). What tells two tasks apart is their
+hidden state or, where that is unknown, their first observation. This module draws no random numbers and knows no
+environments.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from hashlib import blake2b
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 
-from torchrl_llm.envs.tickets import Stream
+from torchrl_llm.options import Checked, Count, Natural, Positive, Share
+
+Stream = Literal["train", "eval", "test"]
+
+STREAM_IDS = 2**40
+"""Group and episode ids of the n-th stream start at ``n * STREAM_IDS``, so that they are unique over the run."""
+
+SEED_IDS = 2**28
+"""Ids that each stream of each seed has, where ids are named by the seed too."""
+
+FLOOR = 0.05
+"""Added to the learnability of every environment, which is at most 0.25: none is forgotten, and their rates stay known."""
+
+MEMORY = 32
+"""Episodes of an environment that its recent success rate looks back on."""
+
+
+class Ticket(NamedTuple):
+    """What an episode is.
+
+    Attributes:
+        episode_id: unique over the run.
+        group_id: unique over the run; episodes of one group play the same task.
+        env_id: index into the mixture of environments.
+        seed: seed of the task, in ``[0, 2**32)``, the same for the whole group.
+    """
+
+    episode_id: int
+    group_id: int
+    env_id: int
+    seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tickets(Checked):
+    """An endless sequence of tickets; ``tickets[i]`` is the i-th.
+
+    Groups are dealt one after the other, and the environments of a mixture in turn, a group each, or drawn with
+    ``weights``: which one a group plays depends on (seed, stream, group) alone. Seeds are a hash of
+    (seed, stream, group); the streams share no seed. (Two seeds may still name the same task, see :class:`Task`.) Several
+    workers share one stream without overlap: worker ``w`` of ``W`` deals the groups ``w, w + W, w + 2W, ...``.
+
+    A mixture may be dealt by recent success: from the first :meth:`learn` on, environment ``e`` is drawn with
+    ``weights[e] * (p (1 - p) + FLOOR)``, where ``p`` is its recent success rate. ``p (1 - p)`` is the learnability of a task
+    (Rutherford et al., *No Regrets*, 2024, arXiv:2408.15099; for language models Foster et al., *Learning to Reason at
+    the Frontier of Learnability*, 2025, arXiv:2502.12272): there is most to learn where half of the episodes are won, and
+    nothing where all or none are. Who plays a group then depends on (seed, stream, group, success rates).
+
+    Args:
+        seed: names the run's tasks; >= 0.
+        stream: ``"train"`` (default), ``"eval"`` (during a run) or ``"test"`` (before and after it).
+        group_size: episodes that share a task; default 1.
+        num_tasks: number of environments in the mixture; default 1.
+        weights: how often each environment of the mixture is dealt, relative to each other; all > 0. Default none: in turn.
+        worker: index of this worker; default 0.
+        num_workers: number of workers that share the stream; default 1.
+        success: recent success rate of each environment, in [0, 1], what :meth:`learn` has found; only for
+            ``stream="train"``. Default none: nothing is adapted. It is progress, like the counter, and no setting: tickets that
+            differ in nothing else are equal.
+        ids_by_seed: group and episode ids are unique over seeds (modulo 2**32) too, ``SEED_IDS`` a seed and stream, so that
+            environments that were given seeds of their own share none. Default False: ids count from the stream's first.
+
+    Examples:
+        >>> tickets = Tickets(seed=3, group_size=2, num_tasks=2)
+        >>> [tickets[i][:3] for i in range(4)]
+        [(0, 0, 0), (1, 0, 0), (2, 1, 1), (3, 1, 1)]
+        >>> tickets[0].seed == tickets[1].seed != tickets[2].seed
+        True
+        >>> Tickets(group_size=2, worker=1, num_workers=3)[2].group_id
+        4
+        >>> mixed = Tickets(num_tasks=2, weights=(3, 1))
+        >>> sum(mixed[i].env_id for i in range(1000))
+        214
+        >>> Tickets(num_tasks=3, success=(0.0, 0.5, 1.0)).shares
+        (0.05, 0.3, 0.05)
+    """
+
+    seed: Natural = 0
+    stream: Stream = "train"
+    group_size: Count = 1
+    num_tasks: Count = 1
+    worker: Natural = 0
+    num_workers: Count = 1
+    weights: tuple[Positive, ...] | None = None
+    success: tuple[Share, ...] | None = field(default=None, compare=False)
+    ids_by_seed: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "success"):
+            given = getattr(self, name)
+            if given is not None and len(given) != self.num_tasks:
+                raise ValueError(f"Tickets.{name} is {given!r}; expected {self.num_tasks} numbers, one an environment.")
+            # Equal settings must be equal objects, whether they come from Python, YAML or a saved state.
+            object.__setattr__(self, name, None if given is None else tuple(map(float, given)))
+        if self.success is not None and self.stream != "train":
+            raise ValueError(f"Tickets.success is for the stream 'train'; got it for {self.stream!r}: leave it out.")
+        if self.worker >= self.num_workers:
+            raise ValueError(f"Tickets.worker is {self.worker!r}; expected one in [0, num_workers={self.num_workers}).")
+
+    def __getitem__(self, index: int) -> Ticket:
+        if index < 0:
+            raise IndexError(f"Ticket {index} does not exist; tickets are counted from 0.")
+        if self.ids_by_seed and index >= SEED_IDS // self.num_workers - self.group_size:
+            raise IndexError(f"Ticket {index} would share its id with another stream's: a seed has {SEED_IDS} ids.")
+        return _ticket(self, self.shares, index)
+
+    @property
+    def base(self) -> int:
+        """The lowest group and episode id of the stream, all workers together."""
+        stream = get_args(Stream).index(self.stream)
+        # Bit 62 sets them apart from ids that count from the stream's first; 32 bits of the seed, 2 of the stream, 28 to count.
+        return 2**62 + (self.seed % 2**32 * 4 + stream) * SEED_IDS if self.ids_by_seed else stream * STREAM_IDS
+
+    @property
+    def shares(self) -> tuple[float, ...] | None:
+        """How often each environment is dealt, relative to each other; ``None``: in turn."""
+        if self.success is None:
+            return self.weights
+        weights = self.weights or (1.0,) * self.num_tasks
+        return tuple(weight * (rate * (1 - rate) + FLOOR) for weight, rate in zip(weights, self.success, strict=True))
+
+    def learn(self, env_ids: Sequence[int], won: Sequence[bool]) -> Self:
+        """The tickets after some episodes: the same, but for the success rates.
+
+        A rate moves by ``1 / MEMORY`` of the way to 0 or 1 for every episode, from 0.5 at the start; episodes that are
+        learnt from together count alike, whatever their order. No episode may be running: its ticket would be another.
+
+        Args:
+            env_ids: what each episode played, an index into the mixture.
+            won: whether it was a success.
+
+        Examples:
+            >>> tickets = Tickets(num_tasks=2).learn([0] * 32, [True] * 32)
+            >>> [round(rate, 2) for rate in tickets.success]
+            [0.82, 0.5]
+        """
+        rates = list(self.success or (0.5,) * self.num_tasks)
+        for env_id in set(env_ids):
+            wins = [win for other, win in zip(env_ids, won, strict=True) if other == env_id]
+            mean = sum(wins) / len(wins)
+            rates[env_id] = mean + (rates[env_id] - mean) * (1 - 1 / MEMORY) ** len(wins)
+        return replace(self, success=tuple(rates))
+
+
+@lru_cache(maxsize=4096)  # every ticket is asked for several times, and its seed is a hash
+def _ticket(tickets: Tickets, shares: tuple[float, ...] | None, index: int) -> Ticket:
+    round_, member = divmod(index, tickets.group_size)
+    group = tickets.worker + round_ * tickets.num_workers
+    stream = get_args(Stream).index(tickets.stream)
+    drawn, chosen = map(int, np.random.SeedSequence(tickets.seed, spawn_key=(stream, group)).generate_state(2))
+    # The lowest bits name the stream, so no seed of one stream is ever met in another.
+    seed = drawn & ~3 | stream
+    env_id = group % tickets.num_tasks if shares is None else _pick(shares, chosen / 2**32)
+    return Ticket(tickets.base + group * tickets.group_size + member, tickets.base + group, env_id, seed)
+
+
+def _pick(weights: tuple[float, ...], share: float) -> int:
+    """The index at which the running sum of the weights passes the share in ``[0, 1)`` of their sum."""
+    sums = np.cumsum(weights)
+    return int(np.searchsorted(sums, share * sums[-1], side="right"))
+
+
+# ---------------------------------------------------------------------- what names a task
 
 
 class Task(NamedTuple):
@@ -29,50 +193,19 @@ class Task(NamedTuple):
     known: bool
 
 
-def _generators(env: Any) -> Any:
-    """The task lies in the generators: it is drawn in the first turn."""
-    return random.getstate()
+def _digest(text: str) -> bytes:
+    """A hash of a text that is the same in every process, unlike ``hash``."""
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
-def _nothing(env: Any) -> None:
-    """The first observation shows all."""
-
-
-HIDDEN: dict[str, Callable[[Any], Any]] = {
-    "CodeEnv": _nothing,
-    "CrosswordsEnv": attrgetter("max_turns", "board", "solution"),
-    "FifteenPuzzleEnv": attrgetter("max_turns", "board"),
-    "Game2048Env": attrgetter("max_turns", "target_tile", "board"),
-    "GuessTheNumberEnv": attrgetter("max_turns", "min_number", "max_number", "game_number"),
-    "HangmanEnv": attrgetter("max_turns", "secret_word"),
-    "MastermindEnv": attrgetter("max_turns", "num_numbers", "game_code"),
-    "MathEnv": _nothing,
-    "MinesweeperEnv": _generators,
-    "QaEnv": _nothing,
-    "ReasoningGymEnv": _nothing,
-    "SokobanEnv": lambda env: (env.max_turns, env.room_fixed.tolist(), env.room_state.tolist()),
-    "SudokuEnv": attrgetter("max_turns", "board"),
-    "TowerofHanoiEnv": attrgetter("max_turns", "board"),
-    "WordSearchEnv": attrgetter("max_turns", "game_board", "placed_words"),
-    "WordleEnv": attrgetter("max_turns", "secret_word"),
-}
-"""By GEM's class, what a reset draws: all that makes it this task. The first observation may differ all the same, where it holds
-an example that is drawn too, and it need not show the task."""
-
-
-def gem_kinds(env: Any) -> set[str]:
-    """The names of GEM's own classes that an environment is made of, without its wrappers."""
-    bases = type(getattr(env, "unwrapped", env)).__mro__
-    return {cls.__name__ for cls in bases if cls.__module__.startswith("gem.envs.")}
-
-
-def task_of(env: Any, observation: str) -> Task:
+def task_of(env: Any, observation: str, read_hidden: Callable[[Any], Any] | None = None) -> Task:
     """The task that an environment has just been reset to.
 
     Args:
         env: a text environment. Its method ``hidden_state()``, if it has one, returns all that makes this task, as anything
             whose ``repr`` says it, such as the secret and the rules; ``None``: the first observation shows all.
         observation: its first observation.
+        read_hidden: reads the same from an environment without that method; default ``None``: it is not known.
 
     Examples:
         >>> class Coin:
@@ -87,43 +220,16 @@ def task_of(env: Any, observation: str) -> Task:
         >>> task_of(object(), "Heads or tails?").known
         False
     """
-    kinds = gem_kinds(env)
-    hidden: Callable[[Any], Any] | None = next((HIDDEN[kind] for kind in HIDDEN if kind in kinds), None)
-    own = getattr(env, "hidden_state", None)
-    if own is not None:
-        state = own()
-    else:
-        state = None if hidden is None else hidden(getattr(env, "unwrapped", env))
-    shown = observation if state is None else f"{type(getattr(env, 'unwrapped', env)).__name__} {state!r}"
-    digest = blake2b(shown.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return Task(int.from_bytes(digest, "little", signed=True), own is not None or hidden is not None)
-
-
-# ---------------------------------------------------------------------- rows
+    inner = getattr(env, "unwrapped", env)
+    own: Callable[[], Any] | None = getattr(env, "hidden_state", None)
+    known = own is not None or read_hidden is not None
+    state = own() if own is not None else None if read_hidden is None else read_hidden(inner)
+    shown = observation if state is None else f"{type(inner).__name__} {state!r}"
+    return Task(int.from_bytes(_digest(shown), "little", signed=True), known)
 
 
 PARTS: dict[Stream, tuple[int, int]] = {"train": (0, 8), "eval": (8, 9), "test": (9, 10)}
-"""Which tenths of its rows each stream has."""
-
-
-def divide_rows(env: Any, stream: Stream) -> None:
-    """Leave one of GEM's data-backed environments, in place, the rows of ``stream``: no two streams share one.
-
-    Eight tenths are for training, one for evaluations during a run, one for those before and after it. Rows of a data set
-    with the same question are one; those of reasoning_gym are only counted, since to make all takes minutes. What is no such environment stays as it is.
-
-    Args:
-        env: a text environment; wrappers are seen through.
-        stream: whose rows it shall play.
-
-    Raises:
-        ValueError: there are fewer than ten different questions.
-    """
-    kinds, gem_env = gem_kinds(env), getattr(env, "unwrapped", env)
-    if "ReasoningGymEnv" in kinds:
-        gem_env.ds = _View(gem_env.ds, rows_of(range(len(gem_env.ds)), stream))
-    elif kinds & {"MathEnv", "QaEnv", "CodeEnv"}:
-        gem_env.dataset = gem_env.dataset.select(rows_of(gem_env.dataset[gem_env.question_key], stream))
+"""Which tenths of the rows of a data set each stream has."""
 
 
 def rows_of(questions: Sequence[Any], stream: Stream) -> list[int]:
@@ -133,7 +239,7 @@ def rows_of(questions: Sequence[Any], stream: Stream) -> list[int]:
         >>> len(rows_of(range(200), "train")), len(rows_of(range(200), "eval")), len(rows_of(range(200), "test"))
         (160, 20, 20)
     """
-    names = [blake2b(str(question).encode("utf-8", "surrogatepass"), digest_size=8).digest() for question in questions]
+    names = [_digest(str(question)) for question in questions]
     order = sorted(set(names))
     if len(order) < 10:
         raise ValueError(
@@ -143,25 +249,6 @@ def rows_of(questions: Sequence[Any], stream: Stream) -> list[int]:
     first, last = (len(order) * tenth // 10 for tenth in PARTS[stream])
     own = set(order[first:last])
     return [i for i, name in enumerate(names) if name in own]
-
-
-class _View(Sequence[Any]):
-    """Some rows of a sequence."""
-
-    def __init__(self, rows: Any, indices: list[int]) -> None:
-        self.rows, self.indices = rows, indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.rows[self.indices[index]]
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.rows[i] for i in self.indices)
-
-
-# ---------------------------------------------------------------------- what training has played
 
 
 class SeenTasks:

@@ -4,9 +4,17 @@
 """
 
 from torchrl_llm.objectives import functional
-from torchrl_llm.objectives.advantages import CriticEstimator, GroupRelative, ReBN, TurnEstimator, TurnGAE, TurnVTrace
+from torchrl_llm.objectives.estimators import (
+    CriticEstimator,
+    GroupRelative,
+    ReBN,
+    ReturnEstimator,
+    TurnEstimator,
+    TurnGAE,
+    TurnVTrace,
+)
 from torchrl_llm.objectives.grpo import LLMGRPOLoss
-from torchrl_llm.objectives.policy import TurnPolicyLoss, merge, total, write_loss_weights
+from torchrl_llm.objectives.loss import TurnPolicyLoss, merge, total, write_loss_weights
 from torchrl_llm.objectives.ppo import LLMPPOLoss
 from torchrl_llm.objectives.reinforce import LLMReinforceLoss
 
@@ -17,6 +25,7 @@ __all__ = [
     "LLMPPOLoss",
     "LLMReinforceLoss",
     "ReBN",
+    "ReturnEstimator",
     "TurnEstimator",
     "TurnGAE",
     "TurnPolicyLoss",

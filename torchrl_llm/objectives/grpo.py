@@ -1,21 +1,20 @@
-"""Group-relative policy optimisation over conversations: :class:`LLMGRPOLoss`."""
+"""Group-relative policy optimization over episodes: :class:`LLMGRPOLoss`."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from tensordict.nn import TensorDictModuleBase
+from dataclasses import dataclass
 
 from torchrl_llm.objectives import functional as F
-from torchrl_llm.objectives.advantages import Credit, GroupRelative
-from torchrl_llm.objectives.policy import TurnPolicyLoss
+from torchrl_llm.objectives.estimators.group_relative import Credit, GroupRelative
+from torchrl_llm.objectives.loss import TurnPolicyLoss
 from torchrl_llm.options import Count, NonNegative, Share
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LLMGRPOLoss(TurnPolicyLoss):
-    """Group-relative policy optimisation (Shao et al., 2024, arXiv:2402.03300), without a critic.
+    """Group-relative policy optimization (Shao et al., 2024, arXiv:2402.03300), without a critic.
 
-    :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss` with the group as the baseline. Kin of it by options:
+    :class:`~torchrl_llm.objectives.TurnPolicyLoss` with the group as the baseline. Kin of it by options:
 
     - GSPO (arXiv:2507.18071): ``ratio_level="sequence", unit_weight="equal"``;
     - Dr. GRPO (arXiv:2503.20783): ``scale="none", weighting="constant", weight_constant=...``;
@@ -24,37 +23,21 @@ class LLMGRPOLoss(TurnPolicyLoss):
     - CISPO (arXiv:2506.13585): ``clipping="cispo", clip_epsilon=(1.0, 0.28)``.
 
     Args:
-        actor: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
+        actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
 
     Keyword Args:
-        gamma, credit, baseline, scale, group_size, partial: see :class:`~torchrl_llm.objectives.advantages.GroupRelative`.
+        gamma, credit, baseline, scale, group_size, partial: see :class:`~torchrl_llm.objectives.GroupRelative`.
             Defaults: 1.0, ``"episode"``, ``"mean"``, ``"std"``, ``None``, ``"error"``.
         kl_coeff: weight of the KL to the reference. Default: 5e-4.
-        **options: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
+        **options: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
     """
 
     default_value_estimator = GroupRelative
 
-    def __init__(
-        self,
-        actor: TensorDictModuleBase,
-        *,
-        gamma: Share = 1.0,
-        credit: Credit = "episode",
-        baseline: F.Baseline = "mean",
-        scale: F.Scale = "std",
-        group_size: Count | None = None,
-        partial: F.Partial = "error",
-        kl_coeff: NonNegative = 5e-4,
-        **options: Any,
-    ) -> None:
-        super().__init__(actor, kl_coeff=kl_coeff, **options)
-        self.estimator_options |= {
-            "gamma": gamma,
-            "credit": credit,
-            "baseline": baseline,
-            "scale": scale,
-            "group_size": group_size,
-            "partial": partial,
-        }
-        self.make_value_estimator()
+    gamma: Share = 1.0
+    credit: Credit = "episode"
+    baseline: F.Baseline = "mean"
+    scale: F.Scale = "std"
+    group_size: Count | None = None
+    partial: F.Partial = "error"
+    kl_coeff: NonNegative = 5e-4

@@ -1,8 +1,8 @@
-"""PPO over conversations: :class:`LLMPPOLoss`."""
+"""PPO over episodes: :class:`LLMPPOLoss`."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import InitVar, dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -12,22 +12,23 @@ from torch import Tensor
 
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
-from torchrl_llm.objectives.advantages import Granularity, TurnGAE
-from torchrl_llm.objectives.policy import TurnPolicyLoss
+from torchrl_llm.objectives.estimators.gae import Granularity, TurnGAE
+from torchrl_llm.objectives.loss import TurnPolicyLoss
 from torchrl_llm.options import NonNegative, Positive, Share
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LLMPPOLoss(TurnPolicyLoss):
-    """Proximal policy optimisation with a critic (Schulman et al., 2017, arXiv:1707.06347) and turn-level GAE.
+    """Proximal policy optimization with a critic (Schulman et al., 2017, arXiv:1707.06347) and turn-level GAE.
 
-    Adds to :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss` the critic's term
+    Adds to :class:`~torchrl_llm.objectives.TurnPolicyLoss` the critic's term
     ``critic_coeff * mean(0.5 * max((V - R)^2, (V_clip - R)^2))`` over the turns of the optimizer batch (its action
     tokens at token granularity); ``V`` is pooled as in the estimator, ``V_clip`` stays within ``clip_value`` of the
     estimator's. Also reads ``"value_target"``, ``"state_value"`` ``[B, L]`` and, if present, ``"critic_weight"``. Also
     returns ``loss_critic``, and, detached, ``explained_variance`` of these rows and ``value_clip_fraction``.
 
     Args:
-        actor: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
+        actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
         critic: writes ``"state_value"`` ``[B, L]``, index i the value of the prefix before token i, and
             ``"bootstrap_value"`` ``[B]``.
 
@@ -35,46 +36,27 @@ class LLMPPOLoss(TurnPolicyLoss):
         critic_coeff: weight of the critic's term. Default: 0.5.
         clip_value: how far the value may move from the estimator's; ``None`` is off. Default: 0.2.
         gamma, lmbda, granularity, single_turn, value_reduction, whiten: see
-            :class:`~torchrl_llm.objectives.advantages.TurnGAE`. Defaults: 0.99 (1.0 per token), 0.95, ``"turn"``,
+            :class:`~torchrl_llm.objectives.TurnGAE`. Defaults: 0.99 (1.0 per token), 0.95, ``"turn"``,
             ``None``, ``"first"``, ``True``.
         kl_coeff: weight of the KL to the reference. Default: 0.01.
-        **options: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
+        **options: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
     """
 
     default_value_estimator = TurnGAE
     idle = (*TurnPolicyLoss.idle, *TurnGAE.idle)
-    critic_network: TensorDictModuleBase
 
     _weight_names = ("loss_weight", "critic_weight")
 
-    def __init__(
-        self,
-        actor: TensorDictModuleBase,
-        critic: TensorDictModuleBase,
-        *,
-        critic_coeff: NonNegative = 0.5,
-        clip_value: Positive | None = 0.2,
-        gamma: Share | None = None,
-        lmbda: Share = 0.95,
-        granularity: Granularity = "turn",
-        single_turn: bool | None = None,
-        value_reduction: F.ValueReduction = "first",
-        whiten: bool = True,
-        kl_coeff: NonNegative = 0.01,
-        **options: Any,
-    ) -> None:
-        super().__init__(actor, critic, kl_coeff=kl_coeff, **options)
-        self.critic_coeff = critic_coeff
-        self.clip_value = clip_value
-        self.estimator_options |= {
-            "gamma": gamma,
-            "lmbda": lmbda,
-            "granularity": granularity,
-            "single_turn": single_turn,
-            "value_reduction": value_reduction,
-            "whiten": whiten,
-        }
-        self.make_value_estimator()
+    critic: InitVar[TensorDictModuleBase] = field(kw_only=False)
+    critic_coeff: NonNegative = 0.5
+    clip_value: Positive | None = 0.2
+    gamma: Share | None = None
+    lmbda: Share = 0.95
+    granularity: Granularity = "turn"
+    single_turn: bool | None = None
+    value_reduction: F.ValueReduction = "first"
+    whiten: bool = True
+    kl_coeff: NonNegative = 0.01
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -104,7 +86,9 @@ class LLMPPOLoss(TurnPolicyLoss):
     def _add_terms(self, out: TensorDictBase, tensordict: TensorDictBase, weights: dict[str, Tensor]) -> None:
         hint = "Run the value estimator first."
         turn_ids, weight = self._get(tensordict, "turn_ids"), weights["critic_weight"]
-        value = self._pool(self._get(self._run(self.critic_network, tensordict), "value"), turn_ids)
+        value = self._pool(
+            self._get(self.critic_network(self._inputs(self.critic_network, tensordict)), "value"), turn_ids
+        )
         target = self._frozen(tensordict, "value_target", hint)
         error = (value - target).square()
         clipped = torch.zeros_like(turn_ids, dtype=torch.bool)

@@ -1,44 +1,34 @@
-"""REINFORCE over conversations: :class:`LLMReinforceLoss`."""
+"""REINFORCE over episodes: :class:`LLMReinforceLoss`."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
 
-from tensordict.nn import TensorDictModuleBase
-
-from torchrl_llm.objectives.advantages import Population, ReBN
-from torchrl_llm.objectives.policy import KLPlace, TurnPolicyLoss
+from torchrl_llm.objectives.estimators.rebn import Population, ReBN
+from torchrl_llm.objectives.loss import KLPlace, TurnPolicyLoss
 from torchrl_llm.options import NonNegative, Share
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LLMReinforceLoss(TurnPolicyLoss):
-    """REINFORCE (Williams, 1992) with return batch normalisation; the ratio, clipped, allows for more than one epoch.
+    """REINFORCE (Williams, 1992) with return batch normalization; the ratio, clipped, allows for more than one epoch.
 
-    :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss` with the KL in the reward by default, where its sum is exact, and
+    :class:`~torchrl_llm.objectives.TurnPolicyLoss` with the KL in the reward by default, where its sum is exact, and
     no critic.
 
     Args:
-        actor: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
+        actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
 
     Keyword Args:
-        gamma, normalise_over: see :class:`~torchrl_llm.objectives.advantages.ReBN`. Defaults: 0.9, ``"batch"``.
+        gamma, normalise_over: see :class:`~torchrl_llm.objectives.ReBN`. Defaults: 0.9, ``"batch"``.
         kl_coeff: weight of the KL to the reference. Default: 0.01.
         kl_in: where it is. Default: ``"reward"``.
-        **options: see :class:`~torchrl_llm.objectives.policy.TurnPolicyLoss`.
+        **options: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
     """
 
     default_value_estimator = ReBN
 
-    def __init__(
-        self,
-        actor: TensorDictModuleBase,
-        *,
-        gamma: Share = 0.9,
-        normalise_over: Population = "batch",
-        kl_coeff: NonNegative = 0.01,
-        kl_in: KLPlace = "reward",
-        **options: Any,
-    ) -> None:
-        super().__init__(actor, kl_coeff=kl_coeff, kl_in=kl_in, **options)
-        self.estimator_options |= {"gamma": gamma, "normalise_over": normalise_over}
-        self.make_value_estimator()
+    gamma: Share = 0.9
+    normalise_over: Population = "batch"
+    kl_coeff: NonNegative = 0.01
+    kl_in: KLPlace = "reward"

@@ -14,7 +14,8 @@ from typing import Any, ClassVar, Literal, get_args
 
 import numpy as np
 
-from torchrl_llm.envs.game import Game, TextEnv, resolve_env
+from torchrl_llm.envs.isolation import IsolatedEnv
+from torchrl_llm.envs.text_env import TextEnv, resolve_env
 
 Step = tuple[str, float, bool, bool, dict[str, Any]]
 Fault = Literal["raise", "nan", "malformed"]
@@ -126,9 +127,9 @@ class Slow:
     ) -> None:
         if mean < 0 or sigma < 0:
             raise ValueError(f"mean is {mean} and sigma is {sigma}; expected both >= 0.")
-        name, make = resolve_env(factory)
+        spec = resolve_env(factory)
         self.mean, self.sigma, self.seed = mean, sigma, seed
-        self._game = Game(make, name)
+        self._game = IsolatedEnv(spec.make, spec.name)
         self._task = self._turn = 0
 
     @property

@@ -26,8 +26,8 @@ from transformers.utils.logging import disable_progress_bar
 from torchrl_llm.collectors import AsyncTurnCollector, RayTurnCollector, TurnCollector, adapt_tasks
 from torchrl_llm.collectors.async_turn import STEP_TIMEOUT
 from torchrl_llm.data import TurnsToSequence
-from torchrl_llm.envs import GEMEnv, SeenTasks
-from torchrl_llm.envs.tickets import Stream
+from torchrl_llm.envs import GEMEnv, SeenTasks, resolve_env
+from torchrl_llm.envs.tasks import Stream
 from torchrl_llm.interrupts import run_begins
 from torchrl_llm.modules import ActorCritic, HFPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
@@ -238,7 +238,11 @@ def build_run(
     start = ranks.on_first(lambda: _where_to_start(config, folder))  # before the models are loaded
     tokenizer = load_tokenizer(config)
     path = model_path(config)
-    make_env = make_env or partial(GEMEnv, env or config.env_name, weights=config.env_weights, divide=True)
+    if make_env is None:
+        names = [config.env_name] if isinstance(config.env_name, str) else config.env_name
+        # Ids are resolved here: workers on Ray may not have registered the family.
+        sources = env or [resolve_env(name) for name in names]
+        make_env = partial(GEMEnv, sources, weights=config.env_weights, divide=True)
     make_env = partial(_make_env, config, tokenizer, make_env, worker=ranks.index, num_workers=ranks.count)
     train_env, evaluation_env = make_env(stream="train", group_size=config.group_size), make_env(stream="eval")
     _check_mixture(config, train_env)

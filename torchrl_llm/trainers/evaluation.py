@@ -14,9 +14,8 @@ from torchrl.envs.utils import ExplorationType
 from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.data import cat_rows, turns_to_rows
-from torchrl_llm.envs.gem import FAILED
-from torchrl_llm.envs.tasks import SeenTasks
-from torchrl_llm.envs.tickets import STREAM_IDS, Ticket, Tickets
+from torchrl_llm.envs.slots import FAILED
+from torchrl_llm.envs.tasks import STREAM_IDS, SeenTasks, Ticket, Tickets
 from torchrl_llm.interrupts import interruptible
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.record import rollout_metrics, success_interval

@@ -1,12 +1,13 @@
 """The maths of turn-level reinforcement learning: pure functions on tensors.
 
-Everything here is vectorised, keeps no state, draws no random number and accumulates in float32 or wider. ``B``
-conversations, ``T`` turns, ``L`` tokens. ``turn_ids [B, L]`` is -1 wherever a token is not an action, and the action
+Everything here is vectorized, keeps no state, draws no random number and accumulates in float32 or wider. ``B``
+episodes, ``T`` turns, ``L`` tokens. ``turn_ids [B, L]`` is -1 wherever a token is not an action, and the action
 mask is always ``turn_ids >= 0``. Entries off a mask are never read: they may hold anything, NaN included.
 
-Five rooms: ``turns`` (between tokens and turns), ``credit`` (returns, advantages, normalisation), ``surrogate`` (what is
-maximised, and how tokens are weighed), ``figures`` and ``ids`` (of what belongs together). Reading and writing TensorDicts is the business of
-:mod:`torchrl_llm.objectives.advantages` and :mod:`torchrl_llm.objectives.policy`; no TensorDict appears here.
+Five modules: ``turns`` (between tokens and turns), ``credit`` (returns, advantages, normalization), ``surrogate`` (what is
+maximized, and how tokens are weighted), ``statistics`` (metrics without a gradient) and ``ids`` (whether episode and group ids
+are consistent). No TensorDict appears here: :mod:`torchrl_llm.objectives.estimators` and
+:mod:`torchrl_llm.objectives.loss` read and write them.
 """
 
 from torchrl_llm.objectives.functional._common import check_choice, importance_ratio
@@ -18,6 +19,7 @@ from torchrl_llm.objectives.functional.credit import (
     masked_whiten,
     overlong_penalty,
     rebn,
+    standardize,
     token_gae,
     token_rewards,
     turn_gae,
@@ -27,8 +29,8 @@ from torchrl_llm.objectives.functional.credit import (
 from torchrl_llm.objectives.functional.credit import Baseline as Baseline
 from torchrl_llm.objectives.functional.credit import Partial as Partial
 from torchrl_llm.objectives.functional.credit import Scale as Scale
-from torchrl_llm.objectives.functional.figures import effective_sample_size, explained_variance
 from torchrl_llm.objectives.functional.ids import episode_fault, group_fault
+from torchrl_llm.objectives.functional.statistics import effective_sample_size, explained_variance
 from torchrl_llm.objectives.functional.surrogate import KLKind as KLKind
 from torchrl_llm.objectives.functional.surrogate import RatioLevel as RatioLevel
 from torchrl_llm.objectives.functional.surrogate import RatioReduction as RatioReduction
@@ -75,6 +77,7 @@ __all__ = [
     "pool_log_ratio",
     "rebn",
     "sampler_weights",
+    "standardize",
     "token_gae",
     "token_rewards",
     "turn_first",

@@ -1,7 +1,9 @@
-"""Returns, advantages, and their normalisation over a batch or a group."""
+"""Returns, advantages, and their normalization over a batch or a group."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial as bind
 from typing import Literal
 
 import torch
@@ -45,7 +47,7 @@ def _reverse_scan(x: Tensor, decay: Tensor, last: Tensor | None = None) -> Tenso
 def _turn_inputs(
     reward: Tensor, mask: Tensor, bootstrap: Tensor | None, acted: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Sanitised reward ``[B, T]``, bootstrap ``[B]`` and acted ``[B, T]``."""
+    """Sanitized reward ``[B, T]``, bootstrap ``[B]`` and acted ``[B, T]``."""
     check_shapes(reward=reward, mask=mask, acted=acted)
     reward = masked(reward, mask)
     bootstrap = reward.new_zeros(reward.shape[0]) if bootstrap is None else wide(bootstrap)
@@ -311,26 +313,51 @@ def overlong_penalty(length: Tensor, max_length: int, buffer: int) -> Tensor:
     return ((max_length - buffer - wide(length)) / buffer).clamp(-1.0, 0.0) + 0.0
 
 
+Statistics = tuple[Tensor, Tensor, Tensor]
+"""Mean, standard deviation, and whether there is a spread at all; each broadcasts to what it is of."""
+
+
+def _has_spread(mean: Tensor, std: Tensor) -> Tensor:
+    return std > SPREAD_TOLERANCE * mean.abs().clamp_min(1.0)
+
+
 @torch.no_grad()
-def _mean_and_std(
-    x: Tensor, mask: Tensor, ddof: int, process_group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, standard deviation and spread flag over ``mask``, all ranks of the group included."""
+def _batch_statistics(x: Tensor, mask: Tensor, ddof: int, process_group: dist.ProcessGroup | None) -> Statistics:
+    """Statistics over ``mask``, all ranks of the group included."""
     x = masked(x, mask)
     total, count = all_sum(torch.stack([x.sum(), mask.sum().to(x.dtype)]), process_group)
     mean = total / count.clamp_min(1.0)
     square = all_sum(masked(x - mean, mask).square().sum(), process_group)
     std = torch.where(count > ddof, square / (count - ddof).clamp_min(1.0), 0.0).sqrt()
-    return mean, std, std > SPREAD_TOLERANCE * mean.abs().clamp_min(1.0)
+    return mean, std, _has_spread(mean, std)
 
 
-def masked_whiten(
-    x: Tensor, mask: Tensor, ddof: int = 1, eps: float = 1e-8, process_group: dist.ProcessGroup | None = None
+def _center(score: Tensor, penalty: Tensor | None, statistics: Callable[[Tensor], Statistics]) -> Statistics:
+    """``score + penalty`` without its mean, its standard deviation, and whether ``score`` alone has a spread.
+
+    Without a spread the score counts for 0, so that rounding noise is never blown up to unit variance.
+    """
+    spread = statistics(score)[2]
+    score = torch.where(spread, score, 0.0)
+    if penalty is not None:
+        score = score + wide(penalty)
+    mean, std, _ = statistics(score)
+    return score - mean, std, spread
+
+
+def standardize(
+    x: Tensor,
+    mask: Tensor,
+    ddof: int = 1,
+    eps: float = 1e-8,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    penalty: Tensor | None = None,
 ) -> Tensor:
-    """``(x - mean) / (std + eps)`` over ``mask``.
+    """``(x - mean) / (std + eps)`` over ``mask``: :func:`masked_whiten`, and :func:`rebn`, whose penalty it takes.
 
-    Numbers that are equal but for rounding (``std <= 1e-6 * max(1, |mean|)``) become 0: noise is never blown up to unit
-    variance. Mean and standard deviation are constants to autograd.
+    Numbers that are equal but for rounding (``std <= 1e-6 * max(1, |mean|)``) become 0, and the penalty enters centered but
+    unscaled. Mean and standard deviation are constants to autograd.
 
     Args:
         x: any shape.
@@ -338,15 +365,32 @@ def masked_whiten(
         ddof: the variance divides by ``count - ddof``.
         eps: added to the standard deviation.
         process_group: take the statistics over all ranks of this group (``None``: of this process only).
+        penalty: the shape of ``x``, added to it. Whether there is a spread is judged on ``x`` alone.
 
     Returns:
         The shape of ``x``, float32 or wider; 0 off the mask.
 
     Examples:
+        >>> standardize(torch.tensor([1.0, 3.0, 99.0]), torch.tensor([True, True, False]), ddof=0)
+        tensor([-1.,  1.,  0.])
+    """
+    check_shapes(x=x, mask=mask, penalty=penalty)
+    statistics = bind(_batch_statistics, mask=mask, ddof=ddof, process_group=process_group)
+    penalty = None if penalty is None else masked(penalty, mask)
+    centered, std, spread = _center(masked(x, mask), penalty, statistics)
+    return masked(centered / torch.where(spread, std + eps, 1.0), mask)
+
+
+def masked_whiten(
+    x: Tensor, mask: Tensor, ddof: int = 1, eps: float = 1e-8, process_group: dist.ProcessGroup | None = None
+) -> Tensor:
+    """Advantages ``x`` with mean 0 and variance 1 over ``mask``, see :func:`standardize`.
+
+    Examples:
         >>> masked_whiten(torch.tensor([1.0, 3.0, 99.0]), torch.tensor([True, True, False]), ddof=0)
         tensor([-1.,  1.,  0.])
     """
-    return rebn(x, mask, ddof, eps, process_group)
+    return standardize(x, mask, ddof, eps, process_group)
 
 
 def rebn(
@@ -358,17 +402,14 @@ def rebn(
     *,
     penalty: Tensor | None = None,
 ) -> Tensor:
-    """Return batch normalisation: ``A = (G - mean) / (std + eps)`` over all valid (conversation, turn) pairs.
+    """Return batch normalization: ``A = (G - mean) / (std + eps)`` over all valid (episode, turn) pairs.
 
     Args:
         returns: ``[B, T]``, the returns of the environment's rewards.
         mask: ``[B, T]`` bool, the turns that count.
-        ddof: the variance divides by ``count - ddof``.
-        eps: added to the standard deviation.
-        process_group: take the statistics over all ranks of this group (``None``: of this process only).
-        penalty: ``[B, T]``, added to the returns: those of a KL penalty in the reward. Whether there is a spread is
-            judged on ``returns`` alone. Where they do not differ (``std <= 1e-6 * max(1, |mean|)``) they
-            count for 0 and the penalty enters centred but unscaled.
+        ddof, eps, process_group: see :func:`standardize`.
+        penalty: ``[B, T]``, added to the returns: those of a KL penalty in the reward. Whether there is a spread is judged on
+            ``returns`` alone. Where they do not differ they count for 0 and the penalty enters centered but unscaled.
 
     Returns:
         ``[B, T]`` advantages, float32 or wider; 0 off the mask. Mean and deviation are constants to autograd.
@@ -380,13 +421,7 @@ def rebn(
         >>> rebn(torch.tensor([[3.0, 3.0]]), mask, penalty=torch.tensor([[-0.25, -0.75]]))
         tensor([[ 0.2500, -0.2500]])
     """
-    check_shapes(returns=returns, mask=mask, penalty=penalty)
-    _, _, spread = _mean_and_std(returns, mask, ddof, process_group)
-    scored = torch.where(spread, masked(returns, mask), 0.0)
-    if penalty is not None:
-        scored = scored + masked(penalty, mask)
-    mean, std, _ = _mean_and_std(scored, mask, ddof, process_group)
-    return masked((scored - mean) / torch.where(spread, std + eps, 1.0), mask)
+    return standardize(returns, mask, ddof, eps, process_group, penalty=penalty)
 
 
 def _check_groups(labels: Tensor, counts: Tensor, group_size: int | None) -> None:
@@ -400,17 +435,14 @@ def _check_groups(labels: Tensor, counts: Tensor, group_size: int | None) -> Non
         )
 
 
-def _group_statistics(score: Tensor, index: Tensor, size: Tensor, ddof: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean, standard deviation and spread flag of each group, ``[groups, ...]`` each."""
-    zeros = score.new_zeros(len(size), *score.shape[1:])
-    mean = zeros.index_add(0, index, score) / size
-    square = zeros.index_add(0, index, (score - mean[index]).square())
+@torch.no_grad()
+def _group_statistics(x: Tensor, index: Tensor, size: Tensor, ddof: int) -> Statistics:
+    """Statistics of each row's group, in the shape of ``x``."""
+    zeros = x.new_zeros(len(size), *x.shape[1:])
+    mean = zeros.index_add(0, index, x) / size
+    square = zeros.index_add(0, index, (x - mean[index]).square())
     std = torch.where(size > ddof, square / (size - ddof).clamp_min(1.0), 0.0).sqrt()
-    return mean, std, std > SPREAD_TOLERANCE * mean.abs().clamp_min(1.0)
-
-
-def _sizes(counts: Tensor, score: Tensor) -> Tensor:
-    return counts.to(score.dtype).view(-1, *[1] * (score.ndim - 1))
+    return mean[index], std[index], _has_spread(mean, std)[index]
 
 
 def group_relative(
@@ -441,7 +473,7 @@ def group_relative(
         group_size: how many conversations a group has; ``None``: as many as the largest one in the batch.
         partial: ``"error"`` raises ``ValueError`` on a group of another size, ``"allow"`` takes what there is.
         penalty: the shape of ``score``, added to it: that of a KL penalty in the reward. Whether there is a spread is
-            judged on ``score`` alone. Where it has none it counts for 0 and the penalty enters centred but unscaled.
+            judged on ``score`` alone. Where it has none it counts for 0 and the penalty enters centered but unscaled.
 
     Returns:
         The shape of ``score``, float32 or wider; without a penalty 0 in a group of one and where a group's scores do not
@@ -470,15 +502,8 @@ def group_relative(
     labels, index, counts = group_id.unique(return_inverse=True, return_counts=True)
     if partial == "error":
         _check_groups(labels, counts, group_size)
-    size = _sizes(counts, score)
-    with torch.no_grad():
-        spread = _group_statistics(score, index, size, ddof)[2]
-    scored = torch.where(spread[index], score, 0.0)
-    if penalty is not None:
-        scored = scored + wide(penalty)
-    with torch.no_grad():
-        mean, std, _ = _group_statistics(scored, index, size, ddof)
-    factor = size / (size - 1).clamp_min(1.0) if baseline == "leave_one_out" else torch.ones_like(size)
-    if scale == "std":
-        factor = factor / torch.where(spread, std + eps, 1.0)
-    return (scored - mean[index]) * factor.expand_as(mean)[index]
+    size = counts.to(score.dtype).view(-1, *[1] * (score.ndim - 1))
+    centered, std, spread = _center(score, penalty, bind(_group_statistics, index=index, size=size, ddof=ddof))
+    if baseline == "leave_one_out":
+        return centered * (size / (size - 1).clamp_min(1.0))[index]
+    return centered * torch.where(spread, std + eps, 1.0).reciprocal() if scale == "std" else centered

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from torchrl_llm.envs.game import Game, kept_global_rng, revoke_global_rng
+from torchrl_llm.envs.isolation import IsolatedEnv, kept_global_rng, revoke_global_rng
 from torchrl_llm.testing.environments import Dice, Slow, StopOrGo
 
 
@@ -26,7 +26,7 @@ class Patient(Dice):
 
 
 def played(make, seed):
-    game = Game(make)
+    game = IsolatedEnv(make)
     return [game.reset(seed), *(game.step("x").message for _ in range(3))]
 
 
@@ -64,7 +64,7 @@ class TestIsolation:
             meet = threading.Barrier(2)
 
         def play(make):
-            game = Game(make)
+            game = IsolatedEnv(make)
             game.reset(0)
             return game.step("stop").reward
 
@@ -81,7 +81,7 @@ class TestBusy:
                 assert release.wait(5.0)
                 return super().step(action)
 
-        release, game, other = threading.Event(), Game(Waits), Game(StopOrGo)
+        release, game, other = threading.Event(), IsolatedEnv(Waits), IsolatedEnv(StopOrGo)
         game.reset(0), other.reset(0)
         with ThreadPoolExecutor(2) as pool:
             first = pool.submit(game.step, "x")
@@ -102,7 +102,7 @@ class TestBusy:
                 return super().step(action)
 
         def play(_):
-            game = Game(Long, "long-and-undeclared")
+            game = IsolatedEnv(Long, "long-and-undeclared")
             game.reset(0)
             game.step("stop")
 
@@ -123,7 +123,7 @@ class TestRevoke:
                 release.wait(5.0)
                 return super().step(action)
 
-        release, game = threading.Event(), Game(Hangs)
+        release, game = threading.Event(), IsolatedEnv(Hangs)
         state = random.getstate(), np.random.get_state()[1].tolist()
         game.reset(0)
         thread = threading.Thread(target=game.step, args=("x",), daemon=True)
@@ -148,7 +148,7 @@ def test_threads_that_read_the_global_generators_meet_no_freed_one():
     code = """
 import gc, sys, threading
 import numpy as np
-from torchrl_llm.envs import Game
+from torchrl_llm.envs import IsolatedEnv
 from torchrl_llm.testing.environments import Dice
 
 class Late:
@@ -164,7 +164,7 @@ class Long(Dice):
 
 def play():
     while True:
-        Game(Long).reset(0)
+        IsolatedEnv(Long).reset(0)
 
 sys.setswitchinterval(1e-5)
 gc.set_threshold(1)
@@ -185,7 +185,7 @@ print("alive", flush=True)
 class TestImportOfGEM:
     SCRIPT = """
 import sys, warnings
-from torchrl_llm.envs.game import import_gem
+from torchrl_llm.envs.gem_catalog import import_gem
 sys.pycache_prefix = sys.argv[1]  # nothing is compiled there: all that is imported now warns if it ever does
 filters = warnings.filters[:]
 import_gem("game:GuessTheNumber-v0")

@@ -17,8 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from torchrl_llm.envs.chat import ChatFormatter
-from torchrl_llm.envs.dataset import train_test_split
+from torchrl_llm.envs import ChatFormatter, train_test_split
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import word_tokenizer
 
@@ -56,7 +55,7 @@ def arithmetic_tokenizer(*, operands: int = 3, largest: int = 5) -> PreTrainedTo
     return word_tokenizer([*map(str, numbers), *SIGNS, "="])
 
 
-def make_pupil(
+def make_student(
     rows: list[dict[str, str]],
     *,
     guessed: float = 0.5,
@@ -81,8 +80,8 @@ def make_pupil(
     tokenizer = arithmetic_tokenizer()
     model = random_model(tokenizer, hidden=64, layers=2, heads=4, max_length=64, seed=seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
-    lessons = partial(_lessons, rows, tokenizer, batch=batch, rng=np.random.default_rng(seed))
-    careful, forgetful = lessons(steps - steps // 4, guessed=0.0), lessons(steps // 4, guessed=guessed)
+    batches = partial(_batches, rows, tokenizer, batch=batch, rng=np.random.default_rng(seed))
+    careful, forgetful = batches(steps - steps // 4, guessed=0.0), batches(steps // 4, guessed=guessed)
     model.train()
     for step, ids in enumerate(itertools.chain(careful, forgetful)):
         for group in optimizer.param_groups:
@@ -96,7 +95,7 @@ def make_pupil(
     return model.eval(), tokenizer
 
 
-def _lessons(
+def _batches(
     rows: list[dict[str, str]],
     tokenizer: PreTrainedTokenizerFast,
     steps: int,

@@ -1,4 +1,4 @@
-"""Figures to watch: they enter no gradient."""
+"""Statistics to log: they enter no gradient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make the small model that the package ships: ``python -m torchrl_llm.testing.make_tiny_guess --out DIR --seed 0``.
+"""Make the small model that the package ships: ``python benchmarks/small_models/make_tiny_guess.py --out DIR --seed 0``.
 
 Three parts, each from transcripts of real GEM games: a byte-level BPE with the game's fixed phrases as added tokens, a
 Qwen2 of about 0.14 M parameters, and behaviour cloning of scripted players that guess among the numbers the hints still
@@ -34,7 +34,8 @@ from torch import Tensor
 from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from torchrl_llm.envs.chat import CHATML, ChatFormatter, compose_message
-from torchrl_llm.envs.game import kept_global_rng, resolve_env
+from torchrl_llm.envs.isolation import kept_global_rng
+from torchrl_llm.envs.text_env import resolve_env
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ def hint_reader(*, forget: float, full: tuple[int, int] = (1, 10)) -> Player:
 
 def make_env(env_id: str) -> Any:
     """A GEM environment, by its id."""
-    return resolve_env(env_id)[1]()
+    return resolve_env(env_id).make()
 
 
 def play(env: Any, seed: int, player: Player, rng: random.Random) -> list[str]:
@@ -111,7 +112,7 @@ def play(env: Any, seed: int, player: Player, rng: random.Random) -> list[str]:
 
     Args:
         env: one of GEM's GuessTheNumber environments. It seeds the global generators: call this inside
-            :func:`~torchrl_llm.envs.game.kept_global_rng`.
+            :func:`~torchrl_llm.envs.isolation.kept_global_rng`.
         seed: of the game.
         player: told the lowest and the highest number that the hints allow.
         rng: the player's generator.
@@ -272,7 +273,7 @@ def clone(model: Qwen2ForCausalLM, data: Iterator[tuple[Tensor, Tensor]], recipe
     model.eval()
 
 
-def _lessons(tokenizer: Qwen2Tokenizer, recipe: Recipe, rng: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
+def _examples(tokenizer: Qwen2Tokenizer, recipe: Recipe, rng: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
     """The careful player's games, then the forgetful one's."""
     env, formatter = make_env(ENV_ID), ChatFormatter(tokenizer)
     for forget, steps in ((0.0, recipe.careful_steps), (recipe.forget, recipe.forgetful_steps)):
@@ -293,7 +294,7 @@ def make(*, seed: int, recipe: Recipe | None = None) -> tuple[Qwen2ForCausalLM, 
         texts = corpus(random.Random(seed), games=recipe.corpus_games)
         tokenizer = train_tokenizer(texts, vocab_size=recipe.vocab_size)
         model = make_model(tokenizer, recipe, generator=torch.Generator().manual_seed(seed))
-        clone(model, _lessons(tokenizer, recipe, random.Random(seed)), recipe)
+        clone(model, _examples(tokenizer, recipe, random.Random(seed)), recipe)
     return model, tokenizer
 
 

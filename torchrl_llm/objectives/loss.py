@@ -12,7 +12,7 @@ The maths is in :mod:`torchrl_llm.objectives.functional`; the three algorithms i
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import InitVar, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -27,8 +27,9 @@ from torchrl.objectives.value import ValueEstimatorBase
 from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
-from torchrl_llm.objectives.advantages import ReBN, TurnEstimator, TurnGAE
-from torchrl_llm.options import Bound, Checked, Idle, NonNegative, Positive, Ratio
+from torchrl_llm.objectives.estimators import ReBN, TurnEstimator, TurnGAE
+from torchrl_llm.objectives.rows import RowReader
+from torchrl_llm.options import Bound, Checked, Idle, NonNegative, Positive, Ratio, options_of
 
 UnitWeight = Literal["by_tokens", "equal"]
 Clipping = Literal["ppo", "cispo", "none"]
@@ -38,7 +39,8 @@ AVERAGED = ("ESS", "explained_variance")
 """Outputs that :func:`merge` averages by the micro-batches' shares of the weight; all others are sums."""
 
 
-class TurnPolicyLoss(Checked, LossModule):
+@dataclass(kw_only=True, eq=False, repr=False)
+class TurnPolicyLoss(Checked, RowReader, LossModule):
     """Policy loss over conversations: advantage x ratio level x clipping x weights x KL x entropy x sampler correction.
 
     ``loss_objective = -sum(loss_weight * correction * objective(log_ratio, advantage))``, where ``log_ratio`` is the
@@ -95,7 +97,7 @@ class TurnPolicyLoss(Checked, LossModule):
         sampler_level, sampler_reduction: what has one weight ``w``, and how its tokens' are pooled; as ``ratio_level`` and
             ``ratio_reduction``. Defaults: ``"token"``, ``"sum"``.
         keep_discount, clip_advantage: of the estimator, see
-            :class:`~torchrl_llm.objectives.advantages.TurnEstimator`. Defaults: ``False``, ``None``.
+            :class:`~torchrl_llm.objectives.TurnEstimator`. Defaults: ``False``, ``None``.
 
     Examples:
         >>> from tensordict.nn import TensorDictModule
@@ -116,28 +118,14 @@ class TurnPolicyLoss(Checked, LossModule):
     """
 
     @dataclass
-    class _AcceptedKeys:
+    class _AcceptedKeys(TurnEstimator._AcceptedKeys):
         log_prob: NestedKey = keys.LOG_PROB
         entropy: NestedKey = keys.ENTROPY
-        turn_ids: NestedKey = keys.TURN_IDS
-        advantage: NestedKey = keys.ADVANTAGE
-        value_target: NestedKey = keys.VALUE_TARGET
-        value: NestedKey = keys.STATE_VALUE
-        bootstrap_value: NestedKey = keys.BOOTSTRAP_VALUE
-        sample_log_prob: NestedKey = keys.SAMPLE_LOG_PROB
-        old_log_prob: NestedKey = keys.OLD_LOG_PROB
-        ref_log_prob: NestedKey = keys.REF_LOG_PROB
         loss_weight: NestedKey = keys.LOSS_WEIGHT
         critic_weight: NestedKey = keys.CRITIC_WEIGHT
-        reward: NestedKey = keys.TURN_REWARD
-        terminated: NestedKey = keys.TURN_TERMINATED
-        truncated: NestedKey = keys.TURN_TRUNCATED
-        mask: NestedKey = keys.TURN_MASK
-        group_id: NestedKey = keys.GROUP_ID
 
     default_keys = _AcceptedKeys
-    tensor_keys: _AcceptedKeys
-    default_value_estimator: type[TurnEstimator] = ReBN
+    default_value_estimator: ClassVar[type[TurnEstimator]] = ReBN
 
     idle: ClassVar[tuple[Idle, ...]] = (
         Idle(("clip_epsilon",), {"clipping": ("none",)}, 'set clipping to "ppo" or "cispo"'),
@@ -153,57 +141,38 @@ class TurnPolicyLoss(Checked, LossModule):
         Idle(("keep_discount",), {"gamma": (1,)}, "discount (gamma below 1)"),
     )
 
-    _weight_names: tuple[str, ...] = ("loss_weight",)
+    _weight_names: ClassVar[tuple[str, ...]] = ("loss_weight",)
 
-    actor_network: TensorDictModuleBase
-    critic_network: TensorDictModuleBase | None
+    # torch.nn.Module takes modules as attributes only after its own constructor: hence not fields.
+    actor: InitVar[TensorDictModuleBase] = field(kw_only=False)
+    critic: InitVar[TensorDictModuleBase | None] = field(default=None, kw_only=False)
+    clipping: Clipping = "ppo"
+    clip_epsilon: NonNegative | tuple[NonNegative, NonNegative] = 0.2
+    dual_clip: Ratio | None = None
+    ratio_level: F.RatioLevel = "token"
+    ratio_reduction: F.RatioReduction = "mean"
+    unit_weight: UnitWeight = "by_tokens"
+    weighting: F.WeightKind = "token"
+    weight_constant: Positive | None = None
+    kl_coeff: NonNegative = 0.0
+    kl_kind: F.KLKind = "k3"
+    kl_in: KLPlace = "loss"
+    entropy_coeff: NonNegative = 0.0
+    sampler_correction: F.SamplerCorrection | None = None
+    sampler_bounds: Bound | tuple[Bound, Bound] | None = None
+    sampler_level: F.RatioLevel = "token"
+    sampler_reduction: F.RatioReduction = "sum"
+    keep_discount: bool = False
+    clip_advantage: Positive | None = None
 
-    def __init__(
-        self,
-        actor: TensorDictModuleBase,
-        critic: TensorDictModuleBase | None = None,
-        *,
-        clipping: Clipping = "ppo",
-        clip_epsilon: NonNegative | tuple[NonNegative, NonNegative] = 0.2,
-        dual_clip: Ratio | None = None,
-        ratio_level: F.RatioLevel = "token",
-        ratio_reduction: F.RatioReduction = "mean",
-        unit_weight: UnitWeight = "by_tokens",
-        weighting: F.WeightKind = "token",
-        weight_constant: Positive | None = None,
-        kl_coeff: NonNegative = 0.0,
-        kl_kind: F.KLKind = "k3",
-        kl_in: KLPlace = "loss",
-        entropy_coeff: NonNegative = 0.0,
-        sampler_correction: F.SamplerCorrection | None = None,
-        sampler_bounds: Bound | tuple[Bound, Bound] | None = None,
-        sampler_level: F.RatioLevel = "token",
-        sampler_reduction: F.RatioReduction = "sum",
-        keep_discount: bool = False,
-        clip_advantage: Positive | None = None,
-    ) -> None:
+    def __post_init__(self, actor: TensorDictModuleBase, critic: TensorDictModuleBase | None) -> None:
         super().__init__()
         self.actor_network = actor
-        self.critic_network = critic
-        self.clipping = clipping
-        self.dual_clip = dual_clip
-        self.clip_low, self.clip_high = clip_epsilon if isinstance(clip_epsilon, tuple | list) else (clip_epsilon,) * 2
-        self.ratio_level = ratio_level
-        self.ratio_reduction = ratio_reduction
-        self.unit_weight = unit_weight
-        self.weighting: F.WeightKind = weighting
-        self.weight_constant = weight_constant
-        self.kl_coeff = kl_coeff
-        self.kl_kind: F.KLKind = kl_kind
-        self.kl_in = kl_in
-        self.entropy_coeff = entropy_coeff
-        self.sampler_correction: F.SamplerCorrection | None = sampler_correction
-        self.sampler_bounds = sampler_bounds
-        self.sampler_level: F.RatioLevel = sampler_level
-        self.sampler_reduction: F.RatioReduction = sampler_reduction
-        self.estimator_options: dict[str, Any] = {"keep_discount": keep_discount, "clip_advantage": clip_advantage}
-        self.estimator_options |= {"kl_coeff": kl_coeff} if kl_in == "reward" else {}
+        self.critic_network: Any = critic  # None without one
+        bounds = self.clip_epsilon
+        self.clip_low, self.clip_high = bounds if isinstance(bounds, tuple | list) else (bounds, bounds)
         self._check_options()
+        self.make_value_estimator()
 
     def _check_options(self) -> None:
         if self.kl_kind == "k1" and self.kl_in == "loss":
@@ -266,11 +235,18 @@ class TurnPolicyLoss(Checked, LossModule):
             out += ["loss_entropy", "entropy"] if self.entropy_coeff else ["entropy"]
         return out
 
+    @property
+    def estimator_options(self) -> dict[str, Any]:
+        """The options of this loss, for an estimator that has options of the same names."""
+        options = {each.name: getattr(self, each.name) for each in fields(self)}
+        kl_coeff = self.kl_coeff if self.kl_in == "reward" else None
+        return options | {"kl_coeff": kl_coeff, "value_network": self.critic_network}
+
     def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
         estimator = self._value_estimator
         if estimator is not None:
-            known = {field.name for field in fields(estimator._AcceptedKeys)}
-            own = {field.name for field in fields(self._AcceptedKeys)}
+            # An estimator of TorchRL's own knows other names; those that both have are the loss's.
+            known, own = ({field.name for field in fields(each._AcceptedKeys)} for each in (estimator, self))
             estimator.set_keys(**{name: getattr(self.tensor_keys, name) for name in known & own})
 
     def make_value_estimator(
@@ -281,7 +257,7 @@ class TurnPolicyLoss(Checked, LossModule):
         """Choose the advantage estimator.
 
         Args:
-            value_type: a :class:`~torchrl_llm.objectives.advantages.TurnEstimator` class, built from this loss's own
+            value_type: a :class:`~torchrl_llm.objectives.TurnEstimator` class, built from this loss's own
                 options and ``hyperparams``; ``ValueEstimators.GAE``, which means ``TurnGAE``; any other
                 ``ValueEstimatorBase`` class or instance; or ``None``: the algorithm's own.
             **hyperparams: options of the estimator's class; they win over the loss's.
@@ -298,7 +274,10 @@ class TurnPolicyLoss(Checked, LossModule):
         if isinstance(value_type, ValueEstimatorBase) and hyperparams:
             raise ValueError(f"An estimator instance takes no hyperparameters; got {sorted(hyperparams)}.")
         if isinstance(value_type, type) and issubclass(value_type, TurnEstimator):
-            value_type, hyperparams = value_type.for_loss(self, **hyperparams), {}
+            known = options_of(value_type)
+            # An option that the loss leaves None has the default of the estimator's own class.
+            given = {name: x for name, x in self.estimator_options.items() if name in known and x is not None}
+            value_type, hyperparams = value_type(**(given | hyperparams)), {}
         super().make_value_estimator(value_type, **hyperparams)
         self._check_estimator()
         self._forward_value_estimator_keys()
@@ -358,7 +337,7 @@ class TurnPolicyLoss(Checked, LossModule):
         action = turn_ids >= 0
         weights = self._read_weights(tensordict, turn_ids)
         weight = weights["loss_weight"]
-        scored = self._run(self.actor_network, tensordict)
+        scored = self.actor_network(self._inputs(self.actor_network, tensordict))
         log_prob = torch.where(action, self._get(scored, "log_prob", "The actor must write it."), 0.0)
         old, correction = self._old_log_prob(tensordict)
         token_ratio = log_prob - old
@@ -383,22 +362,10 @@ class TurnPolicyLoss(Checked, LossModule):
     def _add_terms(self, out: TensorDictBase, tensordict: TensorDictBase, weights: dict[str, Tensor]) -> None:
         """Terms of a subclass; they write into ``out``."""
 
-    def _get(self, tensordict: TensorDictBase, name: str, hint: str = "") -> Tensor:
-        key = getattr(self.tensor_keys, name)
-        value = tensordict.get(key, None)
-        if value is None:
-            raise KeyError(f"{type(self).__name__} needs {key!r}, which is missing. {hint}".rstrip())
-        return value
-
     def _frozen(self, tensordict: TensorDictBase, name: str, hint: str = "") -> Tensor:
         """A figure ``[B, L]`` that the loss takes as given: without gradient, and 0 off actions."""
         action = self._get(tensordict, "turn_ids") >= 0
         return torch.where(action, self._get(tensordict, name, hint).detach(), 0.0)
-
-    def _run(self, module: TensorDictModuleBase, tensordict: TensorDictBase) -> TensorDictBase:
-        """Run a network on a tensordict of its own, so that the caller's is not written to."""
-        rows = self._get(tensordict, "turn_ids").shape[:1]
-        return module(TensorDict({key: tensordict.get(key) for key in module.in_keys}, batch_size=rows))
 
     def _read_weights(self, tensordict: TensorDictBase, turn_ids: Tensor) -> dict[str, Tensor]:
         """The weights written into the rows, or, if there are none, those of the rows as a whole batch."""
@@ -419,8 +386,7 @@ class TurnPolicyLoss(Checked, LossModule):
 
     def _old_log_prob(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """The log-prob that ratios are taken against, and the sampler correction; ``[B, L]`` each."""
-        has_old = tensordict.get(self.tensor_keys.old_log_prob, None) is not None
-        old = self._frozen(tensordict, "old_log_prob" if has_old else "sample_log_prob")
+        old = self._frozen(tensordict, self._old_name(tensordict))
         if self.sampler_correction is None:
             return old, torch.ones_like(old)
         sample, turn_ids = self._frozen(tensordict, "sample_log_prob"), self._get(tensordict, "turn_ids")

@@ -1,6 +1,6 @@
 """Does a type of model work here? :func:`check` tries sampler, scorer, critic and LoRA on a tiny random one of it.
 
-``python -m torchrl_llm.testing.architectures`` tries every causal language model type of the installed transformers and
+``python benchmarks/small_models/architectures.py`` tries every causal language model type of the installed transformers and
 writes the table of ``docs/results/architectures.md``; ``make test-models`` runs it. Each type has a process of its own,
 so that one that crashes or hangs does not end the sweep.
 """

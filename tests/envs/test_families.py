@@ -1,0 +1,127 @@
+"""Environment families registered from outside the package."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+from torchrl_llm import keys
+from torchrl_llm.envs import EnvSpec, GEMEnv, UnknownEnvironmentError, register_env_family, resolve_env, text_env
+from torchrl_llm.testing.policies import ScriptedPolicy
+from torchrl_llm.trainers import RunConfig, build_run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Countdown:
+    """Shows a number and counts down; each turn pays a share, so that the return of a whole episode is 1."""
+
+    def __init__(self, start):
+        self.start = start
+
+    def reset(self, seed=None):
+        self.left = self.start
+        return f"{self.left} to go.", {}
+
+    def step(self, action):
+        self.left -= 1
+        return f"{self.left} to go.", 1 / self.start, self.left == 0, False, {}
+
+
+def resolve(env_id):
+    start = env_id.partition(":")[2]
+    if not start.isdigit():
+        raise UnknownEnvironmentError(f"There is no countdown from {start!r}; expected a number.")
+    return EnvSpec(env_id, partial(Countdown, int(start)), success_by="return")
+
+
+def settings(path):
+    return RunConfig(
+        model_path="tiny",
+        algo="LLMREINFORCE",
+        env_name="countdown:2",
+        num_envs=2,
+        batch_size=4,
+        max_model_len=256,
+        max_output_tokens=4,
+        lora_r=0,
+        output_dir=path,
+        progress=False,
+    )
+
+
+@pytest.fixture
+def family(monkeypatch):
+    monkeypatch.setattr(text_env, "_families", dict(text_env._families))
+    register_env_family("countdown", resolve)
+
+
+class TestFamily:
+    def test_an_id_is_played_as_its_resolver_says(self, family, tokenizer):
+        env = GEMEnv(["countdown:3", "countdown:1"], tokenizer=tokenizer, num_envs=2)
+        rollout = env.rollout(9, ScriptedPolicy(lambda *_: "go", tokenizer=tokenizer), break_when_any_done=False)
+        done = rollout["next", keys.DONE]
+        assert env.names == ("countdown:3", "countdown:1")
+        played = zip(rollout[keys.ENV_ID][done].tolist(), rollout[keys.TURN][done].tolist(), strict=True)
+        assert set(played) == {(0, 2), (1, 0)}
+        assert rollout["next", keys.SUCCESS][done].all(), "success_by of the spec counts"
+
+    def test_a_run_names_it_in_its_settings(self, family, tmp_path):
+        run = build_run(settings(tmp_path))
+        try:
+            assert run.evaluation_env.names == ("countdown:2",)
+            batch = run.trainer.collector.rollout()
+            assert batch[keys.TURN].amax(1).flatten().tolist() == [1] * 4
+        finally:
+            run.close()
+
+    def test_the_environments_of_a_run_are_made_where_the_family_is_not_registered(self, family, tmp_path):
+        """As on a worker of Ray, which gets the maker pickled."""
+        run = build_run(settings(tmp_path))
+        cloudpickle.register_pickle_by_value(sys.modules[__name__])
+        try:
+            (tmp_path / "make_env").write_bytes(cloudpickle.dumps(run.make_env))
+        finally:
+            cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+            run.close()
+        code = "import cloudpickle, sys; print(cloudpickle.load(open(sys.argv[1], 'rb'))(stream='train').names)"
+        result = subprocess.run(
+            [sys.executable, "-c", code, tmp_path / "make_env"], capture_output=True, text=True, cwd=ROOT, timeout=120
+        )
+        assert result.stdout.strip() == "('countdown:2',)", result.stderr[-2000:]
+
+
+class TestErrors:
+    def test_the_resolver_refuses_an_id(self, family, tokenizer):
+        with pytest.raises(UnknownEnvironmentError, match="no countdown from 'x'"):
+            GEMEnv("countdown:x", tokenizer=tokenizer)
+
+    def test_an_id_of_no_family_is_gems(self, family):
+        named, plain = resolve_env("gem:game:Sudoku-v0-easy"), resolve_env("game:Sudoku-v0-easy")
+        assert (named.name, named.success_by) == (plain.name, plain.success_by) == ("game:Sudoku-v0-easy", "return")
+        with pytest.raises(UnknownEnvironmentError, match="register_env_family"):
+            resolve_env("contdown:3")
+
+    @pytest.mark.parametrize("name", ["", "a:b"])
+    def test_names_that_no_id_can_begin_with(self, name):
+        with pytest.raises(ValueError, match="without a colon"):
+            register_env_family(name, resolve)
+
+    def test_a_resolver_returns_a_spec(self, family):
+        register_env_family("bare", lambda env_id: Countdown)
+        with pytest.raises(TypeError, match=r"'bare' resolved 'bare:3' to .* expected an EnvSpec"):
+            resolve_env("bare:3")
+
+    def test_replacing_a_family_is_told(self, family, caplog):
+        register_env_family("countdown", resolve)
+        assert not caplog.records
+        with caplog.at_level(logging.WARNING):
+            register_env_family("countdown", lambda env_id: EnvSpec("other", Countdown))
+        assert "'countdown' is registered again" in caplog.text
+        assert resolve_env("countdown:3").name == "other"

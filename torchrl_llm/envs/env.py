@@ -1,0 +1,366 @@
+"""Text environments as TorchRL environments: :class:`GEMEnv`, N of them as one ``EnvBase``.
+
+The TorchRL side: options, specs, ``reset`` and ``step`` of TensorDicts, saved states. Single slots are played in
+:mod:`~torchrl_llm.envs.slots`, one environment with its random numbers and its thread is in
+:mod:`~torchrl_llm.envs.isolation`, chat templates are in :mod:`~torchrl_llm.envs.chat`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.envs import EnvBase
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_llm import keys
+from torchrl_llm.envs.chat import ChatFormatter, History, Template
+from torchrl_llm.envs.isolation import MAX_THREADS, Pool, revoke_global_rng
+from torchrl_llm.envs.slots import Overflow, Reply, Slot, SlotEpisodes, SuccessRule
+from torchrl_llm.envs.tasks import Stream, Tickets
+from torchrl_llm.envs.tensors import chosen_slots, done_of, observation_of, responses_of, set_specs
+from torchrl_llm.envs.text_env import EnvironmentFault, EnvSource, EnvSpec, SuccessBy, resolve_env
+from torchrl_llm.keys import StopReason
+from torchrl_llm.options import Checked, Count, Natural, Positive
+from torchrl_llm.stops import share_stop_ids
+
+logger = logging.getLogger(__name__)
+
+OnDone = Literal["refill", "idle"]
+
+_CLOSE_TIMEOUT = 1.0  # seconds that threads may take to end
+
+
+class GEMEnv(Checked, SlotEpisodes, EnvBase):
+    """N text environments as one TorchRL environment of batch size ``[N]``; a turn is a step.
+
+    Observations (:mod:`torchrl_llm.keys`): the whole context so far ``("tokens", "prompt")`` ``[N, max_model_len]``
+    int64, right-padded with 0, and its length, ``"turn"``, ``"episode_id"``, ``"group_id"``, ``"env_id"``, ``"task_id"``,
+    ``"success"`` and ``"stop_reason"``, all ``[N, 1]``. Action: ``("tokens", "response")`` ``[N, max_output_tokens]``
+    int64 and ``("tokens", "response_mask")`` bool. The last observation of an episode holds its last response and, as far as
+    it fits, the environment's last message.
+
+    Each slot plays tickets (:class:`~torchrl_llm.envs.Tickets`): the same seed gives the same episodes, whatever else
+    draws random numbers and however many slots there are. Environments see the global generators of ``random`` and
+    ``numpy.random`` seeded by their ticket, and leave them untouched for everyone else. A partial-step mask ``"_step"``
+    ``[N]`` is honored: slots outside it keep their state. :attr:`slots` and the methods :meth:`draw`, :meth:`open`,
+    :meth:`start`, :meth:`answer` and :meth:`advance` play single slots, for collectors without a barrier between turns.
+
+    An episode ends as ``terminated`` when its environment says so (also at its own turn limit), and as ``truncated`` by
+    our budgets: ``max_turns``, or when the next response would not fit into ``max_model_len``. With ``overflow="slide"`` the
+    oldest turns leave the context instead, all but the first prompt and as much as fills half of the room behind it; the
+    ids of what stays do not change. What follows is a new segment of the episode, counted in the observation ``"segment"``
+    ``[N, 1]``, and trained on as the policy saw it (:mod:`torchrl_llm.segments`). The episode is truncated only where the
+    last turn alone does not fit.
+
+    An environment that raises (also ``SystemExit``) or returns something malformed ends its own episode: truncated, reward
+    0, no feedback, ``StopReason.ERROR`` (``TIMEOUT`` if it raised ``TimeoutError``). It is logged, counted in
+    :attr:`faults`, and replaced by a new one. One that fails at its reset, or whose first prompt leaves no room for a
+    response (counted as "context"), has no episode: its slot gets the next ticket. A child process that an environment forks
+    ends when it returns from the call. With ``step_timeout`` environments are called in threads, and one that takes longer is
+    left behind: its episode ends with ``StopReason.TIMEOUT``. Without, an environment that hangs holds up the others.
+
+    Args:
+        env: an id (of GEM, or of a family of :func:`~torchrl_llm.envs.register_env_family`), a factory of any object with
+            ``reset`` and ``step`` (:class:`~torchrl_llm.envs.TextEnv`), an :class:`~torchrl_llm.envs.EnvSpec`, or a list of
+            these: a mixture, played in turn, or by ``weights``.
+        tokenizer: the tokenizer of the policy's model.
+        num_envs: slots N; default 1. A multiple of ``group_size``.
+        max_model_len: width of the context in tokens; default 1024.
+        max_output_tokens: width of a response in tokens; default 64.
+        max_turns: our turn budget; default none.
+        overflow: ``"truncate"`` (default) or ``"slide"``: what happens when the context is full.
+        group_size: episodes that share a task; default 1.
+        weights: how often each environment of a mixture is played, see :class:`~torchrl_llm.envs.Tickets`; default none, in
+            turn.
+        max_faults: failed episodes tolerated in a row, with none between them that ended well; one more raises the first
+            of them. In an evaluation also how many may fail at all. Default 16, so that one bad task does not end a long
+            run, and a broken environment does. 0 raises at once.
+        num_threads: threads that call environments, so that slow ones answer side by side (those that declare
+            ``thread_safe = True``, see :class:`~torchrl_llm.envs.TextEnv`; others one at a time). Default: none (0), which is
+            the fastest for environments that answer in microseconds; with ``step_timeout`` one a slot, 32 at most.
+        step_timeout: seconds that one reset or step may take; waiting for other environments does not count. Default
+            none. It needs threads. :class:`~torchrl_llm.collectors.AsyncTurnCollector` has threads and a limit of its own.
+        system_prompt, template, history, chat_template_kwargs: see :class:`~torchrl_llm.envs.ChatFormatter`.
+        success_reward: an episode is a success if it terminates with at least this; default 1.0. Where the environment says
+            ``info["success"]`` as it terminates, that decides. If 64 episodes of an environment were lost and one of them
+            earned half as much, a warning asks whether that was meant.
+        success_by: whether that is the ``"last"`` reward, or the ``"return"``, the sum of the rewards (up to 1e-6). Default:
+            as the id says, ``"return"`` for GEM's that pay progress turn by turn (:data:`~torchrl_llm.envs.GEM_CLASSES`);
+            ``"last"`` for a factory.
+        on_done: what a partial reset does to a finished slot: ``"refill"`` (default) plays the next ticket; ``"idle"``
+            leaves it empty (``prompt_length`` 0, reward 0, no environment call) until a reset of the whole environment.
+        stream, seed, worker, num_workers: see :class:`~torchrl_llm.envs.Tickets`.
+        divide: divide the rows of GEM's data-backed environments among the streams (:func:`~torchrl_llm.envs.divide_rows`):
+            eight tenths are for training, one for each other stream. Default ``None``: as the id says (GEM's are divided, but
+            for ids of ``eval:``, which are held out as they are); not those that a factory was given.
+        device: device of the tensors; default CPU.
+
+    Raises:
+        UnknownEnvironmentError: no environment has this id.
+        EnvironmentFault: more than ``max_faults`` episodes in a row failed; a
+            :class:`~torchrl_llm.envs.PromptTooLongError` if the first one's prompt was too long.
+        EnvironmentUnavailableError: at a reset, an environment lacks a package or data; the message says which.
+
+    Attributes:
+        faults: failed episodes, by "error", "timeout" and "context".
+        last_fault: the last of them; ``None``: none failed.
+
+    Examples:
+        >>> from torchrl_llm.testing.policies import ScriptedPolicy
+        >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
+        >>> tokenizer = byte_tokenizer()
+        >>> env = GEMEnv("game:GuessTheNumber-v0-easy", tokenizer=tokenizer, num_envs=2, max_model_len=2048)
+        >>> policy = ScriptedPolicy(lambda episode, turn, context: r"\\boxed{5}", tokenizer=tokenizer, max_output_tokens=64)
+        >>> rollout = env.rollout(2, policy)
+        >>> rollout["next", "reward"].shape
+        torch.Size([2, 2, 1])
+    """
+
+    batch_locked = True
+
+    def __init__(
+        self,
+        env: EnvSource | Sequence[EnvSource],
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        num_envs: Count = 1,
+        max_model_len: Count = 1024,
+        max_output_tokens: Count = 64,
+        max_turns: Count | None = None,
+        overflow: Overflow = "truncate",
+        group_size: Count = 1,
+        weights: Sequence[float] | None = None,
+        max_faults: Natural = 16,
+        num_threads: Natural | None = None,
+        step_timeout: Positive | None = None,
+        system_prompt: str | None = None,
+        template: Template = "chat",
+        history: History = "refuse",
+        chat_template_kwargs: dict[str, Any] | None = None,
+        success_reward: float = 1.0,
+        success_by: SuccessBy | None = None,
+        on_done: OnDone = "refill",
+        stream: Stream = "train",
+        seed: int = 0,
+        worker: int = 0,
+        num_workers: int = 1,
+        divide: bool | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(device=device or "cpu", batch_size=(num_envs,))
+        sources: Sequence[Any] = [env] if isinstance(env, str | EnvSpec) or callable(env) else env
+        specs = [resolve_env(source) for source in sources]
+        self._check_sizes(specs, num_envs, group_size, max_model_len, max_output_tokens)
+        self.names = tuple(spec.name for spec in specs)
+        self.formatter = ChatFormatter(
+            tokenizer,
+            template=template,
+            history=history,
+            system_prompt=system_prompt,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        self.tickets = Tickets(
+            seed=seed,
+            stream=stream,
+            group_size=group_size,
+            num_tasks=len(specs),
+            worker=worker,
+            num_workers=num_workers,
+            weights=None if weights is None else tuple(weights),
+        )
+        self._first_seed = seed
+        self.num_dealt = 0
+        self._slots = [Slot() for _ in range(num_envs)]
+        self._firsts = None, []
+        self.num_threads, self.step_timeout = self._threads(num_threads, step_timeout), step_timeout
+        self._pool: Pool | None = None
+        self.max_faults = max_faults
+        self.faults: Counter[str] = Counter()
+        self.last_fault: EnvironmentFault | None = None
+        self._faults_in_a_row: list[EnvironmentFault] = []
+        self.max_model_len, self.max_output_tokens, self.max_turns = max_model_len, max_output_tokens, max_turns
+        self.on_done, self.overflow = on_done, overflow
+        self._success = SuccessRule(specs, success_reward, success_by)
+        self._specs = [spec if divide is None else replace(spec, divide=divide) for spec in specs]
+        self._prompt = torch.zeros(num_envs, max_model_len, dtype=torch.int64)
+        set_specs(
+            self,
+            max_model_len=max_model_len,
+            max_output_tokens=max_output_tokens,
+            vocab_size=len(tokenizer),
+            mixture_size=len(specs),
+            slides=overflow == "slide",
+        )
+
+    @staticmethod
+    def _check_sizes(
+        specs: list[EnvSpec], num_envs: int, group_size: int, max_model_len: int, max_output_tokens: int
+    ) -> None:
+        if not specs:
+            raise ValueError("GEMEnv: env is []; expected at least one environment.")
+        if num_envs % group_size:
+            raise ValueError(f"GEMEnv: num_envs is {num_envs!r}; expected a multiple of {group_size=}.")
+        if max_model_len <= max_output_tokens:
+            raise ValueError(f"GEMEnv: max_model_len is {max_model_len!r}; expected more than {max_output_tokens=}.")
+
+    def _threads(self, num_threads: int | None, step_timeout: float | None) -> int:
+        if num_threads is None:
+            return 0 if step_timeout is None else min(len(self._slots), MAX_THREADS)
+        if num_threads == 0 and step_timeout is not None:
+            raise ValueError(
+                "GEMEnv: num_threads is 0; expected >= 1 with a step_timeout: a call in the caller's own thread cannot be "
+                "left."
+            )
+        return num_threads
+
+    def __repr__(self) -> str:
+        shown = {
+            "num_envs": len(self._slots), "group_size": self.group_size, "stream": self.tickets.stream,
+            "seed": self.tickets.seed, "max_model_len": self.max_model_len, "max_output_tokens": self.max_output_tokens,
+            "max_turns": self.max_turns, "on_done": self.on_done,
+        }  # fmt: skip
+        played = ", ".join(dict.fromkeys(self.names))
+        settings = ", ".join(f"{name}={value!r}" for name, value in shown.items())
+        live = sum(slot.live for slot in self._slots)
+        return f"{type(self).__name__}({played}; {settings}; {self.num_dealt} tickets dealt, {live} slots playing)"
+
+    @property
+    def group_size(self) -> int:
+        """Episodes that share a task."""
+        return self.tickets.group_size
+
+    @property
+    def success_reward(self) -> float:
+        """The reward from which on an episode that terminates is a success."""
+        return self._success.threshold
+
+    def rollout(self, max_steps: int, policy: Any = None, *args: Any, **kwargs: Any) -> TensorDictBase:
+        """As TorchRL's, of a policy whose stop ids end responses here too."""
+        share_stop_ids(self, policy)
+        return super().rollout(max_steps, policy, *args, **kwargs)
+
+    # ------------------------------------------------------------------ TorchRL's private methods
+
+    def _set_seed(self, seed: int | None) -> None:
+        """Name the tasks by ``seed`` and deal them from the first again; running episodes go on.
+
+        With another seed than the one that the environment was made with, ids are named by the seed too: TorchRL gives each
+        worker of a ``SerialEnv`` or ``ParallelEnv`` its own.
+        """
+        if seed is not None:
+            self.tickets = replace(self.tickets, seed=seed, ids_by_seed=seed != self._first_seed)
+            self.num_dealt = 0
+
+    def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        chosen = chosen_slots(tensordict, "_reset", len(self._slots))
+        partial_reset = tensordict is not None and tensordict.get("_reset", None) is not None
+        if partial_reset and self.on_done == "idle":
+            for i in chosen:
+                self._slots[i] = Slot(self._slots[i].envs)
+        else:
+            self._begin(dict.fromkeys(chosen))
+        never = torch.zeros(len(self._slots), 1, dtype=torch.bool)
+        done = {keys.DONE: never, keys.TERMINATED: never.clone(), keys.TRUNCATED: never.clone()}
+        return self._tensordict(self._observation() | done)
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        slots, chosen = self._slots, chosen_slots(tensordict, "_step", len(self._slots))
+        over = [i for i in chosen if slots[i].finished]
+        if over:
+            raise RuntimeError(
+                f"The slots {over} were stepped after their episodes had ended. Reset them first (step_and_maybe_reset does), "
+                'or leave them out with the partial-step mask "_step".'
+            )
+        responses = responses_of(tensordict)
+        calls = {
+            i: (slots[i].ticket, slots[i].turn, partial(self.answer, i, responses[i])) for i in chosen if slots[i].live
+        }
+        rewards = torch.zeros(len(slots), 1)
+        for i, reply in self._call(calls).items():
+            if isinstance(reply, EnvironmentFault):
+                reply = Reply(responses[i], stop_reason=self._contain(i, reply))
+            elif reply.stop_reason != StopReason.RUNNING:
+                self._faults_in_a_row.clear()
+            self.advance(i, responses[i], reply)
+            rewards[i, 0] = reply.reward
+        return self._tensordict(self._observation() | done_of(slots) | {keys.REWARD: rewards})
+
+    def _observation(self) -> dict[Any, Tensor]:
+        return observation_of(self._slots, self._prompt, slides=self.overflow == "slide")
+
+    def _tensordict(self, values: dict[Any, Tensor]) -> TensorDict:
+        result = TensorDict({}, batch_size=self.batch_size, device=self.device)
+        for key, value in values.items():
+            result.set(key, value)
+        return result
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> OrderedDict:
+        """What :meth:`load_state_dict` needs: the counters, and each slot as its ticket and its responses so far."""
+        slots = [
+            {
+                "index": slot.index,
+                "stop_reason": int(slot.stop_reason),
+                "responses": [list(ids) for ids in slot.responses],
+            }
+            for slot in self._slots
+        ]
+        counts = {"num_dealt": self.num_dealt, "faults": dict(self.faults)}
+        return OrderedDict(tickets=asdict(self.tickets), slots=slots, **counts)
+
+    def load_state_dict(self, state_dict: OrderedDict, *args: Any, **kwargs: Any) -> None:
+        """Go on where :meth:`state_dict` was taken: running episodes are replayed; :meth:`observe` shows them.
+
+        Finished slots come back finished, without their contexts. An empty state (TorchRL's own collectors save none)
+        changes nothing and is logged.
+
+        Raises:
+            ValueError: the state is of an environment with other groups, mixture, stream, workers or number of slots.
+        """
+        if not state_dict:
+            logger.warning(
+                "GEMEnv got an empty state and deals on from ticket %d; save env.state_dict().", self.num_dealt
+            )
+            return
+        saved, slots = type(self.tickets)(**state_dict["tickets"]), state_dict["slots"]
+        running = {
+            i: slot
+            for i, slot in enumerate(slots)
+            if slot["index"] is not None and slot["stop_reason"] == StopReason.RUNNING
+        }
+        same_seed = replace(saved, seed=self.tickets.seed, ids_by_seed=self.tickets.ids_by_seed)
+        if same_seed != self.tickets or (running and len(slots) != len(self._slots)):
+            raise ValueError(
+                f"The state is of {saved} over {len(slots)} slots; this environment has {self.tickets} over "
+                f"{len(self._slots)} slots. Make it with the same arguments (only the seed may differ)."
+            )
+        self.tickets, self.num_dealt = saved, state_dict["num_dealt"]
+        self._first_seed = self._first_seed if saved.ids_by_seed else saved.seed
+        self.faults = Counter(state_dict.get("faults", {}))  # a collector that plays single slots counts its own
+        self._slots = [Slot(slot.envs) for slot in self._slots]
+        for slot, old in zip(self._slots, slots, strict=False):
+            slot.stop_reason = StopReason(old["stop_reason"])
+        self._begin({i: old["index"] for i, old in running.items()})
+        for i, old in running.items():
+            for response in map(list, old["responses"]):
+                self.advance(i, response, self.answer(i, response))
+
+    def observe(self) -> TensorDict:
+        """The current observation of all slots, as a policy reads it (batch ``[N]``)."""
+        return self._tensordict(self._observation() | done_of(self._slots))
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Let the threads end; those of environments that hang are left behind."""
+        if self._pool is not None:
+            for thread in self._pool.close(_CLOSE_TIMEOUT):
+                revoke_global_rng(thread)
+        super().close(raise_if_closed=raise_if_closed)

@@ -1,0 +1,287 @@
+"""Everything that is known of GEM's environments: their ids, what they lack, their tasks, rows and flaws.
+
+Importing this module does not import GEM; the first id of it that is resolved does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from importlib.util import find_spec
+from operator import attrgetter
+from typing import Any, NamedTuple, cast
+
+from torch.utils.data import Subset
+
+from torchrl_llm.envs.tasks import Stream, rows_of
+from torchrl_llm.envs.text_env import (
+    EnvironmentUnavailableError,
+    EnvSpec,
+    TextEnv,
+    UnknownEnvironmentError,
+    register_env_family,
+)
+
+_GRADER_TIMEOUT = 60.0  # seconds that a grading process may take to start, which imports the main script
+
+
+class MissingGEMError(ImportError):
+    """GEM cannot be imported."""
+
+
+def _generators(env: Any) -> Any:
+    """The task lies in the generators: it is drawn in the first turn."""
+    return random.getstate()
+
+
+def _nothing(env: Any) -> None:
+    """The first observation shows all."""
+
+
+class GEMClass(NamedTuple):
+    """What is known of one of GEM's classes of environments.
+
+    Attributes:
+        hidden: reads what a reset draws: all that makes it this task. The first observation may differ all the same, where
+            it holds an example that is drawn too, and it need not show the task. ``None``: it cannot be read.
+        pays_progress: whether it pays each step towards the goal with its share of 1, so that an episode that is won has a
+            return of 1, and no reward of 1.
+        packages: what it imports, and neither GEM's distribution nor this one brings.
+    """
+
+    hidden: Callable[[Any], Any] | None
+    pays_progress: bool = False
+    packages: tuple[str, ...] = ()
+
+
+GEM_CLASSES: dict[str, GEMClass] = {
+    "CodeEnv": GEMClass(_nothing, packages=("datasets",)),
+    "CrosswordsEnv": GEMClass(attrgetter("max_turns", "board", "solution"), True, ("pandas",)),
+    "FifteenPuzzleEnv": GEMClass(attrgetter("max_turns", "board")),
+    "Game2048Env": GEMClass(attrgetter("max_turns", "target_tile", "board"), True),
+    "GuessTheNumberEnv": GEMClass(attrgetter("max_turns", "min_number", "max_number", "game_number")),
+    "HangmanEnv": GEMClass(attrgetter("max_turns", "secret_word"), True),
+    "MastermindEnv": GEMClass(attrgetter("max_turns", "num_numbers", "game_code"), True),
+    "MathEnv": GEMClass(_nothing, packages=("datasets", "pylatexenc")),
+    "MathVisualEnv": GEMClass(None, packages=("datasets", "pylatexenc")),  # its questions are images
+    "MinesweeperEnv": GEMClass(_generators, True),
+    "QaEnv": GEMClass(_nothing, packages=("datasets",)),
+    "ReasoningGymEnv": GEMClass(_nothing),
+    "SokobanEnv": GEMClass(lambda env: (env.max_turns, env.room_fixed.tolist(), env.room_state.tolist())),
+    "SudokuEnv": GEMClass(attrgetter("max_turns", "board"), True),
+    "TowerofHanoiEnv": GEMClass(attrgetter("max_turns", "board")),
+    "WordSearchEnv": GEMClass(attrgetter("max_turns", "game_board", "placed_words"), True),
+    "WordleEnv": GEMClass(attrgetter("max_turns", "secret_word"), True),
+}
+"""What is known of GEM's environments, by the name of their class."""
+
+_UNKNOWN = GEMClass(None)
+
+
+# ---------------------------------------------------------------------- ids
+
+
+@contextmanager
+def _no_warnings_of_cellpylib() -> Iterator[None]:
+    """Without SyntaxWarnings of cellpylib, which GEM imports by way of reasoning_gym; all others are shown.
+
+    It compares with literals by "is", of which Python warns when it compiles the files; a user can do nothing about it.
+    """
+    with warnings.catch_warnings():
+        # The module of such a warning is the file's path.
+        warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[\\/]cellpylib[\\/]")
+        yield
+
+
+def import_gem(env_id: str) -> Any:
+    """The module ``gem``, which an installation on Python 3.12.1 or later does not bring.
+
+    Args:
+        env_id: what it is wanted for, named in the error.
+
+    Raises:
+        MissingGEMError: it cannot be imported; the message says how to install it.
+    """
+    try:
+        # Only the first time: filters belong to the process, and environments are made in threads too.
+        with nullcontext() if "gem" in sys.modules else _no_warnings_of_cellpylib():
+            import gem
+            import gem.envs.registration
+    except ImportError as error:
+        raise MissingGEMError(
+            f"{env_id!r} is an environment of GEM, which cannot be imported here ({error}); gem-llm declares Python <=3.12, "
+            "and on later ones pip installs it only if told to: pip install --ignore-requires-python gem-llm==0.1.0. "
+            "Environments of your own (pass a factory, or register_env_family) and PromptDatasetEnv need no GEM."
+        ) from error
+    return gem
+
+
+def _registered(env_id: str) -> Any:
+    """GEM's own specification of an id: its ``entry_point`` and ``kwargs``.
+
+    Raises:
+        MissingGEMError: GEM cannot be imported.
+        UnknownEnvironmentError: the id is not registered; close matches are named.
+    """
+    registry = import_gem(env_id).envs.registration.ENV_REGISTRY
+    if env_id not in registry:
+        close = difflib.get_close_matches(env_id, registry, n=5, cutoff=0.4)
+        raise UnknownEnvironmentError(
+            f"GEM has no environment {env_id!r}. "
+            + (f"Did you mean one of {close}? " if close else "")
+            + "gem.print_envs() lists them all; another environment can be passed as a factory, or its family registered "
+            "with register_env_family."
+        )
+    return registry[env_id]
+
+
+def gem_class(env_id: str) -> GEMClass:
+    """What is known of the class that GEM makes for an id."""
+    return GEM_CLASSES.get(str(_registered(env_id).entry_point).rpartition(":")[2], _UNKNOWN)
+
+
+def _resolve(env_id: str) -> EnvSpec:
+    env_id = env_id.removeprefix("gem:")
+    return EnvSpec(
+        env_id,
+        partial(_make, env_id),
+        success_by="return" if gem_class(env_id).pays_progress else "last",
+        divide=not env_id.startswith("eval:"),  # these are held out as they are
+    )
+
+
+register_env_family("gem", _resolve)
+
+
+def _make(env_id: str) -> TextEnv:
+    """Make a GEM environment.
+
+    Raises:
+        EnvironmentUnavailableError: it cannot be made; the message says what it lacks.
+        MissingGEMError: GEM cannot be imported.
+    """
+    gem = import_gem(env_id)
+    try:
+        return cast(TextEnv, gem.make(env_id))
+    except Exception as error:
+        raise EnvironmentUnavailableError(env_id, _needs(env_id, error), error) from error
+
+
+def _needs(env_id: str, error: Exception) -> str:
+    """What is to be done about an error of ``gem.make``."""
+    given = _registered(env_id).kwargs
+    local = f"or pass local data with a factory: lambda: gem.make({env_id!r}, dataset=...), a datasets.Dataset"
+    if isinstance(error, LookupError) and "NLTK" in str(error):
+        return (
+            'It reads NLTK\'s word list: nltk.download("words") fetches it once; without a network put it below a folder '
+            "of NLTK_DATA as corpora/words/en, one word a line."
+        )
+    if isinstance(error, ImportError):
+        named = getattr(error.__context__, "name", None) or error.name or "the package named below"
+        package = " ".join(name for name in gem_class(env_id).packages if find_spec(name) is None) or named
+        data = (
+            f" Its data is {given['dataset_name']!r} of the Hugging Face hub, {local}."
+            if "dataset_name" in given
+            else ""
+        )
+        return f"It needs a package: pip install {package}.{data}"
+    if "dataset_name" in given:
+        return f"It loads {given['dataset_name']!r} from the Hugging Face hub: connect to it, {local}."
+    return "It fails with its registered arguments; give others with a factory: lambda: gem.make(id, ...)."
+
+
+# ---------------------------------------------------------------------- environments that were made
+
+
+def _unwrapped(env: Any) -> Any:
+    return getattr(env, "unwrapped", env)
+
+
+def _kinds(env: Any) -> set[str]:
+    """The names of GEM's own classes that an environment is made of, without its wrappers."""
+    return {cls.__name__ for cls in type(_unwrapped(env)).__mro__ if cls.__module__.startswith("gem.envs.")}
+
+
+def hidden_reader(env: Any) -> Callable[[Any], Any] | None:
+    """What reads the hidden state of an environment, if it is GEM's and known; else ``None``."""
+    kinds = _kinds(env)
+    return next((known.hidden for name, known in GEM_CLASSES.items() if name in kinds), None)
+
+
+def prepare(env: TextEnv, name: str, stream: Stream | None) -> None:
+    """Make an episode of one of GEM's environments depend on its task and responses alone; others stay as they are.
+
+    Args:
+        env: changed in place.
+        name: of the environment, for messages.
+        stream: whose rows it plays, see :func:`divide_rows`; ``None``: all.
+
+    Raises:
+        EnvironmentUnavailableError: its process for grading does not start, or it has too few rows to divide.
+    """
+    gem_env, kinds = _unwrapped(env), _kinds(env)
+    if "ReasoningGymEnv" in kinds:
+        gem_env.size = math.inf  # it deals new questions after `size` resets of an instance
+    elif "QaEnv" in kinds:
+        gem_env.extractor = partial(_answer_or_none, gem_env.extractor)
+    elif "MathEnv" in kinds:
+        _wait_for_grader(gem_env, name)
+    if stream is None:
+        return
+    try:
+        divide_rows(env, stream)
+    except ValueError as error:
+        needs = f"The streams of training and evaluation play different rows of it: {error}."
+        raise EnvironmentUnavailableError(name, needs, error) from error
+
+
+def _answer_or_none(extract: Callable[[str], str | None], response: str) -> str:
+    """The answer in a response, or if there is none, where GEM would raise, one that is never right."""
+    answer = extract(response)
+    return "\0" if answer is None else answer
+
+
+def _wait_for_grader(math_env: Any, name: str) -> None:
+    """Let it grade once, which takes longer at first: GEM takes for wrong what is not graded within a second."""
+    from multiprocessing import TimeoutError as NotGraded
+
+    answer = r"\boxed{1}", "2"
+    if not math_env.use_mp:
+        math_env.check_correct(*answer)
+        return
+    try:
+        math_env.mp_pool.apply_async(math_env.check_correct, answer).get(timeout=_GRADER_TIMEOUT)
+    except NotGraded as error:
+        math_env.mp_pool.terminate()
+        needs = (
+            f"The process that grades its answers has not started within {_GRADER_TIMEOUT:.0f} s. It imports the main script "
+            'again: what that runs belongs under `if __name__ == "__main__":`. Or grade in this process, with use_mp=False.'
+        )
+        raise EnvironmentUnavailableError(name, needs, error) from error
+
+
+def divide_rows(env: Any, stream: Stream) -> None:
+    """Leave one of GEM's data-backed environments, in place, the rows of ``stream``: no two streams share one.
+
+    Eight tenths are for training, one for evaluations during a run, one for those before and after it. Rows of a data set
+    with the same question are one; those of reasoning_gym are only counted, since to make all takes minutes. Other
+    environments stay as they are.
+
+    Args:
+        env: a text environment; wrappers are seen through.
+        stream: whose rows it shall play.
+
+    Raises:
+        ValueError: there are fewer than ten different questions.
+    """
+    kinds, gem_env = _kinds(env), _unwrapped(env)
+    if "ReasoningGymEnv" in kinds:
+        gem_env.ds = Subset(gem_env.ds, rows_of(range(len(gem_env.ds)), stream))
+    elif kinds & {"MathEnv", "QaEnv", "CodeEnv"}:
+        gem_env.dataset = gem_env.dataset.select(rows_of(gem_env.dataset[gem_env.question_key], stream))

@@ -1,0 +1,231 @@
+"""Reward functions of questions: how :class:`~torchrl_llm.envs.PromptDatasetEnv` calls one and checks what it returns.
+
+A function grades one completion or a batch, synchronously or as a coroutine. Whichever it is, :class:`Grader` gives a
+finite number or a :class:`RewardError` for every completion, and :class:`Question` is the text environment around it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+import numbers
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+from torchrl_llm.envs.isolation import Pool, kept_global_rng
+
+RewardFn = Callable[[Any, Any, Any], Any]
+"""``reward_fn(completion, answer, question)``; lists of them, if it is batched."""
+
+_GRACE = 5.0  # seconds beyond `reward_timeout` after which an event loop counts as blocked
+
+
+class Row(NamedTuple):
+    """A question, and the answer that the reward function gets."""
+
+    question: str
+    answer: Any
+
+
+class RewardError(RuntimeError):
+    """A reward function raised, or returned something that is not a finite number.
+
+    Attributes:
+        batched_call: the same object for all rows of a batched call that failed as a whole; ``None``: this row failed alone.
+    """
+
+    batched_call: object | None = None
+
+
+class RewardTimeoutError(RewardError, TimeoutError):
+    """A reward function took longer than ``reward_timeout``."""
+
+
+class _EventLoop:
+    """An event loop in a thread of its own, made when it is first needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), ()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any], timeout: float) -> Any:
+        """The result of ``coroutine``, which may be waited for from several threads at once."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._loop.run_forever, name="reward_fn", daemon=True)
+                self._thread.start()
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        try:
+            return future.result(timeout)
+        finally:
+            future.cancel()
+
+    def close(self) -> None:
+        """Stop the loop; a loop that is blocked is left to end with the process."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+        if loop is not None and self._thread is not None:
+            loop.call_soon_threadsafe(loop.stop)
+            self._thread.join(_GRACE)
+            if not self._thread.is_alive():
+                loop.close()
+
+
+class Grader:
+    """Calls the reward function and checks what it returns.
+
+    Args:
+        reward_fn, batched, timeout: see :class:`~torchrl_llm.envs.PromptDatasetEnv`.
+        rows: the dataset.
+    """
+
+    def __init__(self, reward_fn: RewardFn, rows: Sequence[Row], *, batched: bool, timeout: float) -> None:
+        _check_arguments(reward_fn, batched=batched)
+        self.reward_fn, self.rows, self.batched, self.timeout = reward_fn, rows, batched, timeout
+        self.is_async = inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(
+            getattr(reward_fn, "__call__", None)  # noqa: B004
+        )
+        self.thread_safe = self.is_async or getattr(reward_fn, "thread_safe", False)
+        self.loop = _EventLoop()
+        self._ahead: dict[tuple[int, str], list[float | RewardError]] = {}
+
+    def __call__(self, row: int, completion: str) -> float:
+        """The reward of a response to the question in ``row``."""
+        ahead = self._ahead.get((row, completion))
+        reward = ahead.pop(0) if ahead else self._grade([(row, completion)])[0]
+        if isinstance(reward, RewardError):
+            raise reward
+        return reward
+
+    @contextmanager
+    def ahead(self, asked: list[tuple[int, str]], step_timeout: float | None) -> Iterator[None]:
+        """Grade ``asked``, pairs of row and completion, all together; inside, single calls return these rewards.
+
+        Args:
+            asked: what to grade.
+            step_timeout: seconds that it may take; ``None``: as long as it takes, in this thread.
+        """
+        rewards = self._graded_within(asked, step_timeout) if asked else []
+        self._ahead = defaultdict(list)
+        for pair, reward in zip(asked, rewards, strict=True):
+            self._ahead[pair].append(reward)
+        try:
+            yield
+        finally:
+            self._ahead = {}
+
+    def _graded_within(self, asked: list[tuple[int, str]], seconds: float | None) -> list[float | RewardError]:
+        if seconds is None:
+            return self._graded(asked)
+        pool, start = Pool(1), time.monotonic()
+        call = pool.submit(0, partial(self._graded, asked))
+        pool.wait({0: call}, lambda _: start, seconds)
+        pool.close(0.0)
+        return call.result if call.error is None else self._all_checked(asked, [call.error] * len(asked))
+
+    def _graded(self, asked: list[tuple[int, str]]) -> list[float | RewardError]:
+        with nullcontext() if self.thread_safe else kept_global_rng():
+            return self._grade(asked)
+
+    def _grade(self, asked: list[tuple[int, str]]) -> list[float | RewardError]:
+        try:
+            results = self._call(asked)
+        except Exception as error:  # noqa: BLE001 - becomes the fault of every row of the call
+            results = [error] * len(asked)
+        return self._all_checked(asked, results)
+
+    def _all_checked(self, asked: list[tuple[int, str]], results: list[Any]) -> list[float | RewardError]:
+        failed = self.batched and isinstance(results[0], BaseException)
+        call = object() if failed else None
+        return [self._checked(row, result, call) for (row, _), result in zip(asked, results, strict=True)]
+
+    def _call(self, asked: list[tuple[int, str]]) -> list[Any]:
+        arguments = [(completion, self.rows[row].answer, self.rows[row].question) for row, completion in asked]
+        calls = [tuple(map(list, zip(*arguments, strict=True)))] if self.batched else arguments
+        if self.is_async:
+            results = self.loop.run(self._gather(calls), self.timeout + _GRACE)
+        else:
+            results = [self.reward_fn(*call) for call in calls]
+        if not self.batched:
+            return results
+        if isinstance(results[0], BaseException):
+            return results * len(asked)
+        rewards = _plain(results[0])
+        if not isinstance(rewards, Sequence) or len(rewards) != len(asked):
+            raise TypeError(f"it returned {rewards!r:.80} for {len(asked)} completions; expected as many numbers")
+        return list(rewards)
+
+    async def _gather(self, calls: list[tuple[Any, ...]]) -> list[Any]:
+        waits: list[Awaitable[Any]] = [asyncio.wait_for(self.reward_fn(*call), self.timeout) for call in calls]
+        return await asyncio.gather(*waits, return_exceptions=True)
+
+    def _checked(self, row: int, result: Any, call: object | None) -> float | RewardError:
+        reward = _plain(result)
+        if isinstance(reward, numbers.Real) and math.isfinite(reward):
+            return float(reward)
+        if isinstance(result, TimeoutError):
+            what = f"took too long ({str(result) or f'reward_timeout={self.timeout} s'})"
+        elif isinstance(result, BaseException):
+            what = f"failed with {type(result).__name__}: {result}"
+        else:
+            what = f"returned {reward!r:.80}; expected a finite number"
+        kind = RewardTimeoutError if isinstance(result, TimeoutError) else RewardError
+        error = kind(f"The reward function {what} (row {row}, question {self.rows[row].question!r:.80}).")
+        error.__cause__ = result if isinstance(result, BaseException) else None
+        error.batched_call = call
+        return error
+
+
+def _check_arguments(reward_fn: Any, *, batched: bool) -> None:
+    """Refuse what cannot be called with a completion, an answer and a question."""
+    plural = "s" if batched else ""
+    expected = f"reward_fn(completion{plural}, answer{plural}, question{plural})"
+    if not callable(reward_fn):
+        raise TypeError(f"reward_fn is {reward_fn!r:.80}; expected a function, called as {expected}.")
+    try:
+        signature = inspect.signature(reward_fn)
+    except ValueError:  # some built-in functions do not tell
+        return
+    try:
+        signature.bind("", "", "")
+    except TypeError as error:
+        name = getattr(reward_fn, "__name__", type(reward_fn).__name__)
+        raise TypeError(
+            f"reward_fn is {name}{signature}; expected one that can be called as {expected}, with three positional "
+            f"arguments ({error})."
+        ) from None
+
+
+def _plain(value: Any) -> Any:
+    """Arrays and tensors as Python numbers and lists."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+class Question:
+    """A row as a text environment of one turn; its task seed is the row."""
+
+    def __init__(self, grader: Grader) -> None:
+        self._grader, self._row = grader, 0
+        self.thread_safe = grader.thread_safe
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        assert seed is not None
+        self._row = seed
+        return self._grader.rows[self._row].question, {}
+
+    def hidden_state(self) -> None:
+        """Nothing: the task is the question."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", self._grader(self._row, action), True, False, {}

@@ -1,0 +1,403 @@
+"""Episodes slot by slot: :class:`Slot`, :class:`Reply`, and :class:`SlotEpisodes`, which plays them.
+
+Contexts grow and slide here, episodes end, and environments that fail are counted and replaced. TensorDicts, specs and saved
+states are :class:`~torchrl_llm.envs.GEMEnv`'s.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from torchrl_llm.envs.chat import ChatFormatter
+from torchrl_llm.envs.isolation import Call, IsolatedEnv, Pool, kept_global_rng
+from torchrl_llm.envs.tasks import Task, Ticket, Tickets
+from torchrl_llm.envs.text_env import EnvironmentFault, EnvironmentUnavailableError, EnvSpec, SuccessBy, TextStep
+from torchrl_llm.keys import StopReason
+
+logger = logging.getLogger(__name__)
+
+Overflow = Literal["truncate", "slide"]
+
+NO_TICKET = Ticket(-1, -1, 0, 0)
+NO_TASK = Task(-1, known=False)
+TERMINATED = (StopReason.WON, StopReason.LOST, StopReason.TURN_LIMIT)
+FAILED = (StopReason.ERROR, StopReason.TIMEOUT)
+_LOST = 64  # episodes without a success after which a warning asks what counts as one
+
+
+class PromptTooLongError(EnvironmentFault):
+    """The first context of an episode leaves no room for a response."""
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """``CONTEXT``."""
+        return StopReason.CONTEXT
+
+
+class Reply(NamedTuple):
+    """An environment's answer, in tokens.
+
+    Attributes:
+        ids: what it adds to the context: of a start, the whole first context; of a turn, the response and the feedback.
+        reward: of the turn; 0.0 at a start.
+        stop_reason: of the episode after it.
+        dropped: the oldest turns that leave the context, to make room; 0: the context grows.
+        task: of a start, what is played.
+        says_success: whether the environment itself said if the episode is a success.
+    """
+
+    ids: Sequence[int]
+    reward: float = 0.0
+    stop_reason: StopReason = StopReason.RUNNING
+    dropped: int = 0
+    task: Task = NO_TASK
+    says_success: bool = False
+
+
+@dataclass
+class Slot:
+    """One row of the batch, for reading.
+
+    Attributes:
+        envs: its environments, by index into the mixture, each with its own random state.
+        index: the place of its ticket among the tickets; ``None``: the slot idles.
+        ticket: the ticket being played.
+        task_id: of the task that it names (:class:`~torchrl_llm.envs.tasks.Task`).
+        turn: turns played.
+        total: sum of the rewards.
+        length: tokens of the context.
+        segment: how often the context was cut at its beginning.
+        pieces: what the context is made of: the first prompt, then each turn's response and feedback, without dropped ones.
+        stop_reason: why the episode ended, or that it runs.
+        responses: the ids of the responses so far.
+    """
+
+    envs: dict[int, IsolatedEnv] = field(default_factory=dict)
+    index: int | None = None
+    ticket: Ticket = NO_TICKET
+    task_id: int = -1
+    turn: int = 0
+    total: float = 0.0
+    length: int = 0
+    segment: int = 0
+    pieces: list[Sequence[int]] = field(default_factory=list)
+    stop_reason: StopReason = StopReason.RUNNING
+    responses: list[list[int]] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return self.stop_reason != StopReason.RUNNING
+
+    @property
+    def live(self) -> bool:
+        return self.index is not None and not self.finished
+
+    def excess(self, size: int, room: int) -> int:
+        """How many of the oldest turns have to leave the context before a turn of ``size`` tokens; 0: nothing helps.
+
+        Args:
+            size: tokens of the turn.
+            room: tokens that a context may have beside the next response.
+        """
+        first, *turns = map(len, self.pieces)
+        room -= first
+        if size > room:
+            return 0
+        # Half of the room is kept, so that a full context is not cut at every turn: each cut is a new segment to train on.
+        kept = np.cumsum([size, *reversed(turns)]) <= max(size, room // 2)
+        return len(turns) + 1 - int(kept.sum())
+
+
+class SuccessRule:
+    """Which terminated episodes are a success; a warning where an environment never has one.
+
+    Args:
+        specs: the environments of the mixture.
+        threshold: an episode is a success with at least this reward.
+        success_by: whether that is the ``"last"`` reward or the ``"return"`` (up to 1e-6); ``None``: as each spec says.
+    """
+
+    def __init__(self, specs: Sequence[EnvSpec], threshold: float, success_by: SuccessBy | None) -> None:
+        self.threshold = threshold
+        self._specs = [spec if success_by is None else replace(spec, success_by=success_by) for spec in specs]
+        self._never_won = dict.fromkeys(range(len(specs)), (0, 0.0))  # episodes, and the most that one earned
+
+    def holds(self, slot: Slot, step: TextStep) -> bool:
+        """Whether an episode that terminates with ``step`` is a success."""
+        if step.success is not None:
+            return step.success
+        return self._earned(slot.ticket.env_id, slot.total + step.reward, step.reward) >= self.threshold
+
+    def _earned(self, env_id: int, total: float, last: float) -> float:
+        return total + 1e-6 if self._specs[env_id].success_by == "return" else last
+
+    def watch(self, slot: Slot, reply: Reply) -> None:
+        """Warn, once, if an environment is never won though its episodes earn nearly as much as that takes."""
+        env_id = slot.ticket.env_id
+        if env_id not in self._never_won:
+            return
+        if reply.says_success or reply.stop_reason == StopReason.WON:
+            del self._never_won[env_id]
+            return
+        count, most = self._never_won[env_id]
+        count, most = count + 1, max(most, self._earned(env_id, slot.total, reply.reward))
+        self._never_won[env_id] = count, most
+        if count >= _LOST and most >= self.threshold / 2 > 0:
+            del self._never_won[env_id]
+            spec = self._specs[env_id]
+            earned = "return" if spec.success_by == "return" else "last reward"
+            logger.warning(
+                "None of %d episodes of %r was a success; the highest %s was %.3g, and a success takes success_reward=%s. If "
+                "less counts as won there, set success_reward, or let the environment say info['success'].",
+                count, spec.name, earned, most, self.threshold,
+            )  # fmt: skip
+
+
+_Planned = tuple[Ticket, int, Callable[[], Reply]]
+"""A slot's call: for which ticket, in which turn (-1: the reset), and what to call."""
+
+
+def _outcome(function: Callable[[], Reply]) -> Reply | EnvironmentFault:
+    try:
+        return function()
+    except EnvironmentFault as fault:
+        return fault
+
+
+class SlotEpisodes:
+    """Plays the episodes of :class:`~torchrl_llm.envs.GEMEnv` slot by slot, in token ids, without a TensorDict.
+
+    It is a base class of its own so that the file of the environment shows the TorchRL side alone; the attributes below are
+    ``GEMEnv``'s.
+    """
+
+    names: tuple[str, ...]
+    formatter: ChatFormatter
+    tickets: Tickets
+    num_dealt: int
+    num_threads: int
+    step_timeout: float | None
+    max_faults: int
+    faults: Counter[str]
+    last_fault: EnvironmentFault | None
+    max_model_len: int
+    max_output_tokens: int
+    max_turns: int | None
+    overflow: Overflow
+    _specs: Sequence[EnvSpec]
+    _slots: list[Slot]
+    _firsts: tuple[Any, list[int]]
+    _prompt: Tensor
+    _success: SuccessRule
+    _pool: Pool | None
+    _faults_in_a_row: list[EnvironmentFault]
+
+    @property
+    def slots(self) -> Sequence[Slot]:
+        """What each slot plays. The methods below play slots one by one; they need no TensorDict."""
+        return self._slots
+
+    def context(self, slot: int) -> npt.NDArray[np.int64]:
+        """The ids of a slot's context, ``[slots[slot].length]``: a view, valid until the slot is played on."""
+        return self._prompt.numpy()[slot, : self._slots[slot].length]
+
+    def draw(self) -> int:
+        """Deal the next ticket: its index among :attr:`tickets`."""
+        self.num_dealt += 1
+        return self.num_dealt - 1
+
+    def open(self, slot: int, index: int) -> Reply:
+        """Reset a slot's environment for the ticket ``index``; nothing but the environment changes until :meth:`start`.
+
+        Different slots may be opened and answered in different threads at once.
+
+        Raises:
+            EnvironmentFault: the environment raised or returned something malformed.
+            EnvironmentUnavailableError: it cannot be made.
+            PromptTooLongError: the first context leaves no room for a response.
+        """
+        ticket, envs = self.tickets[index], self._slots[slot].envs
+        name = self.names[ticket.env_id]
+        try:
+            if ticket.env_id not in envs:
+                spec = self._specs[ticket.env_id]
+                envs[ticket.env_id] = IsolatedEnv(
+                    spec.make, spec.name, rows=self.tickets.stream if spec.divide else None
+                )
+            env = envs[ticket.env_id]
+            context = self.formatter.start(env.reset(ticket.seed))
+        except EnvironmentUnavailableError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise EnvironmentFault(name, ticket, -1, error) from error
+        if len(context) + self.max_output_tokens > self.max_model_len:
+            cause = ValueError(
+                f"the first prompt has {len(context)} tokens; with a response of max_output_tokens={self.max_output_tokens} it "
+                f"does not fit into max_model_len={self.max_model_len}. Raise max_model_len, lower max_output_tokens, or "
+                "shorten the system prompt"
+            )
+            raise PromptTooLongError(name, ticket, -1, cause)
+        return Reply(context, task=env.task or NO_TASK)
+
+    def start(self, slot: int, index: int, reply: Reply) -> None:
+        """Let a slot play the ticket ``index`` from what :meth:`open` returned."""
+        envs, ticket = self._slots[slot].envs, self.tickets[index]
+        self._slots[slot] = Slot(envs, index=index, ticket=ticket, task_id=reply.task.task_id, pieces=[reply.ids])
+        self._prompt[slot] = 0
+        self._append(slot, reply.ids)
+
+    def answer(self, slot: int, response: list[int]) -> Reply:
+        """Play a response in a slot's environment; nothing but the environment changes until :meth:`advance`.
+
+        Different slots may be opened and answered in different threads at once.
+
+        Raises:
+            EnvironmentFault: the environment raised or returned something malformed.
+        """
+        playing = self._slots[slot]
+        ticket = playing.ticket
+        try:
+            step = playing.envs[ticket.env_id].step(self.formatter.decode(response))
+            ids = [*response, *self.formatter.feedback(response, step.message, role=step.role)]
+        except (Exception, SystemExit) as error:
+            raise EnvironmentFault(self.names[ticket.env_id], ticket, playing.turn, error) from error
+        reason = self._stop_reason(playing, step, playing.length + len(ids))
+        if reason == StopReason.CONTEXT and self.overflow == "slide":
+            dropped = playing.excess(len(ids), self.max_model_len - self.max_output_tokens)
+            if dropped:
+                return Reply(ids, step.reward, dropped=dropped)
+        return Reply(ids, step.reward, reason, says_success=step.success is not None)
+
+    def advance(self, slot: int, response: list[int], reply: Reply) -> None:
+        """Take a slot on to what :meth:`answer` returned; an episode's last words are cut at ``max_model_len``."""
+        playing = self._slots[slot]
+        playing.responses.append(response)
+        playing.turn += 1
+        playing.total += reply.reward
+        playing.stop_reason = reply.stop_reason
+        playing.pieces.append(reply.ids)
+        if reply.stop_reason in TERMINATED:
+            self._success.watch(playing, reply)
+        if reply.dropped:
+            del playing.pieces[1 : 1 + reply.dropped]
+            playing.segment += 1
+            playing.length = 0
+            self._prompt[slot] = 0
+            self._append(slot, [*chain.from_iterable(playing.pieces)])
+        else:
+            self._append(slot, reply.ids[: self.max_model_len - playing.length])
+
+    def first_of_each_task(self, count: int) -> list[int]:
+        """Of the next ``count`` tickets, counted from 0, those that no earlier one shares a known task with.
+
+        Resets the environments of all slots, so no episode may be running. A ticket counts where its environment fails, or does not
+        say what is hidden (:class:`~torchrl_llm.envs.Task`). The answer is kept: evaluations ask for the same tickets again
+        and again, and each question resets ``count`` environments.
+        """
+        question = (self.tickets, self.tickets.shares, count)  # the shares are no part of what makes tickets equal
+        if self._firsts[0] != question:
+            self._firsts = question, self._find_firsts(count)
+        return [*self._firsts[1]]
+
+    def _find_firsts(self, count: int) -> list[int]:
+        seen: dict[Any, int] = {}
+        slots = len(self._slots)
+        for first in range(0, count, slots):
+            tickets = {slot: self.tickets[first + slot] for slot in range(min(slots, count - first))}
+            calls = {i: (ticket, -1, partial(self.open, i, first + i)) for i, ticket in tickets.items()}
+            for slot, reply in self._call(calls).items():
+                task = NO_TASK if isinstance(reply, EnvironmentFault) else reply.task
+                if isinstance(reply, EnvironmentFault):
+                    self._slots[slot].envs.pop(reply.ticket.env_id, None)
+                seen.setdefault(task.task_id if task.known else ("group", tickets[slot].group_id), first + slot)
+        return sorted(seen.values())
+
+    def busy_since(self, slot: int) -> float | None:
+        """``time.monotonic()`` when the slot's running call reached the environment; ``None``: no call is there."""
+        times = [env.busy_since for env in list(self._slots[slot].envs.values())]
+        return next((since for since in times if since is not None), None)
+
+    def renew(self, slot: int) -> None:
+        """Abandon a slot's environments, which may still run: it idles, and plays new ones from the next ticket on."""
+        self._slots[slot] = Slot()
+        self._prompt[slot] = 0
+
+    def _begin(self, indices: Mapping[int, int | None]) -> None:
+        """Start the tickets ``indices`` (slot -> index of its ticket; ``None``: the next one that can be started)."""
+        waiting = {slot: self.draw() if index is None else index for slot, index in indices.items()}
+        while waiting:
+            calls = {i: (self.tickets[index], -1, partial(self.open, i, index)) for i, index in waiting.items()}
+            dealt, waiting = waiting, {}
+            for slot, reply in self._call(calls).items():
+                if isinstance(reply, Reply):
+                    self.start(slot, dealt[slot], reply)
+                elif indices[slot] is not None:
+                    raise reply
+                else:
+                    self._contain(slot, reply)
+                    waiting[slot] = self.draw()
+
+    def _call(self, calls: Mapping[int, _Planned]) -> dict[int, Reply | EnvironmentFault]:
+        """Make a call for each slot, in threads if there are any; its reply or its fault."""
+        if self.num_threads == 0:
+            with kept_global_rng(for_envs=True):
+                return {slot: _outcome(function) for slot, (_, _, function) in calls.items()}
+        self._pool = self._pool or Pool(self.num_threads)
+        made = {slot: self._pool.submit(slot, partial(_outcome, function)) for slot, (_, _, function) in calls.items()}
+        self._pool.wait(made, self.busy_since, self.step_timeout)
+        return {slot: self._result(call, *calls[slot][:2]) for slot, call in made.items()}
+
+    def _result(self, call: Call, ticket: Ticket, turn: int) -> Reply | EnvironmentFault:
+        """What came of a call in a thread. Raises what is no fault of the environment."""
+        if call.error is None:
+            return cast(Reply | EnvironmentFault, call.result)
+        if call.abandoned:
+            return EnvironmentFault(self.names[ticket.env_id], ticket, turn, call.error)
+        raise call.error
+
+    def _contain(self, slot: int, fault: EnvironmentFault) -> StopReason:
+        """Count a failed episode and give its environment away; raise the first if there were too many in a row."""
+        reason, last = fault.stop_reason, self.last_fault
+        self.last_fault = fault
+        self._slots[slot].envs.pop(fault.ticket.env_id, None)
+        if last is not None and fault.batched_call is not None and fault.batched_call is last.batched_call:
+            return reason
+        self.faults[reason.name.lower()] += 1
+        self._faults_in_a_row.append(fault)
+        if len(self._faults_in_a_row) > self.max_faults:
+            first, count = self._faults_in_a_row[0], len(self._faults_in_a_row)
+            self._faults_in_a_row = []
+            first.add_note(f"It was the first of {count} failed episodes in a row; max_faults={self.max_faults}.")
+            raise first
+        # Without the traceback: a bug that fails every episode would show it each time, and once more when it is raised.
+        logger.warning("%s Its episode ends here.", fault)
+        return reason
+
+    def _append(self, slot: int, ids: Sequence[int]) -> None:
+        length = self._slots[slot].length
+        self._prompt.numpy()[slot, length : length + len(ids)] = ids
+        self._slots[slot].length += len(ids)
+
+    def _stop_reason(self, playing: Slot, step: TextStep, length: int) -> StopReason:
+        if step.terminated:
+            if self._success.holds(playing, step):
+                return StopReason.WON
+            # GEM's own turn limit sets both flags. The limit stands in the prompt: it is part of the task.
+            return StopReason.TURN_LIMIT if step.truncated else StopReason.LOST
+        if step.truncated:
+            return StopReason.ENV_TRUNCATED
+        if playing.turn + 1 == self.max_turns:
+            return StopReason.MAX_TURNS
+        if length + self.max_output_tokens > self.max_model_len:
+            return StopReason.CONTEXT
+        return StopReason.RUNNING

@@ -1,0 +1,93 @@
+"""The tensors of :class:`~torchrl_llm.envs.GEMEnv`: its specs, and what its slots look like to a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+from torchrl.data import Binary, Bounded, Categorical, Composite, Unbounded
+from torchrl.envs import EnvBase
+
+from torchrl_llm import keys
+from torchrl_llm.envs.slots import TERMINATED, Slot
+from torchrl_llm.keys import StopReason
+
+
+def set_specs(
+    env: EnvBase, *, max_model_len: int, max_output_tokens: int, vocab_size: int, mixture_size: int, slides: bool
+) -> None:
+    """Give an environment of batch size ``[N]`` the specs of its observation, action, reward and done.
+
+    Args:
+        env: changed in place.
+        max_model_len, max_output_tokens: the widths of a context and of a response.
+        vocab_size: ids that a response may hold.
+        mixture_size: environments of the mixture.
+        slides: whether contexts are cut at their beginning, so that ``"segment"`` is observed.
+    """
+    n = env.batch_size[0]
+    size: dict[str, Any] = {"shape": (n, 1), "dtype": torch.int64}
+    observation: dict[Any, Any] = {
+        "tokens": Composite(
+            prompt=Unbounded(shape=(n, max_model_len), dtype=torch.int64),
+            prompt_length=Bounded(low=0, high=max_model_len, **size),
+            shape=(n,),
+        ),
+        keys.ENV_ID: Bounded(low=0, high=mixture_size, **size),
+        keys.SUCCESS: Binary(1, shape=(n, 1), dtype=torch.bool),
+        keys.STOP_REASON: Bounded(low=0, high=max(StopReason), **size),
+    }
+    counted = (keys.TURN, keys.EPISODE_ID, keys.GROUP_ID, keys.TASK_ID, *([keys.SEGMENT] if slides else []))
+    observation |= {key: Unbounded(**size) for key in counted}
+    env.observation_spec = Composite(observation, shape=(n,), device=env.device)
+    response = Composite(
+        response=Categorical(vocab_size, shape=(n, max_output_tokens), dtype=torch.int64),
+        response_mask=Binary(max_output_tokens, shape=(n, max_output_tokens), dtype=torch.bool),
+        shape=(n,),
+    )
+    env.action_spec = Composite(tokens=response, shape=(n,), device=env.device)
+    env.reward_spec = Unbounded(shape=(n, 1), dtype=torch.float32, device=env.device)
+    flag = {name: Binary(1, shape=(n, 1), dtype=torch.bool) for name in (keys.DONE, keys.TERMINATED, keys.TRUNCATED)}
+    env.full_done_spec = Composite(flag, shape=(n,), device=env.device)
+
+
+def observation_of(slots: Sequence[Slot], prompt: Tensor, *, slides: bool) -> dict[Any, Tensor]:
+    """What a policy sees of ``slots`` whose contexts are ``prompt`` ``[N, L]``, under the keys of the turn view."""
+    read: dict[Any, list[int]] = {
+        keys.PROMPT_LENGTH: [slot.length for slot in slots],
+        keys.TURN: [slot.turn for slot in slots],
+        keys.EPISODE_ID: [slot.ticket.episode_id for slot in slots],
+        keys.GROUP_ID: [slot.ticket.group_id for slot in slots],
+        keys.ENV_ID: [slot.ticket.env_id for slot in slots],
+        keys.TASK_ID: [slot.task_id for slot in slots],
+        keys.STOP_REASON: [slot.stop_reason for slot in slots],
+        keys.SUCCESS: [slot.stop_reason == StopReason.WON for slot in slots],
+    }
+    if slides:
+        read[keys.SEGMENT] = [slot.segment for slot in slots]
+    columns = {key: torch.tensor(values).unsqueeze(-1) for key, values in read.items()}
+    return columns | {keys.PROMPT: prompt.masked_fill(columns[keys.PROMPT_LENGTH] == 0, 0)}
+
+
+def done_of(slots: Sequence[Slot]) -> dict[Any, Tensor]:
+    """Whether the episodes of ``slots`` are over, and how: ``[N, 1]`` each."""
+    done = torch.tensor([slot.finished for slot in slots]).unsqueeze(-1)
+    terminated = torch.tensor([slot.stop_reason in TERMINATED for slot in slots]).unsqueeze(-1)
+    return {keys.DONE: done, keys.TERMINATED: terminated, keys.TRUNCATED: done & ~terminated}
+
+
+def responses_of(tensordict: TensorDictBase) -> list[list[int]]:
+    """The ids of each slot's response."""
+    mask = tensordict[keys.RESPONSE_MASK].bool()
+    ids = iter(tensordict[keys.RESPONSE][mask].tolist())
+    return [list(islice(ids, length)) for length in mask.sum(-1).tolist()]
+
+
+def chosen_slots(tensordict: TensorDictBase | None, mask_key: str, count: int) -> list[int]:
+    """The slots that a mask of ``tensordict`` marks (``"_reset"``, ``"_step"``); all ``count`` without one."""
+    mask = None if tensordict is None else tensordict.get(mask_key, None)
+    return list(range(count)) if mask is None else mask.flatten().nonzero().flatten().tolist()

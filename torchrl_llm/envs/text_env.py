@@ -1,0 +1,246 @@
+"""The seam to text environments: :class:`TextEnv`, what it returns, how it fails, and where ids come from.
+
+Anything with ``reset`` and ``step`` can be played. An id such as ``"textworld:coin"`` names one, once its family is
+registered (:func:`register_env_family`). GEM is such a family (:mod:`~torchrl_llm.envs.gem_catalog`); this module does not
+know it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+from torchrl_llm.envs.chat import Role, compose_message
+from torchrl_llm.envs.tasks import Ticket
+from torchrl_llm.keys import StopReason
+
+logger = logging.getLogger(__name__)
+
+SuccessBy = Literal["last", "return"]
+
+
+@runtime_checkable
+class TextEnv(Protocol):
+    """What :class:`~torchrl_llm.envs.GEMEnv` plays: any object with these two methods (``reset`` may take no seed).
+
+    An environment may draw from the global generators of ``random`` and ``numpy.random``; they are its own during a call.
+    There is one set of them in a process, so such environments are called one at a time, also from several threads. One
+    that never touches them (it owns its generators, or asks a server) says so with the attribute ``thread_safe = True``;
+    then its calls really run in parallel, and the global generators are neither seeded nor put back for it.
+
+    Tasks are told apart by their first observations. An environment that hides a part of its task has a method
+    ``hidden_state()``, which returns after a reset all that makes this task, as anything whose ``repr`` says it, such as the
+    secret word and the rules; ``None`` says that nothing is hidden.
+    """
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        """Start an episode; return ``(text, info)``."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """Answer a response; return ``(text, reward, terminated, truncated, info)``.
+
+        ``info["success"]``, where it is given with the termination, says whether the episode is a success; without it the
+        reward does.
+        """
+
+
+# ---------------------------------------------------------------------- what it returns
+
+
+class TextStep(NamedTuple):
+    """One checked answer of a text environment.
+
+    Attributes:
+        message: its text, with ``info``'s prefix and suffix.
+        role: of the message.
+        reward: of the turn.
+        terminated, truncated: whether the episode ends here, and how.
+        success: ``info["success"]``; ``None``: not given.
+    """
+
+    message: str
+    role: Role
+    reward: float
+    terminated: bool
+    truncated: bool
+    success: bool | None = None
+
+    @classmethod
+    def read(cls, result: Any) -> TextStep:
+        """Check what ``step`` returned.
+
+        Raises:
+            TypeError, ValueError: it is no step, or its reward is not finite.
+        """
+        if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[0], str)):
+            raise TypeError(f"step() returned {result!r:.200}; expected (text, reward, terminated, truncated, info)")
+        text, reward, terminated, truncated, info = result
+        if not math.isfinite(reward):
+            raise ValueError(f"step() returned the reward {reward!r}; expected a finite number")
+        if terminated not in (True, False) or truncated not in (True, False):
+            raise TypeError(f"step() returned {terminated=!r:.50}, {truncated=!r:.50}; expected booleans")
+        info = info or {}
+        success = info.get("success")
+        if success not in (None, True, False):
+            raise TypeError(f"step() returned the info['success'] {success!r:.50}; expected a boolean, or none")
+        return cls(
+            compose_message(text, info),
+            "tool" if info.get("use_tool") else "user",
+            float(reward),
+            bool(terminated),
+            bool(truncated),
+            None if success is None else bool(success),
+        )
+
+
+def read_reset(result: Any) -> tuple[str, str]:
+    """Check what ``reset`` returned; the bare text, and the message with ``info``'s prefix and suffix.
+
+    Raises:
+        TypeError: it is not ``(text, info)``.
+    """
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str)):
+        raise TypeError(f"reset() returned {result!r:.200}; expected (text, info)")
+    return result[0], compose_message(*result)
+
+
+# ---------------------------------------------------------------------- how it fails
+
+
+class UnknownEnvironmentError(ValueError):
+    """No environment has this id."""
+
+
+class EnvironmentUnavailableError(RuntimeError):
+    """An environment cannot be made: a package or data is missing, or it needs arguments.
+
+    Attributes:
+        env_id: its id.
+        cause: the exception.
+    """
+
+    def __init__(self, env_id: str, needs: str, cause: BaseException) -> None:
+        message = " ".join(str(cause).split())
+        super().__init__(f"The environment {env_id!r} cannot be made. {needs} ({type(cause).__name__}: {message:.200})")
+        self.env_id, self.needs, self.cause = env_id, needs, cause
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.env_id, self.needs, self.cause)
+
+
+class EnvironmentFault(RuntimeError):
+    """An environment raised, or returned something that is not a step.
+
+    Attributes:
+        ticket: the :class:`~torchrl_llm.envs.tasks.Ticket` of the episode.
+        turn: 0-based turn that failed; -1 is the reset.
+        cause: the exception.
+    """
+
+    def __init__(self, name: str, ticket: Ticket, turn: int, cause: BaseException) -> None:
+        where = "at its reset" if turn < 0 else f"in turn {turn}"
+        super().__init__(
+            f"The environment {name!r} failed {where} (episode {ticket.episode_id}, group {ticket.group_id}, task seed "
+            f"{ticket.seed}): {type(cause).__name__}: {cause}{_place(cause)}. To see it again, reset it with that seed and "
+            "replay the turns."
+        )
+        self.name, self.ticket, self.turn, self.cause = name, ticket, turn, cause
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.ticket, self.turn, self.cause)
+
+    @property
+    def batched_call(self) -> object | None:
+        """The call in which episodes of other slots failed too; ``None``: this one failed alone."""
+        return getattr(self.cause, "batched_call", None)
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """``TIMEOUT`` for a ``TimeoutError``, ``ERROR`` for everything else."""
+        return StopReason.TIMEOUT if isinstance(self.cause, TimeoutError) else StopReason.ERROR
+
+
+def _place(error: BaseException) -> str:
+    """Where an exception was first raised, unless that was in this package, for messages."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or Path(frames[-1].filename).parent == Path(__file__).parent:
+        return ""
+    return f" ({frames[-1].filename}:{frames[-1].lineno})"
+
+
+# ---------------------------------------------------------------------- where it comes from
+
+
+@dataclass(frozen=True)
+class EnvSpec:
+    """A text environment to be made.
+
+    Attributes:
+        name: for messages and metrics; its id, if it has one.
+        make: makes one; called once a slot.
+        success_by: which reward decides about success (:class:`~torchrl_llm.envs.GEMEnv`).
+        divide: whether the streams of training and evaluation play different rows of its data.
+    """
+
+    name: str
+    make: Callable[[], TextEnv]
+    success_by: SuccessBy = "last"
+    divide: bool = False
+
+
+EnvSource = str | EnvSpec | Callable[[], TextEnv]
+"""What names a text environment: an id, a factory, or an :class:`EnvSpec`."""
+
+_families: dict[str, Callable[[str], EnvSpec]] = {}
+
+
+def register_env_family(name: str, resolve: Callable[[str], EnvSpec]) -> None:
+    """Let ids that begin with ``name:`` be environments, wherever an id is taken (``GEMEnv``, settings, command line).
+
+    Ids of no registered family are GEM's, so a family that is named as a part of GEM's ids (``"game"``) hides them.
+
+    Args:
+        name: of the family, without a colon. A family of that name is replaced, with a warning.
+        resolve: called with the whole id; returns an :class:`EnvSpec`, or raises :class:`UnknownEnvironmentError`. Its
+            ``make`` is sent to workers on Ray, so it must be picklable there.
+
+    Raises:
+        ValueError: ``name`` is empty or holds a colon.
+
+    Examples:
+        >>> from torchrl_llm.testing.environments import Echo
+        >>> register_env_family("echo", lambda env_id: EnvSpec(env_id, lambda: Echo(turns=int(env_id[5:]))))
+        >>> resolve_env("echo:3").make().turns
+        3
+    """
+    if not name or ":" in name:
+        raise ValueError(f"The name of an environment family is {name!r}; expected text without a colon.")
+    if _families.get(name, resolve) is not resolve:
+        logger.warning("The environment family %r is registered again; its new resolver replaces the first.", name)
+    _families[name] = resolve
+
+
+def resolve_env(env: EnvSource) -> EnvSpec:
+    """The environment that an id or a factory names.
+
+    Raises:
+        MissingGEMError: it is an id of no registered family, and GEM cannot be imported.
+        UnknownEnvironmentError: no environment has this id; close matches are named.
+        TypeError: the family's resolver returned something else than an :class:`EnvSpec`.
+    """
+    if isinstance(env, EnvSpec):
+        return env
+    if not isinstance(env, str):
+        return EnvSpec(getattr(env, "__name__", type(env).__name__), env)
+    family = env.partition(":")[0]
+    spec = _families.get(family, _families["gem"])(env)
+    if not isinstance(spec, EnvSpec):
+        raise TypeError(f"The environment family {family!r} resolved {env!r} to {spec!r:.80}; expected an EnvSpec.")
+    return spec
