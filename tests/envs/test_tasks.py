@@ -161,6 +161,12 @@ class TestRows:
         env = GEMEnv(["eval:AMC", "math:GSM8K", StopOrGo], tokenizer=tokenizer, stream="test")
         assert [spec.divide for spec in env._specs] == [False, True, False]
 
+    def test_rows_are_the_streams_whatever_deals_the_tickets(self, tokenizer):
+        """A greedy evaluation deals from a choice of tickets, which is not ``Tickets``."""
+        envs = [GEMEnv("rg:base_conversion", tokenizer=tokenizer, max_model_len=2048, stream="test") for _ in range(2)]
+        envs[1].tickets = [envs[0].tickets[i] for i in range(3)]
+        assert [envs[1].open(0, i).ids for i in range(3)] == [envs[0].open(0, i).ids for i in range(3)]
+
     def test_equal_questions_are_one(self):
         questions = [str(i % 20) for i in range(200)]
         parts = [{questions[i] for i in rows_of(questions, stream)} for stream in STREAMS]

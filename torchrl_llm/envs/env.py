@@ -189,6 +189,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         self.max_model_len, self.max_output_tokens, self.max_turns = max_model_len, max_output_tokens, max_turns
         self.on_done, self.overflow = on_done, overflow
         self._success = SuccessRule(specs, success_reward, success_by)
+        self._stream: Stream = stream
         self._specs = [spec if divide is None else replace(spec, divide=divide) for spec in specs]
         self._prompt = torch.zeros(num_envs, max_model_len, dtype=torch.int64)
         set_specs(

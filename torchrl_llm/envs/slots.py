@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchrl_llm.envs.chat import ChatFormatter
 from torchrl_llm.envs.isolation import Call, IsolatedEnv, Pool, kept_global_rng
-from torchrl_llm.envs.tasks import Task, Ticket, Tickets
+from torchrl_llm.envs.tasks import Stream, Task, Ticket, Tickets
 from torchrl_llm.envs.text_env import EnvironmentFault, EnvironmentUnavailableError, EnvSpec, SuccessBy, TextStep
 from torchrl_llm.keys import StopReason
 
@@ -195,6 +195,7 @@ class SlotEpisodes:
     max_turns: int | None
     overflow: Overflow
     _specs: Sequence[EnvSpec]
+    _stream: Stream
     _slots: list[Slot]
     _firsts: tuple[Any, list[int]]
     _prompt: Tensor
@@ -231,9 +232,7 @@ class SlotEpisodes:
         try:
             if ticket.env_id not in envs:
                 spec = self._specs[ticket.env_id]
-                envs[ticket.env_id] = IsolatedEnv(
-                    spec.make, spec.name, rows=self.tickets.stream if spec.divide else None
-                )
+                envs[ticket.env_id] = IsolatedEnv(spec.make, spec.name, rows=self._stream if spec.divide else None)
             env = envs[ticket.env_id]
             context = self.formatter.start(env.reset(ticket.seed))
         except EnvironmentUnavailableError:

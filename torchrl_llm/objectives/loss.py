@@ -283,15 +283,20 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         self._forward_value_estimator_keys()
         return self
 
+    @property
+    def _declared(self) -> TurnEstimator | type[TurnEstimator]:
+        """What the estimator declares of itself; TorchRL's own declare nothing, so that the defaults of ours hold."""
+        estimator = self.value_estimator
+        return estimator if isinstance(estimator, TurnEstimator) else TurnEstimator
+
     def _check_estimator(self) -> None:
-        estimator = self._value_estimator
-        name = type(estimator).__name__
-        if self.kl_coeff and self.kl_in == "reward" and not getattr(estimator, "kl_coeff", 0.0):
+        declared, name = self._declared, type(self.value_estimator).__name__
+        if self.kl_coeff and self.kl_in == "reward" and not declared.kl_coeff:
             raise ValueError(
                 f"{type(self).__name__} leaves its KL (kl_coeff={self.kl_coeff}) to the reward, but {name} takes none out "
                 'of it: the KL would be lost. Use kl_in="loss", kl_coeff=0, or a TurnEstimator with a kl_coeff.'
             )
-        if getattr(estimator, "corrects_sampler", False) and (self.clipping != "none" or self.sampler_correction):
+        if declared.corrects_sampler and (self.clipping != "none" or self.sampler_correction):
             raise ValueError(
                 f"The advantages of {name} hold the ratio to the sampler already: with clipping={self.clipping!r} and "
                 f'sampler_correction={self.sampler_correction!r} it would count twice. Use clipping="none" and no correction.'

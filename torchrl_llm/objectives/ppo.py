@@ -69,7 +69,7 @@ class LLMPPOLoss(TurnPolicyLoss):
 
     @property
     def _token_granularity(self) -> bool:
-        return getattr(self.value_estimator, "granularity", "turn") == "token"
+        return self._declared.granularity == "token"
 
     def weights(self, turn_ids: Tensor, process_group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
         """The policy's weights, and the critic's: ``1/K`` for each of ``K`` turns (or ``1/N`` for each token)."""
@@ -80,8 +80,8 @@ class LLMPPOLoss(TurnPolicyLoss):
         """Each action token's value, or its turn's, as the estimator reads it; ``[B, L]``."""
         if self._token_granularity:
             return torch.where(turn_ids >= 0, value, 0.0)
-        reduction: F.ValueReduction = getattr(self.value_estimator, "value_reduction", "first")
-        return F.turn_to_token(F.turn_reduce(value, turn_ids, F.count_turns(turn_ids), reduction), turn_ids)
+        turn_value = F.turn_reduce(value, turn_ids, F.count_turns(turn_ids), self._declared.value_reduction)
+        return F.turn_to_token(turn_value, turn_ids)
 
     def _add_terms(self, out: TensorDictBase, tensordict: TensorDictBase, weights: dict[str, Tensor]) -> None:
         hint = "Run the value estimator first."

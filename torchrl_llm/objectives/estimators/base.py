@@ -80,6 +80,12 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
     corrects_sampler: ClassVar[bool] = False
     """Whether the advantage already holds the ratio of the present policy to the one that sampled."""
 
+    granularity: ClassVar[str] = "turn"
+    """What a step is: a ``"turn"``, or a ``"token"``."""
+
+    value_reduction: ClassVar[F.ValueReduction] = "first"
+    """Which of a turn's values is the state's."""
+
     # torch.nn.Module takes modules as attributes only after its own constructor: hence not a field.
     value_network: InitVar[TensorDictModuleBase | None] = field(default=None, kw_only=False)
     gamma: Share = 1.0

@@ -64,9 +64,9 @@ class TurnGAE(CriticEstimator):
 
     gamma: Share | None = None  # type: ignore[assignment]
     lmbda: Share = 0.95
-    granularity: Granularity = "turn"
+    granularity: Granularity = "turn"  # type: ignore[misc]
     single_turn: bool | None = None
-    value_reduction: F.ValueReduction = "first"
+    value_reduction: F.ValueReduction = "first"  # type: ignore[misc]
     whiten: bool = True
 
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
