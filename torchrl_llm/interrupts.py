@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 # What scripts use is offered by torchrl_llm.trainers.
-__all__ = ["Agreement", "children_ignore_sigint", "held", "run_begins"]
+__all__ = ["AllReduceMax", "children_ignore_sigint", "held", "run_begins"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -61,10 +61,10 @@ class Interrupted(SystemExit):
         return f"interrupted by {self.name}{self.state}"
 
 
-class Agreement(Protocol):
-    """What :func:`interruptible` needs of :class:`~torchrl_llm.trainers.Ranks`."""
+class AllReduceMax(Protocol):
+    """What :func:`interruptible` needs of :class:`~torchrl_llm.trainers.Distributed`."""
 
-    def most(self, value: int) -> int:
+    def all_reduce_max(self, value: int) -> int:
         """The largest of a number over the ranks."""
 
 
@@ -158,7 +158,7 @@ def run_begins() -> None:
         _active.begun = True
 
 
-def interruptible(function: Callable[[], T], ranks: Agreement | None = None) -> T:
+def interruptible(function: Callable[[], T], distributed: AllReduceMax | None = None) -> T:
     """Call ``function``; a signal stops it at once, and it is not called after one.
 
     A function and not a context manager: a handler may raise between any two steps, those of leaving a context included.
@@ -166,8 +166,8 @@ def interruptible(function: Callable[[], T], ranks: Agreement | None = None) -> 
     Args:
         function: may be left at any step: nothing that it changes counts if it does not return. It may call no collective
             of the ranks, for it may be left by one of them only.
-        ranks: they all call this, and agree at its end whether any of them was to stop. ``None``: this process alone; where
-            there are others, signals wait then.
+        distributed: the ranks, which all call this and agree at its end whether any of them was to stop. ``None``: this
+            process alone; if there are others, signals wait.
 
     Returns:
         What ``function`` returns.
@@ -181,7 +181,7 @@ def interruptible(function: Callable[[], T], ranks: Agreement | None = None) -> 
     """
     signals = _active
     here = threading.current_thread() is threading.main_thread()
-    if signals is None or not here or (ranks is None and _several()):
+    if signals is None or not here or (distributed is None and _several()):
         return function()
     outer, result = signals.drops, None
     try:
@@ -195,7 +195,7 @@ def interruptible(function: Callable[[], T], ranks: Agreement | None = None) -> 
             raise
         if not isinstance(error, KeyboardInterrupt):  # such as that of an engine that got the terminal's signal too
             logger.info("dropped with %s: %s", type(error).__name__, error)
-    signum = signals.received if ranks is None else ranks.most(signals.received)
+    signum = signals.received if distributed is None else distributed.all_reduce_max(signals.received)
     if signum:
         raise Interrupted(signum)
     return result  # type: ignore[return-value]

@@ -229,9 +229,9 @@ def engine(config: RunConfig, env: Any) -> Any:
         worker = build._worker_policy(config, tokenizer, sampling, None) if config.policy == "vllm" else None
         if config.collector == "ray":
             game = GEMEnv(Guess, tokenizer=tokenizer)
-            ranks = build.Ranks(build.make_accelerator(config))
+            distributed = build.Distributed.of(build.make_accelerator(config))
             workers = build.Workers(None, None, sync)
-            build.make_collector(config, game, policy, build.make_replay_buffer(config), ranks, workers)
+            build.make_collector(config, game, policy, build.make_replay_buffer(config), distributed, workers)
     return {"calls": Recorder.calls, "plays": (type(policy).__name__, type(worker).__name__)}
 
 

@@ -21,7 +21,7 @@ from torchrl_llm.segments import Segments
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from torchrl_llm.trainers.evaluation import Evaluation
+    from torchrl_llm.record.evaluation import Evaluation
 
 _MADE_ANEW = "\n\n[... earlier turns leave the context; the model sees from here on:]\n\n"
 
