@@ -47,7 +47,7 @@ METRICS: dict[str, str] = {
     "optim/lr_actor": "learning rate of the actor",
     "optim/lr_critic": "learning rate of the critic",
     "data/padding_share": "share of padding in the positions of the training forward passes",
-    "data/chosen_share": "share of the conversations played that the update learns from (dynamic sampling)",
+    "data/chosen_share": "share of the collected episodes that the update learns from (dynamic sampling)",
     "data/staleness": "updates between the weights a token was sampled with and those it trains, mean over tokens",
     "data/dropped": "episodes dealt and not delivered so far: stale (async collector), or of a group with a failed one",
     "data/faults": "episodes whose environment failed so far",
@@ -192,12 +192,12 @@ def named(metric: str) -> bool:
 
 
 def rollout_metrics(rows: TensorDictBase, env_names: Sequence[str] = ()) -> dict[str, float]:
-    """What was played: return, success, turns, lengths, from rows ``[B]``.
+    """Statistics of episodes: return, success, turns, lengths, from rows ``[B]``.
 
     Args:
-        rows: conversations.
+        rows: one episode each.
         env_names: of the environments of a mixture, such as ``GEMEnv.names``. If there are several, :data:`PER_ENVIRONMENT`
-            is also reported as ``rollout/<figure>/<name>`` for each that was played; environments of the same name count together.
+            is also reported as ``rollout/<metric>/<name>`` for each that occurs; environments of the same name count together.
     """
     result = _rollout_metrics(rows)
     if len(env_names) > 1:
@@ -227,7 +227,7 @@ def _rollout_metrics(rows: TensorDictBase) -> dict[str, float]:
 
 
 def credit_metrics(rows: TensorDictBase) -> dict[str, float]:
-    """How well the frozen values predict their targets over the valid turns of rows ``[B]``."""
+    """How well values from before the update predict their targets, over the valid turns of rows ``[B]``."""
     mask = rows[keys.TURN_MASK]
     value, target = rows[keys.TURN_VALUE][mask].double(), rows[keys.TURN_VALUE_TARGET][mask].double()
     # Undefined when the targets do not vary: nan says so.

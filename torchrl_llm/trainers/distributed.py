@@ -2,7 +2,7 @@
 
 The loop calls the same methods for one process and for many, and they keep the ranks in step: losses are weighted sums whose
 weights count the tokens of all ranks, so gradients are summed; every rank takes part in every backward pass; a number that
-decides how a run goes on is the same on every rank. Communication is accelerate's.
+decides how a run continues is the same on every rank. Communication is accelerate's.
 """
 
 from __future__ import annotations

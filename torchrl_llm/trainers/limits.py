@@ -18,7 +18,7 @@ def is_due(interval: int, iteration: int) -> bool:
 
 
 def limit_reached(config: TrainerConfig, *, steps: int, iteration: int, seconds: float) -> str | None:
-    """Why a run ends after this iteration; ``None``: it goes on."""
+    """Why a run ends after this iteration; ``None``: it continues."""
     if steps >= config.max_steps:
         return f"max_steps={config.max_steps} turns played"
     if config.max_iterations is not None and iteration >= config.max_iterations:
@@ -29,7 +29,7 @@ def limit_reached(config: TrainerConfig, *, steps: int, iteration: int, seconds:
 
 
 def success_reached(config: TrainerConfig, metrics: Mapping[str, float]) -> str | None:
-    """Why a run ends after an evaluation with these metrics; ``None``: it goes on.
+    """Why a run ends after an evaluation with these metrics; ``None``: it continues.
 
     Raises:
         ConfigError: ``stop_at_success`` is set, and the evaluator reports no success rate.

@@ -9,27 +9,23 @@ from typing import Any
 from torchrl.checkpoint import GlobalRNGState
 
 from torchrl_llm.interrupts import Interrupted
-from torchrl_llm.trainers.collector_view import CollectorView
+from torchrl_llm.trainers.base import TrainerBase
 from torchrl_llm.trainers.limits import is_due
-from torchrl_llm.trainers.state import RunState
 
 
 class RunSaver:
     """Saves a run when it is due, and at the last moment that it can resume from when an error or a signal ends it.
 
     Args:
-        run: the trainer; :attr:`RunState.checkpoints` saves it.
-        rollouts: its collector.
-        interval: iterations between checkpoints; 0: after the best evaluation and at the end only.
-        alone: whether this process can save without others, as it must after an error that they may not have.
+        run: the trainer, whose ``checkpoints`` save it.
 
     Attributes:
         collector_state: the collector's state before the rollout or evaluation that runs, or was dropped; ``None``: the
             state that it has.
     """
 
-    def __init__(self, run: RunState, rollouts: CollectorView, *, interval: int, alone: bool) -> None:
-        self.run, self.rollouts, self.interval, self.alone = run, rollouts, interval, alone
+    def __init__(self, run: TrainerBase) -> None:
+        self.run = run
         self.collector_state: dict[str, Any] | None = None
         self._rng: dict[str, Any] | None = None
 
@@ -41,9 +37,9 @@ class RunSaver:
             self.run.saved_iteration = self.run.iteration
 
     def save_if_due(self, metrics: Mapping[str, float]) -> None:
-        """Save the run after its last iteration, after its best evaluation, and every ``interval`` iterations."""
+        """Save the run after its last iteration, after its best evaluation, and every ``checkpoint_interval`` iterations."""
         best = "evaluation/success" in metrics and metrics["evaluation/success"] >= self.run.best_success
-        if self.run.stop_reason or best or is_due(self.interval, self.run.iteration):
+        if self.run.stop_reason or best or is_due(self.run.config.checkpoint_interval, self.run.iteration):
             self.save(metrics)
 
     def save_if_new(self, *, early: bool = False) -> None:
@@ -62,7 +58,7 @@ class RunSaver:
         try:
             yield
         except Exception:
-            if self.alone:
+            if self.run.distributed.saves_alone:
                 self.save(metrics or {}, early=True)
             elif metrics is not None:
                 self.save_if_due(metrics)
@@ -71,7 +67,7 @@ class RunSaver:
     @contextmanager
     def droppable(self) -> Iterator[None]:
         """Around rollouts and evaluations, which change collector and global generators only: a signal drops them."""
-        self.collector_state, self._rng = self.rollouts.state_before_playing(), GlobalRNGState().state_dict()
+        self.collector_state, self._rng = self.run.rollouts.state_before_playing(), GlobalRNGState().state_dict()
         yield
         self.collector_state = self._rng = None
 
@@ -86,6 +82,6 @@ class RunSaver:
                 GlobalRNGState().load_state_dict(self._rng)
             if self.run.checkpoints is None:
                 interrupted.state += ", of which nothing is saved (save_checkpoints=False)"
-                interrupted.goes_on = False
+                interrupted.resumable = False
             self.save_if_new(early=True)
             raise

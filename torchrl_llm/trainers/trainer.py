@@ -8,49 +8,31 @@ is built from settings is :mod:`torchrl_llm.trainers.build`; how several process
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
-from typing import Any
+from functools import cached_property
 
 import torch
-from accelerate import Accelerator
 from tensordict import TensorDictBase
-from torchrl.collectors import BaseCollector
-from torchrl.data import ReplayBuffer
-from torchrl.record.loggers import Logger
 
 from torchrl_llm import keys
 from torchrl_llm.data import cat_rows, overlong
-from torchrl_llm.envs import SeenTasks
 from torchrl_llm.interrupts import catch_signals, interruptible, run_begins
-from torchrl_llm.modules import TokenScorer
-from torchrl_llm.modules.policy import TurnPolicy
-from torchrl_llm.objectives import TurnPolicyLoss
-from torchrl_llm.record import Timer, credit_metrics, rollout_metrics, staleness, throughput
+from torchrl_llm.record import credit_metrics, rollout_metrics, staleness, throughput
 from torchrl_llm.record.metrics import CREDIT_KEYS, ROLLOUT_KEYS
-from torchrl_llm.trainers.collector_view import CollectorView
-from torchrl_llm.trainers.config import TrainerConfig
-from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.trainers.base import Evaluator, TrainerBase
+from torchrl_llm.trainers.checks import check_options
 from torchrl_llm.trainers.evaluation import checked_metrics
 from torchrl_llm.trainers.limits import is_due, limit_reached, success_reached
-from torchrl_llm.trainers.parts import FixedParts, check_options, check_parameters
-from torchrl_llm.trainers.precision import warn_of_half_weights
-from torchrl_llm.trainers.protocols import RunStore, RunWatcher, WeightSync
 from torchrl_llm.trainers.saving import RunSaver
-from torchrl_llm.trainers.schedule import LearningRateSchedule
 from torchrl_llm.trainers.scoring import RowScorer
-from torchrl_llm.trainers.selection import RowSelection
-from torchrl_llm.trainers.state import RunState
 from torchrl_llm.trainers.update import Updater
 
 logger = logging.getLogger(__name__)
 _END = object()
 
-Evaluator = Callable[[], Mapping[str, Any]]
-"""Plays held-out episodes and returns metrics, of any names but those of training; ``evaluation/success`` decides what is best."""
 
-
-class LLMTrainer(FixedParts, RunState):
+class LLMTrainer(TrainerBase):
     """Collects, credits, updates, evaluates, until a limit of ``config`` is reached.
 
     Args:
@@ -72,7 +54,7 @@ class LLMTrainer(FixedParts, RunState):
         accelerator: device, mixed precision and backward; None makes a plain one.
         seen_tasks: remembers what training has played, for :func:`~torchrl_llm.trainers.evaluate`; None makes an empty one.
 
-    The attributes are those of :class:`~torchrl_llm.trainers.state.RunState` and the parts, which are read-only, because other
+    The attributes are those of :class:`~torchrl_llm.trainers.base.TrainerBase` and the parts, which are read-only, because other
     parts hold them too: assigning one raises ``AttributeError``. ``evaluator``, ``checkpoints``, ``loggers`` and
     ``callbacks`` may be replaced at any time.
 
@@ -80,58 +62,23 @@ class LLMTrainer(FixedParts, RunState):
         ConfigError: parts that do not go together, such as an optimizer that steps other parameters than the loss's.
     """
 
-    module: torch.nn.Module
-    optimizer: torch.optim.Optimizer
+    @cached_property
+    def scorer(self) -> RowScorer:
+        """Scores and credits rows, and chooses those to learn from."""
+        return RowScorer(self)
 
-    def __init__(
-        self,
-        *,
-        collector: BaseCollector,
-        replay_buffer: ReplayBuffer,
-        policy: TurnPolicy,
-        loss: TurnPolicyLoss,
-        optimizer: torch.optim.Optimizer,
-        config: TrainerConfig,
-        reference: TokenScorer | None = None,
-        weight_sync: WeightSync | None = None,
-        evaluator: Evaluator | None = None,
-        checkpoints: RunStore | None = None,
-        loggers: Sequence[Logger] = (),
-        callbacks: Sequence[RunWatcher] = (),
-        accelerator: Accelerator | None = None,
-        seen_tasks: SeenTasks | None = None,
-    ) -> None:
-        super().__init__(policy, seed=config.seed, seen_tasks=seen_tasks)
-        self.collector, self.replay_buffer, self.loss = collector, replay_buffer, loss
-        self.config, self.reference, self.weight_sync = config, reference, weight_sync
-        self.evaluator, self.checkpoints = evaluator, checkpoints
-        self.loggers, self.callbacks = tuple(loggers), tuple(callbacks)
-        self._timer = Timer()
-        warn_of_half_weights(optimizer)
-        self.accelerator = accelerator or Accelerator()
-        self.distributed = Distributed.of(self.accelerator)
-        self._use(optimizer)
-        if weight_sync is not None:
-            weight_sync.access = self.distributed.access
-        check_options(config, loss, self.optimizer, policy)
-        self.rollouts = CollectorView(collector, self.distributed)
-        self.scorer = RowScorer(
-            loss, reference, policy=policy, rollouts=self.rollouts, config=config, distributed=self.distributed
-        )
-        self.selection = RowSelection(self.rollouts, self.distributed, self._timer("score")(self.scorer.preview))
-        saves_alone, interval = self.distributed.saves_alone, config.checkpoint_interval
-        self.saver = RunSaver(self, self.rollouts, interval=interval, alone=saves_alone)
+    @cached_property
+    def updater(self) -> Updater:
+        """Takes the optimizer steps."""
+        return Updater(self)
 
-    def _use(self, optimizer: torch.optim.Optimizer) -> None:
-        check_parameters(self.loss, optimizer)
-        others = [] if self.reference is None else [self.reference]
-        module, optimizer = self.distributed.prepare(self.loss, optimizer, *others)
-        self.__dict__ |= {"module": module, "optimizer": optimizer}  # read-only for all others
-        self.schedule = LearningRateSchedule(optimizer, self.config)
-        self.updater = Updater(self.loss, module, optimizer, config=self.config, distributed=self.distributed)
+    @cached_property
+    def saver(self) -> RunSaver:
+        """Saves the run."""
+        return RunSaver(self)
 
     def replace_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Go on with another optimizer, for parameters that were made anew (merged adapters); with one process only.
+        """Train with another optimizer, of new parameters (merged adapters); with one process only.
 
         Args:
             optimizer: of all trainable parameters of the loss, with the groups and rates of the old one; it has not stepped.
@@ -140,7 +87,7 @@ class LLMTrainer(FixedParts, RunState):
             ConfigError: there are several processes, whose gradients are averaged for the old parameters.
         """
         self.distributed.check_replaceable()
-        self._use(optimizer)
+        self.prepare(optimizer)
 
     # ------------------------------------------------------------------ the loop
 
@@ -179,13 +126,13 @@ class LLMTrainer(FixedParts, RunState):
         One batch of the collector; with ``config.dynamic_sampling``, as many as it takes (and the setting allows) until
         one batch's number of episodes is in groups that get credit.
         """
-        # A resumed run starts without cached contexts. To be the same, this one drops those of an evaluation.
+        # A resumed run starts without cached contexts. Drop the cache, which may hold contexts of an evaluation, to be the same.
         self.policy.drop_cache()
         with self.saver.droppable():
             rows = self._next_batch(batches)
-            wanted = 0 if rows is None else self.selection.wanted(rows)
+            wanted = 0 if rows is None else self.scorer.wanted(rows)
             for _ in range(self.config.dynamic_sampling - 1):
-                if rows is None or self.selection.found(rows) >= wanted:
+                if rows is None or self.scorer.found(rows) >= wanted:
                     break
                 more = self._next_batch(batches)
                 if more is None:
@@ -194,7 +141,7 @@ class LLMTrainer(FixedParts, RunState):
         return rows
 
     def _next_batch(self, batches: Iterator[object]) -> TensorDictBase | None:
-        with self._timer("rollout"), self.playing(here=self.rollouts.runs_here):
+        with self.timer("rollout"), self.playing(here=self.rollouts.runs_here):
             if self.distributed.all_reduce_any(next(batches, _END) is _END):
                 self.stop_reason = "the collector reached its own limit"
                 return None
@@ -228,23 +175,22 @@ class LLMTrainer(FixedParts, RunState):
         return metrics | self._progress(played)
 
     def choose(self, batch: TensorDictBase) -> TensorDictBase:
-        """The rows of ``batch`` to learn from: with ``config.dynamic_sampling`` those of groups that get credit."""
-        return self.selection.choose(batch) if self.config.dynamic_sampling else batch
+        """The rows of ``batch`` to learn from: with ``config.dynamic_sampling`` only groups that get credit."""
+        return self.scorer.choose(batch) if self.config.dynamic_sampling else batch
 
     def learn(self, batch: TensorDictBase) -> dict[str, float]:
         """Score, credit and update on rows ``[B]``; then the policy gets the new weights."""
         sleeper = self.weight_sync if self.weight_sync is not None and self.weight_sync.sleep_level else None
         if sleeper is not None:
             sleeper.sleep()
-        with self._timer("score"):
-            self.scorer.run(batch)
-        kept = batch[~overlong(batch, self.scorer.max_output_tokens)] if self.config.overlong_filter else batch
+        self.scorer.score_and_credit(batch)
+        kept = batch[~overlong(batch, self.policy.sampling.max_output_tokens)] if self.config.overlong_filter else batch
         num_kept = self.distributed.all_reduce_sum(kept.shape[0])
         kept = self.distributed.nonempty(kept, batch[: self.rollouts.group_size])
         valued = keys.TURN_VALUE in kept.keys(include_nested=True)
         metrics = credit_metrics(self.distributed.all_gather_rows(kept, CREDIT_KEYS)) if valued else {}
         if num_kept:
-            with self._timer("update"):
+            with self.timer("update"):
                 metrics |= self.update(kept)
         else:
             logger.warning("iteration %d: every conversation is overlong; nothing to learn from", self.iteration)
@@ -262,13 +208,13 @@ class LLMTrainer(FixedParts, RunState):
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:
         """``config.epochs`` passes of optimizer steps over ``batch``; returns the means of the loss's metrics."""
-        return self.updater.run(batch, self.generator, critic_only=self.iteration < self.config.critic_warmup)
+        return self.updater.update(batch)
 
     def _send_weights(self) -> dict[str, float]:
         if self.weight_sync is None:
             self.policy.weights_changed()
             return {}
-        with self._timer("sync"):
+        with self.timer("sync"):
             self.weight_sync.send()
         figures = self.weight_sync.figures
         return {} if figures is None else {"policy/canary_gap": figures.canary_difference}
@@ -280,7 +226,7 @@ class LLMTrainer(FixedParts, RunState):
         self.unfinished = metrics
         interval = self.config.evaluation_interval
         if self.evaluator is not None and interval and (self.stop_reason or is_due(interval, self.iteration)):
-            metrics = metrics | self.evaluate(self.evaluator) | self._timer.read()
+            metrics = metrics | self.evaluate(self.evaluator) | self.timer.read()
         self.unfinished = None
         with self.saver.saved_if_it_fails(metrics):
             self._log(metrics)
@@ -296,14 +242,14 @@ class LLMTrainer(FixedParts, RunState):
     def evaluate(self, evaluator: Evaluator) -> dict[str, float]:
         """The evaluator's metrics; takes note of the success rate, if it reports one."""
         with self.saver.saved_if_it_fails():
-            with self.saver.droppable(), self._timer("evaluation"), self.playing():
+            with self.saver.droppable(), self.timer("evaluation"), self.playing():
                 metrics = checked_metrics(interruptible(evaluator))
             self.stop_reason = success_reached(self.config, metrics) or self.stop_reason
         self.best_success = max(self.best_success, metrics.get("evaluation/success", self.best_success))
         return metrics
 
     def _progress(self, played: TensorDictBase) -> dict[str, float]:
-        seconds = self._timer.read()
+        seconds = self.timer.read()
         return {
             "rollout/episodes": float(self.episodes),
             "rollout/steps": float(self.steps),

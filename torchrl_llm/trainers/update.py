@@ -10,10 +10,10 @@ from torch import Tensor
 
 from torchrl_llm import keys
 from torchrl_llm.data import micro_batches, minibatches, padding_share
-from torchrl_llm.objectives import TurnPolicyLoss, total, write_loss_weights
+from torchrl_llm.objectives import total, write_loss_weights
 from torchrl_llm.record import LOSS_METRICS
-from torchrl_llm.trainers.config import TrainerConfig
-from torchrl_llm.trainers.distributed import Distributed, check_accumulation
+from torchrl_llm.trainers.base import TrainerBase
+from torchrl_llm.trainers.distributed import check_accumulation
 from torchrl_llm.trainers.fsdp import full_on_cpu
 from torchrl_llm.trainers.schedule import GROUPS
 
@@ -22,82 +22,70 @@ class Updater:
     """Takes the optimizer steps of an iteration.
 
     Args:
-        loss: writes the loss weights of an optimizer batch.
-        module: computes ``loss``, its gradients averaged over the ranks.
-        optimizer: its first parameter group is the actor's, its second, if any, the critic's.
-        config: epochs, sizes of minibatches and micro-batches, gradient clipping.
-        distributed: the training processes.
+        run: the trainer.
     """
 
-    def __init__(
-        self,
-        loss: TurnPolicyLoss,
-        module: torch.nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        config: TrainerConfig,
-        distributed: Distributed,
-    ) -> None:
-        self.loss, self.module, self.optimizer = loss, module, optimizer
-        self.config, self.distributed, self.accelerator = config, distributed, distributed.accelerator
+    def __init__(self, run: TrainerBase) -> None:
+        self.run = run
 
-    def run(self, batch: TensorDictBase, generator: torch.Generator, *, critic_only: bool = False) -> dict[str, float]:
-        """``config.epochs`` passes over ``batch``.
+    def update(self, batch: TensorDictBase) -> dict[str, float]:
+        """``config.epochs`` passes of optimizer steps over ``batch``; returns the means of the loss's metrics.
 
         Args:
             batch: rows ``[B]`` with advantages (and, as the loss needs them, old and reference log-probs and values).
-            generator: shuffles the rows of each pass.
-            critic_only: warm the critic up: the actor's parameters take no step.
-
-        Returns:
-            The means of the metrics of all steps.
         """
-        check_accumulation(self.accelerator)  # again: an Accelerator made since then may have changed it
-        group, size = self.distributed.process_group, self.config.minibatch_size
-        size = size or int(self.distributed.all_reduce_sum(batch.shape[0]))
+        config, distributed = self.run.config, self.run.distributed
+        check_accumulation(self.run.accelerator)  # again: an Accelerator made since then may have changed it
+        group = distributed.process_group
+        size = config.minibatch_size or int(distributed.all_reduce_sum(batch.shape[0]))
         steps: list[dict[str, Tensor]] = []
         padding: list[float] = []
-        for _ in range(self.config.epochs):
-            for minibatch in minibatches(batch, size, generator=generator, process_group=group):
-                rows = self.distributed.nonempty(minibatch, batch[:1])
-                parts = micro_batches(write_loss_weights(rows, self.loss, group), self.config.max_tokens)
-                parts = self.distributed.equal_count(parts)
+        for _ in range(config.epochs):
+            for minibatch in minibatches(batch, size, generator=self.run.generator, process_group=group):
+                rows = distributed.nonempty(minibatch, batch[:1])
+                parts = micro_batches(write_loss_weights(rows, self.run.loss, group), config.max_tokens)
+                parts = distributed.equal_count(parts)
                 padding.append(padding_share(parts))
-                steps.append(self.accumulate(parts, critic_only) | self.step(critic_only))
+                steps.append(self.accumulate(parts) | self.step())
         metrics = {name: torch.stack([step[name] for step in steps]).mean().item() for name in steps[0]}
         metrics["policy/log_prob_gap"] = self._log_prob_gap(batch, steps[0])
         return metrics | {"data/padding_share": sum(padding) / len(padding)}
 
-    def accumulate(self, parts: list[TensorDictBase], critic_only: bool) -> dict[str, Tensor]:
+    @property
+    def warms_up_critic(self) -> bool:
+        """Whether the actor's parameters take no step in this iteration."""
+        return self.run.iteration < self.run.config.critic_warmup
+
+    def accumulate(self, parts: list[TensorDictBase]) -> dict[str, Tensor]:
         """Accumulate the gradient of one optimizer batch: losses are weighted sums, so its micro-batches add up."""
         outputs = []
         for i, part in enumerate(parts):
-            with self.distributed.no_sync(self.module) if i + 1 < len(parts) else nullcontext():
-                with self.accelerator.autocast():
-                    out = self.module(part)
+            with self.run.distributed.no_sync(self.run.module) if i + 1 < len(parts) else nullcontext():
+                with self.run.accelerator.autocast():
+                    out = self.run.module(part)
                 loss = total(out)
-                if critic_only:
-                    loss = self.distributed.reach_all_parameters(out["loss_critic"], loss)
-                self.distributed.backward(loss)
+                if self.warms_up_critic:
+                    loss = self.run.distributed.reach_all_parameters(out["loss_critic"], loss)
+                self.run.distributed.backward(loss)
             outputs.append(out)
-        merged = self.distributed.merge_outputs(outputs)
+        merged = self.run.distributed.merge_outputs(outputs)
         return {name: merged[key] for key, name in LOSS_METRICS.items() if key in merged}
 
-    def step(self, critic_only: bool) -> dict[str, Tensor]:
+    def step(self) -> dict[str, Tensor]:
         """Clip the gradient, actor and critic apart, and step; returns the norms before."""
-        if critic_only:
+        if self.warms_up_critic:
             # None and not zeros, which AdamW would step with its moments and weight decay. A trunk that actor and
             # critic share is in the actor's group, and keeps still too.
-            for parameter in self.optimizer.param_groups[0]["params"]:
+            for parameter in self.run.optimizer.param_groups[0]["params"]:
                 parameter.grad = None
         # Once for all groups: a gradient scaler refuses to unscale twice.
-        self.accelerator.unscale_gradients()
+        self.run.accelerator.unscale_gradients()
         norms = {}
-        for name, group in zip(GROUPS, self.optimizer.param_groups, strict=False):
-            norm = torch.nn.utils.clip_grad_norm_(group["params"], self.config.max_grad_norm)
+        for name, group in zip(GROUPS, self.run.optimizer.param_groups, strict=False):
+            norm = torch.nn.utils.clip_grad_norm_(group["params"], self.run.config.max_grad_norm)
             norms[f"optim/grad_norm_{name}"] = full_on_cpu(norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.run.optimizer.step()
+        self.run.optimizer.zero_grad(set_to_none=True)
         return norms
 
     def _log_prob_gap(self, batch: TensorDictBase, first: dict[str, Tensor]) -> float:
@@ -107,4 +95,4 @@ class Updater:
             return first["policy/log_ratio"].item()
         actions = batch[keys.TURN_IDS] >= 0
         gap = (batch[keys.OLD_LOG_PROB] - batch[keys.SAMPLE_LOG_PROB])[actions].abs().sum().item()
-        return self.distributed.all_reduce_sum(gap) / self.distributed.all_reduce_sum(int(actions.sum()))
+        return self.run.distributed.all_reduce_sum(gap) / self.run.distributed.all_reduce_sum(int(actions.sum()))

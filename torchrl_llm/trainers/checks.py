@@ -1,8 +1,6 @@
-"""What the parts of a trainer must agree on: :class:`FixedParts` and the checks when they are put together."""
+"""Whether the parts of a trainer go together: :func:`check_parameters`, :func:`check_options`."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 
@@ -10,33 +8,6 @@ from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.trainers.collector_view import corrects_sampler
 from torchrl_llm.trainers.config import ConfigError, TrainerConfig
-
-_FIXED = {
-    "accelerator": "LLMTrainer(accelerator=...)",
-    "collector": "LLMTrainer(collector=...)",
-    "config": "LLMTrainer(config=...)",
-    "distributed": "it is that of LLMTrainer(accelerator=...)",
-    "loss": "build_run(config, make_loss=...), or LLMTrainer(loss=...)",
-    "module": "it wraps the loss of LLMTrainer(loss=...)",
-    "optimizer": "LLMTrainer(optimizer=...)",
-    "policy": "LLMTrainer(policy=...)",
-    "reference": "LLMTrainer(reference=...)",
-    "replay_buffer": "LLMTrainer(replay_buffer=...)",
-    "weight_sync": "LLMTrainer(weight_sync=...)",
-}
-"""Read-only attribute -> how to give the trainer another one."""
-
-
-class FixedParts:
-    """Makes the parts that other parts hold too read-only: one assigned later would be used by half of a trainer."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _FIXED and name in self.__dict__:
-            raise AttributeError(
-                f"LLMTrainer.{name} is read-only: other parts hold the one that the trainer was made with, and would go on "
-                f"with it. Make the trainer with yours: {_FIXED[name]}."
-            )
-        super().__setattr__(name, value)
 
 
 def check_parameters(loss: TurnPolicyLoss, optimizer: torch.optim.Optimizer) -> None:
