@@ -1,9 +1,12 @@
 """The training loop: it learns, it stops where it is told to, its settings have effect, its gradient is the batch's."""
 
+import ast
+import inspect
 import math
 import re
 import threading
 from dataclasses import fields
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -753,6 +756,19 @@ def prepared(trainer):
     trainer.score(rows)
     trainer.loss.value_estimator(rows)
     return rows
+
+
+def test_the_loop_reads_as_one_process_with_parts_of_one_kind():
+    """What several processes, Ray or foreign parts need is behind :class:`Distributed` and :class:`CollectorView`."""
+    source = Path(inspect.getfile(LLMTrainer)).read_text()
+    calls = {
+        node.func.id
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert not calls & {"isinstance", "getattr", "hasattr"}
+    assert not re.search(r"\b(ray|ranks?|world_size)\b", source, re.IGNORECASE)
+    assert len(source.splitlines()) <= 350
 
 
 class TestLimits:

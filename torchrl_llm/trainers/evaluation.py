@@ -59,20 +59,20 @@ def evaluate(
         EnvironmentFault: more than ``env.max_faults`` of the episodes (that this rank plays) failed.
     """
     env.set_seed(env.tickets.seed)  # back to the first ticket
-    own, everyone = env.tickets, replace(env.tickets, worker=0, num_workers=1)
+    own, all_tickets = env.tickets, replace(env.tickets, worker=0, num_workers=1)
     rank, count = (0, 1) if distributed is None else (distributed.rank, distributed.world_size)
     chosen = range(episodes)
     try:
         if greedy:
-            env.tickets = everyone
+            env.tickets = all_tickets
             chosen = env.first_of_each_task(episodes)
-            env.tickets = _Chosen(everyone, chosen[rank::count], range(episodes + rank, STREAM_IDS, count))
+            env.tickets = _Chosen(all_tickets, chosen[rank::count], range(episodes + rank, STREAM_IDS, count))
         # Every rank plays equally many, because gathering rows takes some of each; surplus episodes are left out.
         rows = _play(env, policy, -(-len(chosen) // count), greedy=greedy, distributed=distributed)
     finally:
         env.tickets = own
     rows = rows if distributed is None else distributed.all_gather_rows(rows)
-    wanted = [everyone[i] for i in chosen]
+    wanted = [all_tickets[i] for i in chosen]
     played = rows[torch.isin(rows[keys.EPISODE_ID], torch.tensor([t.episode_id for t in wanted], device=rows.device))]
     return _summary(played, _with_unplayed(played, wanted, rows[:1]), env.names, seen_tasks)
 
@@ -122,21 +122,21 @@ def _with_unplayed(played: TensorDictBase, wanted: Sequence[Ticket], any_row: Te
 
 
 def _summary(
-    played: TensorDictBase, everyone: TensorDictBase, names: Sequence[str], seen_tasks: SeenTasks | None
+    played: TensorDictBase, expected: TensorDictBase, names: Sequence[str], seen_tasks: SeenTasks | None
 ) -> Evaluation:
-    """The result of the rows that were ``played``, among ``everyone`` that should have been."""
-    metrics = rollout_metrics(everyone, names)
-    won = everyone[keys.TURN_SUCCESS].logical_and(everyone[keys.TURN_MASK]).any(-1)
+    """The result of the rows that were ``played``, among those ``expected``."""
+    metrics = rollout_metrics(expected, names)
+    won = expected[keys.TURN_SUCCESS].logical_and(expected[keys.TURN_MASK]).any(-1)
     failed = torch.isin(played[keys.TURN_STOP_REASON], torch.tensor(FAILED, device=played.device))
-    tasks = everyone[keys.TASK_ID]
+    tasks = expected[keys.TASK_ID]
     return Evaluation(
-        episodes=len(everyone),
+        episodes=len(expected),
         success=won.double().mean().item(),
         success_ci95=success_interval(won, tasks),
         reward=metrics["rollout/reward"],
         turns=metrics["rollout/turns"],
         response_length=metrics["rollout/response_length"],
-        faults=int((failed & played[keys.TURN_MASK]).any(-1).sum()) + len(everyone) - len(played),
+        faults=int((failed & played[keys.TURN_MASK]).any(-1).sum()) + len(expected) - len(played),
         tasks=len(tasks.unique()),
         task_overlap=None if seen_tasks is None else seen_tasks.overlap(tasks.cpu()),
         environments={name.removeprefix("rollout/"): value for name, value in metrics.items() if name.count("/") > 1},

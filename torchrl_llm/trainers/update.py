@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 
 import torch
@@ -28,33 +29,24 @@ class Updater:
     def __init__(self, run: TrainerBase) -> None:
         self.run = run
 
-    def update(self, batch: TensorDictBase) -> dict[str, float]:
-        """``config.epochs`` passes of optimizer steps over ``batch``; returns the means of the loss's metrics.
-
-        Args:
-            batch: rows ``[B]`` with advantages (and, as the loss needs them, old and reference log-probs and values).
-        """
-        config, distributed = self.run.config, self.run.distributed
-        check_accumulation(self.run.accelerator)  # again: an Accelerator made since then may have changed it
-        group = distributed.process_group
-        size = config.minibatch_size or int(distributed.all_reduce_sum(batch.shape[0]))
-        steps: list[dict[str, Tensor]] = []
-        padding: list[float] = []
-        for _ in range(config.epochs):
-            for minibatch in minibatches(batch, size, generator=self.run.generator, process_group=group):
-                rows = distributed.nonempty(minibatch, batch[:1])
-                parts = micro_batches(write_loss_weights(rows, self.run.loss, group), config.max_tokens)
-                parts = distributed.equal_count(parts)
-                padding.append(padding_share(parts))
-                steps.append(self.accumulate(parts) | self.step())
-        metrics = {name: torch.stack([step[name] for step in steps]).mean().item() for name in steps[0]}
-        metrics["policy/log_prob_gap"] = self._log_prob_gap(batch, steps[0])
-        return metrics | {"data/padding_share": sum(padding) / len(padding)}
-
     @property
     def warms_up_critic(self) -> bool:
         """Whether the actor's parameters take no step in this iteration."""
         return self.run.iteration < self.run.config.critic_warmup
+
+    def minibatches(self, batch: TensorDictBase) -> list[TensorDictBase]:
+        """Rows ``[B]``, shuffled and cut into optimizer batches; equally many on all ranks, none empty."""
+        run, distributed = self.run, self.run.distributed
+        check_accumulation(run.accelerator)  # again: an Accelerator made since then may have changed it
+        size = run.config.minibatch_size or int(distributed.all_reduce_sum(batch.shape[0]))
+        found = minibatches(batch, size, generator=run.generator, process_group=distributed.process_group)
+        return [distributed.nonempty(rows, batch[:1]) for rows in found]
+
+    def micro_batches(self, rows: TensorDictBase) -> list[TensorDictBase]:
+        """An optimizer batch with its loss weights, cut so that a part fits into memory; equally many on all ranks."""
+        distributed = self.run.distributed
+        weighted = write_loss_weights(rows, self.run.loss, distributed.process_group)
+        return distributed.equal_count(micro_batches(weighted, self.run.config.max_tokens))
 
     def accumulate(self, parts: list[TensorDictBase]) -> dict[str, Tensor]:
         """Accumulate the gradient of one optimizer batch: losses are weighted sums, so its micro-batches add up."""
@@ -69,7 +61,10 @@ class Updater:
                 self.run.distributed.backward(loss)
             outputs.append(out)
         merged = self.run.distributed.merge_outputs(outputs)
-        return {name: merged[key] for key, name in LOSS_METRICS.items() if key in merged}
+        padding = torch.tensor(padding_share(parts), dtype=torch.float64)
+        return {name: merged[key] for key, name in LOSS_METRICS.items() if key in merged} | {
+            "data/padding_share": padding
+        }
 
     def step(self) -> dict[str, Tensor]:
         """Clip the gradient, actor and critic apart, and step; returns the norms before."""
@@ -88,11 +83,11 @@ class Updater:
         self.run.optimizer.zero_grad(set_to_none=True)
         return norms
 
-    def _log_prob_gap(self, batch: TensorDictBase, first: dict[str, Tensor]) -> float:
+    def log_prob_gap(self, batch: TensorDictBase, first_step: Mapping[str, Tensor]) -> float:
         """The mean difference of the log-probs of scorer and sampler before the update."""
         if keys.OLD_LOG_PROB not in batch:
             # The ratio is to the sampler then, and before the first step the model is the one that sampled.
-            return first["policy/log_ratio"].item()
+            return first_step["policy/log_ratio"].item()
         actions = batch[keys.TURN_IDS] >= 0
         gap = (batch[keys.OLD_LOG_PROB] - batch[keys.SAMPLE_LOG_PROB])[actions].abs().sum().item()
         return self.run.distributed.all_reduce_sum(gap) / self.run.distributed.all_reduce_sum(int(actions.sum()))
