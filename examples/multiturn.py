@@ -52,7 +52,7 @@ def train(run: Run, started: float, cpu: float) -> dict:
     before = after = None
     try:
         before = evaluate_before(run)
-        if before is not None and run.trainer.ranks.first:
+        if before is not None and run.trainer.distributed.is_main:
             print(f"before training, {before.episodes} episodes: win rate {before.success:.3f}", flush=True)
         run.trainer.train()
         after = run.final_evaluation()
@@ -73,7 +73,7 @@ def report(
 ) -> dict:
     """Write the report on the first process, and return what ``result.json`` holds; of an interrupted run what there is."""
     config = run.config
-    if not run.trainer.ranks.first:
+    if not run.trainer.distributed.is_main:
         return {}
     title = f"{config.algo} on {config.env_name}"
     if run.trainer.history:
@@ -128,7 +128,7 @@ def evaluate_before(run: Run) -> Evaluation | None:
     if run.trainer.iteration:
         return None
     before = run.final_evaluation()
-    if run.trainer.ranks.first:
+    if run.trainer.distributed.is_main:
         write_conversations(run, before, "before")
         write_json(before.figures(), path)
     return before

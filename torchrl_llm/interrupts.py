@@ -1,10 +1,10 @@
 """SIGINT and SIGTERM end a run in good order: :func:`catch_signals`, :func:`interruptible`, :class:`Interrupted`.
 
-Within :func:`catch_signals` the first signal is a request. What runs within :func:`interruptible` is dropped for it, at once;
-all else goes on to the next such place. There every rank raises :class:`Interrupted`, and whoever has something to save
-saves it on the way out. A second signal ends the process where it stands.
+Within :func:`catch_signals` the first signal is a request. A call within :func:`interruptible` is dropped at once; other code
+runs on to the next such call. There every rank raises :class:`Interrupted`, and callers save on the way out. A second signal
+ends the process where it stands.
 
-Nothing here knows what is dropped or saved: :class:`~torchrl_llm.trainers.LLMTrainer` does.
+This module does not know what is dropped or saved: :class:`~torchrl_llm.trainers.LLMTrainer` does.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 # What scripts use is offered by torchrl_llm.trainers.
-__all__ = ["Agreement", "children_ignore_sigint", "held", "run_begins"]
+__all__ = ["AllReduceMax", "children_ignore_sigint", "held", "run_begins"]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-_ECHO = 1.0  # seconds; launchers forward what the terminal or the scheduler has sent to everyone already
+_ECHO = 1.0  # seconds. Launchers forward a signal that the terminal or scheduler has already sent to all processes.
 
 
 class Interrupted(SystemExit):
@@ -39,8 +39,8 @@ class Interrupted(SystemExit):
         signum: the signal: 130 is the exit code for SIGINT, 143 for SIGTERM.
 
     Attributes:
-        state: where the run was, for the message; set by whoever knows.
-        goes_on: whether there is something saved to go on with.
+        state: where the run was, for the message; the trainer sets it.
+        resumable: whether the run is saved; the trainer clears it.
 
     Examples:
         >>> interrupted = Interrupted(signal.SIGTERM)
@@ -50,7 +50,7 @@ class Interrupted(SystemExit):
 
     def __init__(self, signum: int) -> None:
         super().__init__(128 + signum)
-        self.signum, self.state, self.goes_on = signum, "", True
+        self.signum, self.state, self.resumable = signum, "", True
 
     @property
     def name(self) -> str:
@@ -61,22 +61,22 @@ class Interrupted(SystemExit):
         return f"interrupted by {self.name}{self.state}"
 
 
-class Agreement(Protocol):
-    """What :func:`interruptible` needs of :class:`~torchrl_llm.trainers.Ranks`."""
+class AllReduceMax(Protocol):
+    """What :func:`interruptible` needs of :class:`~torchrl_llm.trainers.Distributed`."""
 
-    def most(self, value: int) -> int:
+    def all_reduce_max(self, value: int) -> int:
         """The largest of a number over the ranks."""
 
 
 class _Drop(KeyboardInterrupt):
-    """Raised by the handler where what runs may be dropped; :func:`interruptible` catches it.
+    """Raised by the handler inside a droppable call; :func:`interruptible` catches it.
 
-    A ``KeyboardInterrupt``, because everything between here and there lets one pass, Ray's waiting included.
+    A ``KeyboardInterrupt``, because all code between the two lets one pass, Ray's waiting included.
     """
 
 
 class _Signals:
-    """The handler of :data:`SIGNALS`: remembers the first, raises where that is allowed, ends the process at a second."""
+    """The handler of :data:`SIGNALS`: remembers the first, raises inside a droppable call, ends the process at a second."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -85,7 +85,7 @@ class _Signals:
         self._old: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
-        """Take over the signals, but for those that the process ignores (``nohup``)."""
+        """Take over the signals, except those that the process ignores (``nohup``)."""
         handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
         self._old = {signum: old for signum, old in handlers.items() if old not in (None, signal.SIG_IGN)}
         for signum in self._old:
@@ -97,7 +97,7 @@ class _Signals:
             signal.signal(signum, old)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the terminal's SIGINT is the parent's to answer, and SIGTERM ends the child."""
+        """In a forked child: the parent answers the terminal's SIGINT, and SIGTERM ends the child."""
         for signum in self._old:
             signal.signal(signum, signal.SIG_IGN if signum == signal.SIGINT else signal.SIG_DFL)
 
@@ -124,14 +124,14 @@ _active: _Signals | None = None
 
 
 @contextmanager
-def catch_signals(how_to_go_on: str) -> Iterator[None]:
+def catch_signals(how_to_resume: str) -> Iterator[None]:
     """Inside, SIGINT and SIGTERM raise :class:`Interrupted` at the next end of :func:`interruptible`, or at the end.
 
-    The outermost one counts: it writes the one line about the end to standard error, and puts the handlers back. Outside the
-    main thread, where Python delivers no signals, it does nothing.
+    The outermost one counts: it writes one line about the end to standard error and restores the handlers. Outside the main
+    thread, where Python delivers no signals, it does nothing.
 
     Args:
-        how_to_go_on: for that line: the command or setting that goes on with the run, once it has begun (:func:`run_begins`).
+        how_to_resume: for that line: the command or setting that resumes the run, once it has begun (:func:`run_begins`).
     """
     global _active
     if _active is not None or threading.current_thread() is not threading.main_thread():
@@ -144,8 +144,8 @@ def catch_signals(how_to_go_on: str) -> Iterator[None]:
         if signals.received:
             raise Interrupted(signals.received)
     except Interrupted as interrupted:
-        goes_on = signals.begun and interrupted.goes_on
-        _say(f"{interrupted}; " + (f"go on with: {how_to_go_on}" if goes_on else "start it again as it was started"))
+        resumable = signals.begun and interrupted.resumable
+        _say(f"{interrupted}; " + (f"go on with: {how_to_resume}" if resumable else "start it again as it was started"))
         raise
     finally:
         signals.restore()
@@ -153,21 +153,21 @@ def catch_signals(how_to_go_on: str) -> Iterator[None]:
 
 
 def run_begins() -> None:
-    """From here on a run that is interrupted has something to go on with; before, it is started again as it was."""
+    """From here on an interrupted run can be resumed; before, it is started again."""
     if _active is not None:
         _active.begun = True
 
 
-def interruptible(function: Callable[[], T], ranks: Agreement | None = None) -> T:
+def interruptible(function: Callable[[], T], distributed: AllReduceMax | None = None) -> T:
     """Call ``function``; a signal stops it at once, and it is not called after one.
 
-    A function and not a context manager: a handler may raise between any two steps, those of leaving a context included.
+    A function and not a context manager: a handler may raise between any two bytecodes, also while a context is left.
 
     Args:
-        function: may be left at any step: nothing that it changes counts if it does not return. It may call no collective
-            of the ranks, for it may be left by one of them only.
-        ranks: they all call this, and agree at its end whether any of them was to stop. ``None``: this process alone; where
-            there are others, signals wait then.
+        function: may be left at any point; its changes must not matter if it does not return. It must not call collectives
+            of the ranks, because a single rank may leave it.
+        distributed: the ranks, which all call this and agree at its end whether any of them was to stop. ``None``: this
+            process alone; if there are others, signals wait.
 
     Returns:
         What ``function`` returns.
@@ -181,7 +181,7 @@ def interruptible(function: Callable[[], T], ranks: Agreement | None = None) -> 
     """
     signals = _active
     here = threading.current_thread() is threading.main_thread()
-    if signals is None or not here or (ranks is None and _several()):
+    if signals is None or not here or (distributed is None and _several()):
         return function()
     outer, result = signals.drops, None
     try:
@@ -193,9 +193,9 @@ def interruptible(function: Callable[[], T], ranks: Agreement | None = None) -> 
         signals.drops = outer
         if not signals.received or isinstance(error, Interrupted):
             raise
-        if not isinstance(error, KeyboardInterrupt):  # such as that of an engine that got the terminal's signal too
+        if not isinstance(error, KeyboardInterrupt):  # an engine may fail because it got the terminal's signal too
             logger.info("dropped with %s: %s", type(error).__name__, error)
-    signum = signals.received if ranks is None else ranks.most(signals.received)
+    signum = signals.received if distributed is None else distributed.all_reduce_max(signals.received)
     if signum:
         raise Interrupted(signum)
     return result  # type: ignore[return-value]
@@ -203,12 +203,13 @@ def interruptible(function: Callable[[], T], ranks: Agreement | None = None) -> 
 
 @contextmanager
 def held() -> Iterator[Callable[[], None]]:
-    """Inside, nothing is left half done: a signal waits for the next call of what is yielded, or for the end.
+    """Inside, a signal waits for the next call of the function that is yielded, or for the end.
 
-    For what changes, for a while, what is saved after a signal: a policy that exchanges layers of the trained model.
+    For code that changes for a while what is saved after a signal, such as a policy that exchanges layers of the trained
+    model.
 
     Yields:
-        A function that leaves, with an exception, if a signal has come; for places where leaving does no harm.
+        A function that raises if a signal has come; for places where leaving does no harm.
     """
     signals = _active
     if signals is None or not signals.drops or threading.current_thread() is not threading.main_thread():
@@ -247,7 +248,7 @@ def _several() -> bool:
 
 
 def _say(line: str) -> None:
-    """Write a line; the handler may have come in the middle of a print, and of several ranks one speaks."""
+    """Write a line to standard error, on rank 0. ``os.write``, because the signal may have come in the middle of a print."""
     if os.environ.get("RANK", "0") == "0":
         start = "\n" if os.isatty(2) else ""  # a progress bar may have left the cursor behind it
         os.write(2, f"{start}{line}\n".encode())

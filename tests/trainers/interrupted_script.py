@@ -19,7 +19,7 @@ PHASES = {
     "before": ("torchrl_llm.trainers.build", "Run.final_evaluation"),
     "rollout": ("torchrl_llm.trainers.trainer", "LLMTrainer.collect"),
     "update": ("torchrl_llm.trainers.trainer", "LLMTrainer.update"),
-    "evaluation": ("torchrl_llm.trainers.trainer", "LLMTrainer._evaluate"),
+    "evaluation": ("torchrl_llm.trainers.trainer", "LLMTrainer.evaluate"),
     "save": ("torchrl_llm.trainers.checkpoint", "CheckpointStore.save"),
     "after": ("torchrl_llm.trainers.build", "Run.final_evaluation"),
 }

@@ -15,7 +15,7 @@ from torchrl_llm import keys
 from torchrl_llm.data import cat_rows
 from torchrl_llm.objectives import LLMReinforceLoss, ReBN
 from torchrl_llm.trainers import Callback, RunConfig, build_run
-from torchrl_llm.trainers.sharding import on_host
+from torchrl_llm.trainers.fsdp import full_on_cpu
 
 COMMON = {
     "model_path": "tiny",
@@ -93,7 +93,7 @@ class Die(Callback):
         self.rank, self.iteration = rank, iteration
 
     def on_iteration(self, trainer, metrics):
-        if trainer.ranks.index == self.rank and trainer.iteration == self.iteration:
+        if trainer.distributed.rank == self.rank and trainer.iteration == self.iteration:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -123,7 +123,7 @@ def choose(out):
         more[key] += 1000
     rows = cat_rows([rows, more])
     rows[keys.TURN_REWARD] = torch.zeros_like(rows[keys.TURN_REWARD])
-    if run.trainer.ranks.first:
+    if run.trainer.distributed.is_main:
         rows[keys.TURN_REWARD][:, 0] = torch.arange(len(rows)) % 2
     chosen = run.trainer.choose(rows)
     run.close()
@@ -141,7 +141,7 @@ def run_parts(out, name):
     )
     loss = run.trainer.loss.make_value_estimator(ReBN, gamma=0.8)
     rows = run.trainer.collect(iter(run.trainer.collector))
-    seen = set(run.trainer.ranks.rows(rows, [keys.EPISODE_ID, keys.ATTENTION_MASK]).keys())
+    seen = set(run.trainer.distributed.all_gather_rows(rows, [keys.EPISODE_ID, keys.ATTENTION_MASK]).keys())
     metrics = run.trainer.learn(rows)
     run.close()
     return {"weights": whole_weights(run.trainer), "metrics": metrics, "calls": loss.calls, "seen": seen}
@@ -149,13 +149,13 @@ def run_parts(out, name):
 
 def whole_weights(trainer):
     """Copies of the trained weights."""
-    return {name: on_host(value).clone() for name, value in trainer.loss.named_parameters() if value.requires_grad}
+    return {name: full_on_cpu(value).clone() for name, value in trainer.loss.named_parameters() if value.requires_grad}
 
 
 def train(out, *, callbacks=(), **settings):
     """Train; what was learned from, the metrics, and weights and optimizer at the end."""
     trainer = build(out, callbacks=callbacks, **settings).trainer
-    learn, update, backward = trainer.learn, trainer.update, trainer._backward
+    learn, update, accumulate = trainer.learn, trainer.update, trainer.updater.accumulate
     batches, spoken, parts = [], [], []
 
     def recorded(batch):
@@ -166,19 +166,19 @@ def train(out, *, callbacks=(), **settings):
         spoken.append(int((batch[keys.TURN_IDS] >= 0).any(-1).sum()))
         return update(batch)
 
-    def cut(micro_batches):
+    def cut(micro_batches, *args):
         parts.append(sum(bool((part[keys.TURN_IDS] >= 0).any()) for part in micro_batches))
-        return backward(micro_batches)
+        return accumulate(micro_batches, *args)
 
-    trainer.learn, trainer.update, trainer._backward = recorded, counted, cut
+    trainer.learn, trainer.update, trainer.updater.accumulate = recorded, counted, cut
     history = trainer.train()
     return {
         "history": history,
         "batches": cat_rows(batches) if batches else None,
         "weights": whole_weights(trainer),
-        "optimizer": trainer.ranks.whole(trainer.optimizer.state_dict()),
-        "ranks": trainer.ranks.count,
-        "sharded": trainer.ranks.sharded,
+        "optimizer": trainer.distributed.full_state(trainer.optimizer.state_dict()),
+        "ranks": trainer.distributed.world_size,
+        "sharded": trainer.distributed.sharded,
         "spoken": spoken,
         "parts": parts,
         "files": sorted(str(path.relative_to(out)) for path in out.glob("checkpoints/**/*")),
@@ -197,16 +197,18 @@ def replay(out, rows, **settings):
     """Learn three times from this rank's groups of ``rows``; the first gradient, and the weights at the end."""
     run = build(out, **REPLAY | settings)
     trainer, gradients = run.trainer, []
-    step = trainer._optimizer_step
+    step = trainer.updater.step
 
-    def recorded():
+    def recorded(*args):
         gradients.append(
-            {name: on_host(p.grad).clone() for name, p in trainer.loss.named_parameters() if p.requires_grad}
+            {name: full_on_cpu(p.grad).clone() for name, p in trainer.loss.named_parameters() if p.requires_grad}
         )
-        return step()
+        return step(*args)
 
-    trainer._optimizer_step = recorded
-    own = rows[rows[keys.GROUP_ID] % trainer.ranks.count == trainer.ranks.index].to(trainer.accelerator.device)
+    trainer.updater.step = recorded
+    own = rows[rows[keys.GROUP_ID] % trainer.distributed.world_size == trainer.distributed.rank].to(
+        trainer.accelerator.device
+    )
     for _ in range(3):
         metrics = trainer.learn(own.clone())
         trainer.iteration += 1
@@ -214,7 +216,7 @@ def replay(out, rows, **settings):
             callback.on_iteration(trainer, metrics)
     weights = whole_weights(trainer)
     run.close()
-    return {"gradient": gradients[0], "weights": weights, "sharded": trainer.ranks.sharded, "metrics": metrics}
+    return {"gradient": gradients[0], "weights": weights, "sharded": trainer.distributed.sharded, "metrics": metrics}
 
 
 def resume(out):

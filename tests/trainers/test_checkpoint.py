@@ -365,9 +365,9 @@ class TestRewind:
 
 PHASES = {
     "rollout": ("torchrl_llm.modules.hf", "HFPolicy", "generate", 8),
-    "update": ("torchrl_llm.trainers.trainer", "LLMTrainer", "_optimizer_step", 6),
+    "update": ("torchrl_llm.trainers.update", "Updater", "step", 6),
     "evaluation": ("torchrl_llm.envs.env", "GEMEnv", "_step", 12),
-    "logging": ("torchrl_llm.trainers.trainer", "LLMTrainer", "_save_if_due", 2),
+    "logging": ("torchrl_llm.trainers.saving", "RunSaver", "save_if_due", 2),
     "saving": ("torchrl_llm.trainers.checkpoint", "State", "save", 8),
     "publishing": ("torchrl.checkpoint", "CheckpointRotation", "prune", 2),
 }

@@ -165,7 +165,7 @@ def built(config: RunConfig, env: Any) -> dict[str, Any]:
     try:
         return {
             "collector": type(run.trainer.collector).__name__,
-            "scored": run.trainer.scores_old,
+            "scored": run.trainer.scorer.scores_old,
             "callbacks": [type(each).__name__ for each in run.trainer.callbacks],
             "compiled": any("forward" in vars(module) for module in run.models.model.modules()),
         }
@@ -217,7 +217,7 @@ class Recorder:
 
 def engine(config: RunConfig, env: Any) -> Any:
     """What the engine, its weight transfer, or the workers are made with."""
-    names = ("VLLMPolicy", "VLLMWeightSync", "RayWeightSync", "RayTurnCollector")
+    names = ("VLLMPolicy", "EngineWeightSync", "RayWeightSync", "RayTurnCollector")
     Recorder.calls = []
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
@@ -229,9 +229,9 @@ def engine(config: RunConfig, env: Any) -> Any:
         worker = build._worker_policy(config, tokenizer, sampling, None) if config.policy == "vllm" else None
         if config.collector == "ray":
             game = GEMEnv(Guess, tokenizer=tokenizer)
-            ranks = build.Ranks(build.make_accelerator(config))
+            distributed = build.Distributed.of(build.make_accelerator(config))
             workers = build.Workers(None, None, sync)
-            build.make_collector(config, game, policy, build.make_replay_buffer(config), ranks, workers)
+            build.make_collector(config, game, policy, build.make_replay_buffer(config), distributed, workers)
     return {"calls": Recorder.calls, "plays": (type(policy).__name__, type(worker).__name__)}
 
 

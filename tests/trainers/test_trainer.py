@@ -1,9 +1,12 @@
 """The training loop: it learns, it stops where it is told to, its settings have effect, its gradient is the batch's."""
 
+import ast
+import inspect
 import math
 import re
 import threading
 from dataclasses import fields
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -26,7 +29,7 @@ from torchrl_llm.trainers import Callback, ConfigError, LLMTrainer, RunConfig, b
 from torchrl_llm.trainers.build import _worker_policy
 from torchrl_llm.trainers.checkpoint import NOT_EVALUATED
 from torchrl_llm.trainers.config import GRPO_ONLY, PPO_ONLY, REINFORCE_ONLY, SHARED
-from torchrl_llm.trainers.trainer import _lr_factor
+from torchrl_llm.trainers.schedule import lr_factor
 
 SMALL = {
     "model_path": "tiny",
@@ -83,7 +86,7 @@ class TestAsync:
 
     def test_older_weights_are_scored_anew_and_corrected_for(self, tmp_path):
         run = build_run(small_config(tmp_path, max_iterations=4, batch_size=16, collector="async", max_staleness=1))
-        assert run.trainer.scores_old
+        assert run.trainer.scorer.scores_old
         assert (run.trainer.loss.sampler_correction, run.trainer.loss.sampler_bounds) == ("truncate", 2.0)
         history = run.trainer.train()
         assert history[0]["data/staleness"] == 0
@@ -386,7 +389,7 @@ class TestParts:
 
     def test_another_one_put_there_later_is_an_error(self, tmp_path):
         trainer = build_run(small_config(tmp_path)).trainer
-        for name in ("accelerator", "collector", "config", "loss", "module", "optimizer", "policy", "ranks", "reference",
+        for name in ("accelerator", "collector", "config", "loss", "module", "optimizer", "policy", "distributed", "reference",
                      "replay_buffer", "weight_sync"):  # fmt: skip
             with pytest.raises(AttributeError, match=f"{name} is read-only.*Make the trainer with yours: .*LLMTrainer"):
                 setattr(trainer, name, getattr(trainer, name))
@@ -491,7 +494,7 @@ class TestUpdate:
     )
     def test_learning_rates_follow_the_schedule(self, tmp_path, before, after, factor):
         config = small_config(tmp_path, max_steps=1000, warmup_fraction=0.1, min_lr_fraction=0.1)
-        assert _lr_factor(config, before, after) == pytest.approx(factor, abs=1e-5)
+        assert lr_factor(config, before, after) == pytest.approx(factor, abs=1e-5)
 
     @pytest.mark.parametrize(
         "settings", [{}, {"warmup_fraction": 0.5}, {"warmup_fraction": 1.0}, {"schedule": "constant"}]
@@ -592,10 +595,10 @@ class TestOptions:
     def test_v_trace_has_the_old_log_probs_scored(self, tmp_path):
         run = build_run(small_config(tmp_path, "LLMPPO", clipping="none", max_iterations=1))
         run.trainer.loss.make_value_estimator(TurnVTrace)
-        assert run.trainer.exact
+        assert run.trainer.scorer.exact
         (metrics,) = run.trainer.train()
         assert math.isfinite(metrics["loss/critic"])
-        assert run.trainer.scores_old
+        assert run.trainer.scorer.scores_old
 
     @pytest.mark.parametrize("trunk", ["separate", "shared"])
     @pytest.mark.parametrize("lora_r", [0, 4])
@@ -694,7 +697,7 @@ class TestOptions:
         (metrics,) = run.trainer.train()
         (batch,) = learned
         assert batch.shape[0] == 8
-        assert bool(informative(run.trainer.estimator(batch)).all())
+        assert bool(informative(run.trainer.scorer.estimator(batch)).all())
         assert (batch[keys.GROUP_ID].unique(return_counts=True)[1] == 2).all()
         played = metrics["rollout/episodes"]
         assert played in (16, 24, 32)
@@ -753,6 +756,19 @@ def prepared(trainer):
     trainer.score(rows)
     trainer.loss.value_estimator(rows)
     return rows
+
+
+def test_the_loop_reads_as_one_process_with_parts_of_one_kind():
+    """What several processes, Ray or foreign parts need is behind :class:`Distributed` and :class:`CollectorView`."""
+    source = Path(inspect.getfile(LLMTrainer)).read_text()
+    calls = {
+        node.func.id
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert not calls & {"isinstance", "getattr", "hasattr"}
+    assert not re.search(r"\b(ray|ranks?|world_size)\b", source, re.IGNORECASE)
+    assert len(source.splitlines()) <= 350
 
 
 class TestLimits:

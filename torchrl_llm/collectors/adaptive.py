@@ -24,7 +24,7 @@ def adapt_tasks(env: GEMEnv, batch: TensorDictBase, *, gather: Callable[[list], 
     Args:
         env: plays the batches; its tickets are replaced.
         batch: ``[B, T]``, what the collector delivered.
-        gather: brings the lists of several processes together, such as ``Ranks.gather`` of the trainer, so
+        gather: brings the lists of several processes together, such as ``Distributed.all_gather`` of the trainer, so
             that all of them learn the same. Default: this process plays alone.
 
     Raises:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -47,7 +47,7 @@ METRICS: dict[str, str] = {
     "optim/lr_actor": "learning rate of the actor",
     "optim/lr_critic": "learning rate of the critic",
     "data/padding_share": "share of padding in the positions of the training forward passes",
-    "data/chosen_share": "share of the conversations played that the update learns from (dynamic sampling)",
+    "data/chosen_share": "share of the collected episodes that the update learns from (dynamic sampling)",
     "data/staleness": "updates between the weights a token was sampled with and those it trains, mean over tokens",
     "data/dropped": "episodes dealt and not delivered so far: stale (async collector), or of a group with a failed one",
     "data/faults": "episodes whose environment failed so far",
@@ -61,24 +61,42 @@ METRICS: dict[str, str] = {
     "time/evaluation_s": "seconds of evaluation in this iteration",
     "time/rollout_tokens_per_s": "sampled tokens per second of collecting",
     "time/update_tokens_per_s": "row tokens per second of score and update; a row counts once, whatever the epochs",
-    "evaluation/success": "success rate on the held-out tasks, sampled as in training",
-    "evaluation/success_low": "lower end of its 95 % interval (Wilson's, clustered by task)",
-    "evaluation/success_high": "upper end of its 95 % interval (Wilson's, clustered by task)",
-    "evaluation/reward": "return on the held-out tasks, sampled",
-    "evaluation/turns": "turns per episode on the held-out tasks, sampled",
-    "evaluation/faults": "held-out episodes whose environment failed; they count as not won",
-    "evaluation/tasks": "different tasks among the held-out episodes, by first observation and hidden state",
-    "evaluation/task_overlap": "share of the held-out episodes whose task this run has played in training",
-    "evaluation_greedy/success": "success rate on the held-out tasks, greedy decoding",
-    "evaluation_greedy/success_low": "lower end of its 95 % interval (Wilson's, clustered by task)",
-    "evaluation_greedy/success_high": "upper end of its 95 % interval (Wilson's, clustered by task)",
-    "evaluation_greedy/reward": "return on the held-out tasks, greedy decoding",
-    "evaluation_greedy/turns": "turns per episode on the held-out tasks, greedy decoding",
-    "evaluation_greedy/faults": "held-out episodes whose environment failed; they count as not won",
-    "evaluation_greedy/tasks": "different tasks among the held-out episodes, by first observation and hidden state",
-    "evaluation_greedy/task_overlap": "share of the held-out episodes whose task this run has played in training",
+    **{
+        f"{phase}/{name}": meaning.format(how)
+        for phase, how in (("evaluation", "sampled as in training"), ("evaluation_greedy", "greedy decoding"))
+        for name, meaning in {
+            "success": "success rate on the held-out tasks, {}",
+            "success_low": "lower end of its 95 % interval (Wilson's, clustered by task)",
+            "success_high": "upper end of its 95 % interval (Wilson's, clustered by task)",
+            "reward": "return on the held-out tasks, {}",
+            "turns": "turns per episode on the held-out tasks, {}",
+            "faults": "held-out episodes whose environment failed; they count as not won",
+            "tasks": "different tasks among the held-out episodes, by first observation and hidden state",
+            "task_overlap": "share of the held-out episodes whose task this run has played in training",
+        }.items()
+    },
 }
 """Name -> meaning of every metric that the trainer logs; an evaluator may add others under names of their own."""
+
+
+ROLLOUT_KEYS = (
+    keys.TURN_IDS,
+    keys.ATTENTION_MASK,
+    keys.POLICY_VERSION,
+    keys.EPISODE_ID,
+    keys.ENV_ID,
+    keys.TASK_ID,
+    keys.TURN_MASK,
+    keys.TURN_REWARD,
+    keys.TURN_SUCCESS,
+    keys.TURN_TERMINATED,
+    keys.TURN_TRUNCATED,
+)
+"""What :func:`rollout_metrics`, :func:`staleness` and :func:`throughput` read of rows."""
+
+
+CREDIT_KEYS = (keys.ATTENTION_MASK, keys.EPISODE_ID, keys.TURN_MASK, keys.TURN_VALUE, keys.TURN_VALUE_TARGET)
+"""What :func:`credit_metrics` reads of rows."""
 
 
 PER_ENVIRONMENT = ("reward", "success", "turns")
@@ -174,12 +192,12 @@ def named(metric: str) -> bool:
 
 
 def rollout_metrics(rows: TensorDictBase, env_names: Sequence[str] = ()) -> dict[str, float]:
-    """What was played: return, success, turns, lengths, from rows ``[B]``.
+    """Statistics of episodes: return, success, turns, lengths, from rows ``[B]``.
 
     Args:
-        rows: conversations.
+        rows: one episode each.
         env_names: of the environments of a mixture, such as ``GEMEnv.names``. If there are several, :data:`PER_ENVIRONMENT`
-            is also reported as ``rollout/<figure>/<name>`` for each that was played; environments of the same name count together.
+            is also reported as ``rollout/<metric>/<name>`` for each that occurs; environments of the same name count together.
     """
     result = _rollout_metrics(rows)
     if len(env_names) > 1:
@@ -196,16 +214,11 @@ def _rollout_metrics(rows: TensorDictBase) -> dict[str, float]:
     mask = rows[keys.TURN_MASK]
     actions = rows[keys.TURN_IDS] >= 0
     turns, valid = mask.sum(), rows[keys.ATTENTION_MASK].sum()
+    truncated = rows[keys.TURN_TRUNCATED] & ~rows[keys.TURN_TERMINATED] & mask
     return {
         "rollout/reward": (rows[keys.TURN_REWARD] * mask).sum(-1).mean().item(),
         "rollout/success": rows[keys.TURN_SUCCESS].logical_and(mask).any(-1).float().mean().item(),
-        "rollout/truncated": rows[keys.TURN_TRUNCATED]
-        .logical_and(mask)
-        .logical_and(~rows[keys.TURN_TERMINATED])
-        .any(-1)
-        .float()
-        .mean()
-        .item(),
+        "rollout/truncated": truncated.any(-1).float().mean().item(),
         "rollout/turns": mask.sum(-1).float().mean().item(),
         "rollout/response_length": (actions.sum() / turns).item(),
         "data/tokens": float(valid),
@@ -214,7 +227,7 @@ def _rollout_metrics(rows: TensorDictBase) -> dict[str, float]:
 
 
 def credit_metrics(rows: TensorDictBase) -> dict[str, float]:
-    """How well the frozen values predict their targets over the valid turns of rows ``[B]``."""
+    """How well values from before the update predict their targets, over the valid turns of rows ``[B]``."""
     mask = rows[keys.TURN_MASK]
     value, target = rows[keys.TURN_VALUE][mask].double(), rows[keys.TURN_VALUE_TARGET][mask].double()
     # Undefined when the targets do not vary: nan says so.
@@ -228,6 +241,12 @@ def _correlation(value: Tensor, target: Tensor) -> float:
     return torch.corrcoef(torch.stack([value, target]))[0, 1].item()
 
 
+def staleness(rows: TensorDictBase, policy_version: int) -> float:
+    """Weight updates between sampling and ``policy_version``, mean over the action tokens of rows ``[B]``."""
+    versions = rows[keys.POLICY_VERSION]
+    return (policy_version - versions[versions >= 0]).double().mean().item()
+
+
 class Timer:
     """Adds up wall-clock seconds by phase.
 
@@ -236,7 +255,7 @@ class Timer:
         >>> with timer("rollout"):
         ...     pass
         >>> sorted(timer.read())
-        ['rollout']
+        ['time/rollout_s']
     """
 
     def __init__(self) -> None:
@@ -244,13 +263,23 @@ class Timer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        """Around a phase, or as a decorator of a function."""
         start = time.perf_counter()
         try:
             yield
         finally:
-            self._seconds[phase] += time.perf_counter() - start
+            self._seconds[f"time/{phase}_s"] += time.perf_counter() - start
 
     def read(self) -> dict[str, float]:
-        """Seconds by phase since the last :meth:`read`, which starts anew."""
+        """Seconds by phase, as metrics, since the last :meth:`read`."""
         seconds, self._seconds = dict(self._seconds), defaultdict(float)
         return seconds
+
+
+def throughput(rows: TensorDictBase, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Tokens per second of an iteration with rows ``[B]`` that took ``seconds`` (:meth:`Timer.read`)."""
+    metrics = {"time/rollout_tokens_per_s": (rows[keys.TURN_IDS] >= 0).sum().item() / seconds["time/rollout_s"]}
+    learning = seconds.get("time/score_s", 0.0) + seconds.get("time/update_s", 0.0)
+    if learning:
+        metrics["time/update_tokens_per_s"] = rows[keys.ATTENTION_MASK].sum().item() / learning
+    return metrics

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from transformers import PreTrainedTokenizerBase
 
-    from torchrl_llm.trainers.evaluation import Evaluation
+    from torchrl_llm.record.evaluation import Evaluation
 
 _MADE_ANEW = "\n\n[... earlier turns leave the context; the model sees from here on:]\n\n"
 

@@ -1,24 +1,25 @@
 """The training loop, written out, and what it needs: settings, evaluation, checkpoints, callbacks."""
 
 from torchrl_llm.interrupts import Interrupted, catch_signals, interruptible
+from torchrl_llm.record import Evaluation
 from torchrl_llm.trainers.build import Run, build_run, make_objective
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar
 from torchrl_llm.trainers.checkpoint import CheckpointStore, verify
 from torchrl_llm.trainers.cli import parse_run_config, resume_command
 from torchrl_llm.trainers.config import ConfigError, RunConfig, TrainerConfig
-from torchrl_llm.trainers.evaluation import Evaluation, evaluate
-from torchrl_llm.trainers.ranks import Ranks
+from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.trainers.evaluation import evaluate
 from torchrl_llm.trainers.trainer import LLMTrainer
 
 __all__ = [
     "Callback",
     "CheckpointStore",
     "ConfigError",
+    "Distributed",
     "Evaluation",
     "Interrupted",
     "LLMTrainer",
     "ProgressBar",
-    "Ranks",
     "Run",
     "RunConfig",
     "TrainerConfig",

@@ -44,9 +44,9 @@ from torchrl_llm.trainers.checkpoint import (
     verify,
 )
 from torchrl_llm.trainers.config import HOW_TO_RUN, LOSSES, ConfigError, RunConfig
+from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.precision import mixed_precision
-from torchrl_llm.trainers.ranks import Ranks
 from torchrl_llm.trainers.run_folder import RunFolder
 from torchrl_llm.trainers.sources import load_tokenizer, model_path
 from torchrl_llm.trainers.trainer import LLMTrainer
@@ -116,7 +116,7 @@ class Run:
                     self.policy,
                     self.config.final_episodes,
                     greedy=greedy,
-                    ranks=self.trainer.ranks,
+                    distributed=self.trainer.distributed,
                     seen_tasks=self.trainer.seen_tasks,
                 )
         finally:
@@ -160,7 +160,7 @@ class Run:
         Raises:
             CheckpointError: the checkpoint is damaged, or has no optimizer to load.
         """
-        if merge_lora_configs and self.trainer.ranks.count > 1:
+        if merge_lora_configs and self.trainer.distributed.world_size > 1:
             raise ConfigError(
                 "load_checkpoint(merge_lora_configs=True) makes new parameters, but several processes share the old ones "
                 "already: start a run with init_from and merge_lora_configs."
@@ -169,7 +169,7 @@ class Run:
         manifest = verify(path)
         if load_optimizer and "optimizer" not in manifest["components"]:
             raise CheckpointError(f"{path} has no optimizer: pass load_optimizer=False.")
-        with self.trainer.ranks.weights_in_files(read=True):
+        with self.trainer.distributed.full_state_on_cpu(read=True):
             self.models.load_pretrained(
                 path,
                 overwrite_reference_adapter=overwrite_reference_adapter,
@@ -177,7 +177,7 @@ class Run:
                 merge_lora_configs=merge_lora_configs,
             )
         if load_optimizer:
-            states_of(optimizer=Optimizer(self.trainer.optimizer, self.trainer.ranks)).load(path)
+            states_of(optimizer=Optimizer(self.trainer.optimizer, self.trainer.distributed)).load(path)
         elif merge_lora_configs:
             self.trainer.replace_optimizer(make_optimizer(self.config, self.models))
         if self.weight_sync is None:
@@ -232,10 +232,10 @@ def build_run(
     if config.collector == "ray":
         running_ray()  # before the models are loaded
     accelerator = make_accelerator(config)
-    ranks = Ranks(accelerator)
-    _check_sharding(config, ranks)
+    distributed = Distributed.of(accelerator)
+    _check_sharding(config, distributed)
     folder = RunFolder(config)
-    start = ranks.on_first(lambda: _where_to_start(config, folder))  # before the models are loaded
+    start = distributed.on_main(lambda: _where_to_start(config, folder))  # before the models are loaded
     tokenizer = load_tokenizer(config)
     path = model_path(config)
     if make_env is None:
@@ -243,7 +243,9 @@ def build_run(
         # Ids are resolved here: workers on Ray may not have registered the family.
         sources = env or [resolve_env(name) for name in names]
         make_env = partial(GEMEnv, sources, weights=config.env_weights, divide=True)
-    make_env = partial(_make_env, config, tokenizer, make_env, worker=ranks.index, num_workers=ranks.count)
+    make_env = partial(
+        _make_env, config, tokenizer, make_env, worker=distributed.rank, num_workers=distributed.world_size
+    )
     train_env, evaluation_env = make_env(stream="train", group_size=config.group_size), make_env(stream="eval")
     _check_mixture(config, train_env)
     sampling = make_sampling(config, path, train_env)
@@ -255,7 +257,7 @@ def build_run(
         lora = None if weight_sync.merged or models.adapter is None else models.model.peft_config[models.adapter]
         make_train_env = partial(make_env, stream="train", group_size=config.group_size)
         workers = Workers(make_train_env, partial(_worker_policy, config, tokenizer, sampling, lora), weight_sync)
-    collector = make_collector(config, train_env, policy, replay_buffer, ranks, workers)
+    collector = make_collector(config, train_env, policy, replay_buffer, distributed, workers)
     loss = (make_loss or make_objective)(config, models)
     checkpoints = CheckpointStore(
         folder.checkpoints.directory,
@@ -276,9 +278,9 @@ def build_run(
         config=config,
         reference=models.reference,
         weight_sync=weight_sync,
-        evaluator=_make_evaluator(config, policy, evaluation_env, ranks, seen_tasks),
+        evaluator=_make_evaluator(config, policy, evaluation_env, distributed, seen_tasks),
         checkpoints=checkpoints if config.save_checkpoints else None,
-        callbacks=[opening, *_callbacks(config, models, callbacks, progress=config.progress and ranks.first)],
+        callbacks=[opening, *_callbacks(config, models, callbacks, progress=config.progress and distributed.is_main)],
         accelerator=accelerator,
         seen_tasks=seen_tasks,
     )
@@ -336,10 +338,10 @@ class _Opening(Callback):
 
     def on_start(self, trainer: LLMTrainer) -> None:
         if self.opened:
-            trainer.ranks.on_first(self.folder.lock)
+            trainer.distributed.on_main(self.folder.lock)
         else:
             self.opened = True
-            trainer.ranks.on_first(lambda: self._open(trainer))
+            trainer.distributed.on_main(lambda: self._open(trainer))
             run_begins()
 
     def on_end(self, trainer: LLMTrainer) -> None:
@@ -354,7 +356,7 @@ class _Opening(Callback):
         trainer.loggers = (*loggers, *trainer.loggers)  # the caller's, put there since the run was built, stay
 
 
-def _check_sharding(config: RunConfig, ranks: Ranks) -> None:
+def _check_sharding(config: RunConfig, distributed: Distributed) -> None:
     """Refuse what weights that are shared out (FSDP2) do not go with."""
     instead = {
         "weight_sync": (config.weight_sync == "nccl", "another, or DDP"),
@@ -363,9 +365,9 @@ def _check_sharding(config: RunConfig, ranks: Ranks) -> None:
         "export_merged": (config.export_merged, "false, and to merge the checkpoint's adapter in one process"),
     }
     for name, (refused, expected) in instead.items():
-        if ranks.sharded and refused:
+        if distributed.sharded and refused:
             raise ConfigError(
-                f"{name} is {getattr(config, name)!r}, but the weights are shared out over {ranks.count} processes (FSDP2): "
+                f"{name} is {getattr(config, name)!r}, but the weights are shared out over {distributed.world_size} processes (FSDP2): "
                 f"expected {expected}."
             )
 
@@ -382,7 +384,7 @@ def _share(config: RunConfig, num_ranks: int) -> int:
 
 def _callbacks(config: RunConfig, models: ActorCritic, own: Sequence[Callback], *, progress: bool) -> list[Callback]:
     refresh = [RefreshReference(models, config.refresh_reference)] if config.refresh_reference else []
-    return [*refresh, *([ProgressBar()] if progress else []), *own]
+    return [*refresh, *([ProgressBar(config.algo)] if progress else []), *own]
 
 
 def _where_to_start(config: RunConfig, folder: RunFolder) -> Path | None:
@@ -584,13 +586,13 @@ def make_collector(
     env: GEMEnv,
     policy: TurnPolicy,
     replay_buffer: ReplayBuffer,
-    ranks: Ranks,
+    distributed: Distributed,
     workers: Workers | None = None,
 ) -> TurnCollector | AsyncTurnCollector | RayTurnCollector:
     """What fills the replay buffer with this rank's share of ``config.batch_size`` conversations an iteration."""
-    common: dict[str, Any] = {"batch_size": _share(config, ranks.count), "replay_buffer": replay_buffer}
+    common: dict[str, Any] = {"batch_size": _share(config, distributed.world_size), "replay_buffer": replay_buffer}
     if config.adaptive_tasks:
-        common["post_collect_hook"] = partial(adapt_tasks, env, gather=ranks.gather)
+        common["post_collect_hook"] = partial(adapt_tasks, env, gather=distributed.all_gather)
     if config.max_faults is not None:
         common["max_faults"] = config.max_faults
     if config.collector == "turn":
@@ -721,9 +723,9 @@ def _step_timeout(config: RunConfig) -> float | None:
 
 
 def _make_evaluator(
-    config: RunConfig, policy: TurnPolicy, env: GEMEnv, ranks: Ranks, seen_tasks: SeenTasks
+    config: RunConfig, policy: TurnPolicy, env: GEMEnv, distributed: Distributed, seen_tasks: SeenTasks
 ) -> Callable[[], dict]:
-    play = partial(evaluate, env, policy, config.evaluation_episodes, ranks=ranks, seen_tasks=seen_tasks)
+    play = partial(evaluate, env, policy, config.evaluation_episodes, distributed=distributed, seen_tasks=seen_tasks)
 
     def evaluator() -> dict[str, float]:
         metrics = play().metrics("evaluation")

@@ -51,11 +51,18 @@ class RefreshReference(Callback):
 class ProgressBar(Callback):
     """A tqdm bar over turns, with reward, success and KL of the last iteration.
 
-    It is labelled with the algorithm (with the loss's class in a trainer whose config names none). In a resumed run the turns
-    of before count as done, not as played now: they do not enter the rate.
+    In a resumed run the turns before count as done, not as played now: they do not enter the rate.
+
+    Args:
+        label: what the bar is called, such as the algorithm; ``None``: the loss's class.
     """
 
     _shown = ("rollout/reward", "rollout/success", "evaluation/success", "policy/kl_old")
+
+    def __init__(self, label: str | None = None) -> None:
+        self.label = label
+        self._bar: tqdm | None = None
+        self._postfix: dict[str, str] = {}
 
     def on_start(self, trainer: LLMTrainer) -> None:
         if trainer.iteration:
@@ -64,16 +71,18 @@ class ProgressBar(Callback):
             total=trainer.config.max_steps,
             initial=self._steps(trainer),
             unit="turn",
-            desc=getattr(trainer.config, "algo", type(trainer.loss).__name__),
+            desc=self.label or type(trainer.loss).__name__,
             smoothing=0.05,
             mininterval=0,  # every update is an iteration, and is drawn
             miniters=1,
         )
-        self._postfix: dict[str, str] = {}
 
     def on_iteration(self, trainer: LLMTrainer, metrics: dict[str, float]) -> None:
-        new = {name.removeprefix("rollout/"): f"{metrics[name]:.3g}" for name in self._shown if name in metrics}
-        self._postfix |= new
+        if self._bar is None:
+            raise RuntimeError("ProgressBar.on_iteration was called before on_start.")
+        self._postfix |= {
+            name.removeprefix("rollout/"): f"{metrics[name]:.3g}" for name in self._shown if name in metrics
+        }
         self._bar.set_postfix(self._postfix, refresh=False)  # update() draws
         self._bar.update(self._steps(trainer) - self._bar.n)
 
@@ -83,5 +92,5 @@ class ProgressBar(Callback):
         return min(trainer.steps, trainer.config.max_steps)
 
     def on_end(self, trainer: LLMTrainer) -> None:
-        if hasattr(self, "_bar"):  # another callback may have failed before this one started
+        if self._bar is not None:  # another callback may have failed before this one started
             self._bar.close()

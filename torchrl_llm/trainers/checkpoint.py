@@ -41,8 +41,8 @@ from torchrl.checkpoint import (
 )
 
 from torchrl_llm.modules import ActorCritic
-from torchrl_llm.trainers.ranks import Ranks
-from torchrl_llm.trainers.sharding import shard_like
+from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.trainers.fsdp import shard_like
 
 if TYPE_CHECKING:
     from torchrl_llm.trainers.trainer import LLMTrainer
@@ -120,16 +120,16 @@ class Optimizer:
 
     Args:
         optimizer: this rank's.
-        ranks: all of them; each calls :meth:`gather` before the first one saves, and loads.
+        distributed: all ranks; each calls :meth:`gather` before the first one saves, and loads.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, ranks: Ranks) -> None:
-        self.optimizer, self.ranks = optimizer, ranks
+    def __init__(self, optimizer: torch.optim.Optimizer, distributed: Distributed) -> None:
+        self.optimizer, self.distributed = optimizer, distributed
         self._state: dict[str, Any] = {}
 
     def gather(self) -> None:
         """Bring the state together on the first rank."""
-        self._state = self.ranks.whole(self.optimizer.state_dict())
+        self._state = self.distributed.full_state(self.optimizer.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
         """What :meth:`gather` found."""
@@ -150,17 +150,17 @@ class Collectors:
 
     Args:
         collector: this rank's.
-        ranks: all of them; each calls :meth:`gather` before the first one saves, and loads.
+        distributed: all ranks; each calls :meth:`gather` before the first one saves, and loads.
         state: what to save instead of the collector's state now; ``None``: that.
     """
 
-    def __init__(self, collector: Any, ranks: Ranks, state: dict[str, Any] | None = None) -> None:
-        self.collector, self.ranks, self.state = collector, ranks, state
+    def __init__(self, collector: Any, distributed: Distributed, state: dict[str, Any] | None = None) -> None:
+        self.collector, self.distributed, self.state = collector, distributed, state
         self._states: list[dict[str, Any]] = []
 
     def gather(self) -> None:
         """Bring the states together on the first rank."""
-        self._states = self.ranks.gather([self.collector.state_dict() if self.state is None else self.state])
+        self._states = self.distributed.all_gather([self.collector.state_dict() if self.state is None else self.state])
 
     def state_dict(self) -> dict[str, Any]:
         """What :meth:`gather` found, by rank."""
@@ -168,8 +168,8 @@ class Collectors:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the ticket that comes next on this rank; of another number of ranks, with one that none has dealt."""
-        if len(state_dict) == self.ranks.count:
-            state = state_dict[str(self.ranks.index)]
+        if len(state_dict) == self.distributed.world_size:
+            state = state_dict[str(self.distributed.rank)]
         else:
             state = redealt(list(state_dict.values()), self.collector.state_dict())
         self.collector.load_state_dict(state)
@@ -411,7 +411,9 @@ class CheckpointStore:
         """
         place = self.directory / f"checkpoint-{trainer.iteration:012d}"
         with self._gathered(trainer) as checkpoint:
-            trainer.ranks.on_first(lambda: self._save(checkpoint, place, self._metadata(trainer, metrics), early=early))
+            trainer.distributed.on_main(
+                lambda: self._save(checkpoint, place, self._metadata(trainer, metrics), early=early)
+            )
         return place
 
     def _save(self, checkpoint: Checkpoint, place: Path, metadata: dict[str, Any], *, early: bool) -> None:
@@ -448,15 +450,15 @@ class CheckpointStore:
         """Save to a folder of the caller's choice; see :meth:`torchrl_llm.trainers.Run.save_checkpoint`."""
         path = Path(path)
         merged = not lora_only and self.models.adapter is not None
-        if merged and trainer.ranks.sharded:
+        if merged and trainer.distributed.sharded:
             raise CheckpointError(
                 "lora_only=False merges a copy of the model, which is shared out (FSDP2): save adapters, and merge them in a run "
                 "of one process."
             )
-        trainer.ranks.on_first(lambda: _check_replaceable(path))
+        trainer.distributed.on_main(lambda: _check_replaceable(path))
         names = None if save_optimizer else ["models"]
         with self._gathered(trainer, Weights(self.tokenizer, merged=merged)) as checkpoint:
-            trainer.ranks.on_first(lambda: _write(checkpoint, path, self._metadata(trainer, {}), names))
+            trainer.distributed.on_main(lambda: _write(checkpoint, path, self._metadata(trainer, {}), names))
         return path
 
     def resume(self, trainer: LLMTrainer, path: str | Path) -> dict[str, Any]:
@@ -470,7 +472,7 @@ class CheckpointStore:
                 manifest is not that of the rest.
         """
         manifest = self.verify(path)
-        with trainer.ranks.weights_in_files(read=True):
+        with trainer.distributed.full_state_on_cpu(read=True):
             self._checkpoint(trainer, _shared(trainer), Weights()).load(path)
         said, found = (
             {name: of[name] for name in ("iteration", "steps")} for of in (manifest["metadata"], vars(trainer))
@@ -531,7 +533,7 @@ class CheckpointStore:
         shared = _shared(trainer)
         for part in shared.values():
             part.gather()
-        with trainer.ranks.weights_in_files():
+        with trainer.distributed.full_state_on_cpu():
             yield self._checkpoint(trainer, shared, weights or Weights(self.tokenizer))
 
     def _checkpoint(self, trainer: LLMTrainer, shared: Mapping[str, Any], weights: Weights) -> Checkpoint:
@@ -605,9 +607,9 @@ def _recover(place: Path) -> None:
 
 def _shared(trainer: LLMTrainer) -> dict[str, Any]:
     """The components that every rank has a part of."""
-    ranks = trainer.ranks
-    collectors = Collectors(trainer.collector, ranks, trainer.boundary.collector)
-    return {"collector": collectors, "optimizer": Optimizer(trainer.optimizer, ranks)}
+    distributed = trainer.distributed
+    collectors = Collectors(trainer.collector, distributed, trainer.saver.collector_state)
+    return {"collector": collectors, "optimizer": Optimizer(trainer.optimizer, distributed)}
 
 
 def environment() -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Weights shared out over processes with FSDP2: what :class:`~torchrl_llm.trainers.ranks.Ranks` needs for it.
+"""FSDP2 for models with heads: :class:`ShardedModule`, the parts of :class:`~torchrl_llm.trainers.distributed.FSDP2`.
 
-One root holds everything that computes with the weights (:class:`Sharded`), so that one forward gathers what actor, critic and
-heads need. accelerate's settings say how; its own wrapping takes a bare model for the root, and runs on GPUs only.
+One root holds everything that computes with the weights, so that one forward gathers what actor, critic and heads need.
+accelerate's settings say how. Its own wrapping is not used: it takes a bare model for the root and runs on GPUs only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torchrl_llm.trainers.config import ConfigError
 
 
 def check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Refuse settings of accelerate that would be ignored, or do harm.
+    """Refuse settings of accelerate that would be ignored or do harm.
 
     Raises:
         ConfigError: names the setting and what to use instead.
@@ -46,14 +46,14 @@ def check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
             raise ConfigError(f"accelerate's fsdp_{name} is not supported as given; expected {expected}.")
 
 
-class Sharded(nn.Module):
+class ShardedModule(nn.Module):
     """The root of all sharded weights; computes ``loss``.
 
-    Every process calls it equally often: a forward, and its backward, gather weights.
+    Every process calls it equally often: a forward and its backward gather weights.
 
     Args:
         loss: its actor and critic are trained.
-        *others: what computes with weights without being trained, such as a reference.
+        *others: modules that compute with weights and are not trained, such as a reference.
         plugin: accelerate's settings.
         mesh: the processes.
     """
@@ -62,25 +62,25 @@ class Sharded(nn.Module):
         self, loss: nn.Module, *others: nn.Module, plugin: FullyShardedDataParallelPlugin, mesh: DeviceMesh
     ) -> None:
         super().__init__()
-        # The loss is no submodule: those of TorchRL list their parameters in a way of their own.
+        # In a tuple, so that the loss is no submodule: TorchRL's losses list their parameters in their own way.
         self._loss = (loss,)
         self.networks = nn.ModuleList([*loss.children(), *others])
         self._reshard = bool(plugin.reshard_after_forward)
         given = plugin.mixed_precision_policy
-        # Gradients are sums of many terms, losses and log-probs are no activations: both keep their precision.
+        # Reduced and returned in float32: gradients are sums of many terms, and losses and log-probs are no activations.
         half = MixedPrecisionPolicy() if given is None else MixedPrecisionPolicy(given.param_dtype, torch.float32)
         for layer in _layers(self, plugin.transformer_cls_names_to_wrap):
             fully_shard(layer, mesh=mesh, mp_policy=half, reshard_after_forward=self._reshard)
-        # Trainable weights that are gathered together have one dtype; a value head has its own.
+        # A unit of its own: trainable weights of one unit must share a dtype, and a value head is float32.
         for critic in [module for module in self.modules() if isinstance(module, TurnCritic)]:
             fully_shard(critic.value_head, mesh=mesh, reshard_after_forward=self._reshard)
         root: Any = fully_shard(self, mesh=mesh, mp_policy=half, reshard_after_forward=False)
-        # The first that runs is taken for the root: it must not be a layer.
-        register_fsdp_forward_method(self, "_be_root")
-        self._be_root()
+        # FSDP2 takes the first module that runs for the root. Without this call that could be a layer (while scoring).
+        register_fsdp_forward_method(self, "_become_root")
+        self._become_root()
         root.reshard()
 
-    def _be_root(self) -> None:
+    def _become_root(self) -> None:
         pass
 
     def __call__(self, rows: TensorDictBase) -> TensorDictBase:
@@ -88,12 +88,12 @@ class Sharded(nn.Module):
         return TensorDict(super().__call__(rows))
 
     def forward(self, rows: TensorDictBase) -> dict[str, Tensor]:
-        """The same as a ``dict``: FSDP2 looks for tensors in the containers of Python."""
+        """The loss as a ``dict``: FSDP2 finds tensors in Python's containers only."""
         return dict(self._loss[0](rows).items())
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, this process has all weights on its device, and forwards without a graph wait for nobody."""
+        """Inside, this process has all weights on its device, and forwards without a graph need no other process."""
         root: Any = self
         units = [module for module in self.modules() if isinstance(module, FSDPModule)]
         root.set_reshard_after_forward(False)
@@ -108,48 +108,50 @@ class Sharded(nn.Module):
                 unit.reshard()
 
     @contextmanager
-    def exported(self, *, here: bool = True, keep: bool = False, frozen: bool = True) -> Iterator[None]:
-        """Inside, the parameters are whole tensors in the host's memory, to be written to files or read from them.
+    def full_parameters(self, *, here: bool = True, keep: bool = False, frozen: bool = True) -> Iterator[None]:
+        """Inside, the parameters are full tensors on the CPU, to be written to files or read from them.
 
-        Nothing can compute inside: forwards would take the shards.
+        Nothing can compute inside: forwards would use the shards.
 
         Args:
-            here: whether this process gets them; the others only take part.
-            keep: take over what is written to the parameters inside, which has to be the same on all processes.
-            frozen: those that are not trained too; otherwise they stay shards.
+            here: whether this process gets them; the others only take part in gathering.
+            keep: take over what is written to the parameters inside, which must be the same on all processes.
+            frozen: include parameters that are not trained; otherwise they stay shards.
         """
-        places: list[tuple[nn.Module, str, Any]] = [
+        places = [
             (module, name, parameter)
             for module in self.modules()
-            for name, parameter in module._parameters.items()
+            for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
             if isinstance(parameter, DTensor) and (frozen or parameter.requires_grad)
         ]
-        whole: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
-        for _, _, parameter in places:
-            if id(parameter) not in whole:
-                full = on_host(parameter)
-                whole[id(parameter)] = parameter, nn.Parameter(full, parameter.requires_grad) if here else parameter
-        # After a load_state_dict FSDP2 would look for its shards.
+        full: dict[Any, Any] = {}
+        for _, _, shard in places:
+            if shard not in full:  # a tied parameter is gathered once, and stays tied
+                gathered = full_on_cpu(shard)
+                full[shard] = nn.Parameter(gathered, shard.requires_grad) if here else shard
+        # FSDP2 resets its shards in a hook after load_state_dict, and finds none here. PyTorch has no public way to
+        # take a hook out without its handle.
         hooks = {module: module._load_state_dict_post_hooks for module, _, _ in places}
-        for module, name, parameter in places:
-            module._parameters[name] = whole[id(parameter)][1]
+        for module, name, shard in places:
+            setattr(module, name, full[shard])
             module._load_state_dict_post_hooks = OrderedDict()
         try:
             yield
         finally:
-            for module, name, parameter in places:
-                module._parameters[name] = parameter
+            for module, name, shard in places:
+                setattr(module, name, shard)
                 module._load_state_dict_post_hooks = hooks[module]
         if keep:
             with torch.no_grad():
-                for own, full in whole.values():
-                    own.copy_(shard_like(own, full))
+                for shard, tensor in full.items():
+                    shard.copy_(shard_like(shard, tensor))
 
 
 def _layers(root: nn.Module, names: list[str] | None) -> list[nn.Module]:
     """The transformer blocks, which are gathered one at a time: those named, or those that transformers never splits."""
     wanted = set(names or ())
     if not wanted:
+        # accelerate and transformers themselves find the blocks by this attribute; there is no public one.
         wanted = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
     found = [module for module in root.modules() if type(module).__name__ in wanted]
     if not found:
@@ -160,21 +162,21 @@ def _layers(root: nn.Module, names: list[str] | None) -> list[nn.Module]:
     return found
 
 
-def adopt(optimizer: torch.optim.Optimizer, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
-    """Give an optimizer that has not stepped yet the ``new`` parameters for those of the same names in ``old``."""
+def replace_parameters(optimizer: torch.optim.Optimizer, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> None:
+    """Give an optimizer that has not stepped the ``new`` parameters for those of the same names in ``old``."""
     found = {id(parameter): new[name] for name, parameter in old.items()}
     for group in optimizer.param_groups:
         group["params"] = [found[id(parameter)] for parameter in group["params"]]
 
 
 @torch.no_grad()
-def on_host(value: Any) -> Any:
-    """A tensor as a whole in the host's memory if it is shared out, else as it is; all processes call this."""
+def full_on_cpu(value: Any) -> Any:
+    """A sharded tensor as a full one on the CPU, anything else as it is; collective."""
     return value.full_tensor().cpu() if isinstance(value, DTensor) else value
 
 
 def shard_like(parameter: Tensor, full: Tensor) -> Tensor:
-    """This process's part of a tensor that all of them have, shared out as ``parameter`` is."""
+    """This process's shard of a tensor that all processes have, sharded as ``parameter`` is."""
     if not isinstance(parameter, DTensor) or full.shape != parameter.shape:
         return full
     mesh = parameter.device_mesh

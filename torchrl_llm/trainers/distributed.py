@@ -1,0 +1,335 @@
+"""The training processes: :class:`Distributed` is one, :class:`DDP` and :class:`FSDP2` are several behind its interface.
+
+The loop calls the same methods for one process and for many, and they keep the ranks in step: losses are weighted sums whose
+weights count the tokens of all ranks, so gradients are summed; every rank takes part in every backward pass; a number that
+decides how a run continues is the same on every rank. Communication is accelerate's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import (
+    FullyShardedDataParallelPlugin,
+    broadcast_object_list,
+    gather_object,
+    parse_flag_from_env,
+)
+from tensordict import TensorDictBase
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from torchrl_llm import keys
+from torchrl_llm.data import cat_rows
+from torchrl_llm.objectives import merge
+from torchrl_llm.trainers.config import ConfigError
+from torchrl_llm.trainers.fsdp import ShardedModule, check_plugin, full_on_cpu, replace_parameters
+from torchrl_llm.weight_update.tensors import AT_HAND, Access
+
+T = TypeVar("T")
+
+
+class Distributed:
+    """One training process, and the interface of several. Make it with :meth:`of`.
+
+    Every method is collective: all ranks call it at the same place. With one process they return what they are given.
+
+    Args:
+        accelerator: knows the processes; its ``gradient_accumulation_steps`` must be 1.
+
+    Raises:
+        ConfigError: accelerate would divide the gradient.
+
+    Attributes:
+        rank: this process, 0-based.
+        world_size: number of processes.
+        is_main: whether this is rank 0, which logs and saves.
+        process_group: all ranks, as estimators and loss weights take it; ``None`` with one process.
+        sharded: whether weights, gradients and optimizer are sharded (FSDP2).
+        saves_alone: whether this process can save a run without the others, as it must after an error that they may not have.
+        access: how weight syncs read the trained weights.
+
+    Examples:
+        >>> distributed = Distributed.of(Accelerator(cpu=True))
+        >>> distributed.world_size, distributed.process_group, distributed.all_gather(["a"])
+        (1, None, ['a'])
+    """
+
+    process_group: dist.ProcessGroup | None = None
+    sharded = False
+    saves_alone = True
+    access: Access = AT_HAND
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        check_accumulation(accelerator)
+        self.accelerator = accelerator
+        self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
+        self.is_main = accelerator.is_main_process
+
+    @staticmethod
+    def of(accelerator: Accelerator) -> Distributed:
+        """The form for the processes and settings of ``accelerator``."""
+        if accelerator.num_processes == 1:
+            return Distributed(accelerator)
+        plugin = _fsdp_plugin(accelerator)
+        return DDP(accelerator) if plugin is None else FSDP2(accelerator, plugin)
+
+    # ------------------------------------------------------------------ training
+
+    def prepare(
+        self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """The module that computes ``loss`` on all ranks, and the optimizer of its parameters.
+
+        Args:
+            loss: what is trained.
+            optimizer: of parameters of ``loss``; it has not stepped.
+            *others: modules that compute with weights and are not trained; sharded with those of ``loss``.
+        """
+        return loss, self.accelerator.prepare_optimizer(optimizer)
+
+    def check_replaceable(self) -> None:
+        """Refuse to :meth:`prepare` an optimizer of new parameters where gradients of the old ones are averaged."""
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Around forward and backward of all micro-batches but the last: gradients add up here before they are averaged."""
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        """Accumulate the gradient of ``loss``, which is summed over the ranks."""
+        self.accelerator.backward(loss * self.world_size)  # wrapped modules average gradients
+
+    def reach_all_parameters(self, loss: Tensor, everything: Tensor) -> Tensor:
+        """``loss``, which reaches a part of the parameters, where backward needs a gradient of each.
+
+        Args:
+            loss: what is minimized.
+            everything: a scalar that all trainable parameters reach.
+        """
+        return loss
+
+    def nonempty(self, rows: TensorDictBase, spare: TensorDictBase) -> TensorDictBase:
+        """``rows``, or zero-weight copies of ``spare`` on a rank that has none and takes the step with the others."""
+        return rows
+
+    def equal_count(self, parts: list[TensorDictBase]) -> list[TensorDictBase]:
+        """Micro-batches, padded with zero-weight rows to as many as the rank with most has."""
+        return parts
+
+    def merge_outputs(self, outputs: Sequence[TensorDictBase]) -> TensorDictBase:
+        """The statistics of an optimizer batch from the loss's outputs for its micro-batches on all ranks."""
+        return merge(outputs)
+
+    # ------------------------------------------------------------------ weights
+
+    def gathered_parameters(self) -> AbstractContextManager[None]:
+        """Around scoring and playing with the trained weights: every rank has all of them, and none waits for another."""
+        return nullcontext()
+
+    def full_state_on_cpu(self, *, read: bool = False) -> AbstractContextManager[None]:
+        """Around writing the trained weights to files on rank 0, or reading them on all; nothing can compute inside."""
+        return nullcontext()
+
+    def full_state(self, tree: Any) -> Any:
+        """The tensors in nested containers, full and on the CPU of rank 0 where they are sharded."""
+        return tree
+
+    # ------------------------------------------------------------------ values
+
+    def all_gather(self, values: list[T]) -> list[T]:
+        """The lists of all ranks, one after the other."""
+        return values
+
+    def broadcast(self, value: T) -> T:
+        """The value of rank 0, on every rank."""
+        return value
+
+    def all_reduce_sum(self, value: float) -> float:
+        """The sum of a number over the ranks."""
+        return sum(self.all_gather([value]))
+
+    def all_reduce_max(self, value: int) -> int:
+        """The largest of a number over the ranks."""
+        return max(self.all_gather([value]))
+
+    def all_reduce_any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        return any(self.all_gather([flag]))
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        """What ``function`` returns on rank 0, which alone calls it; what it raises there is raised on all ranks."""
+        return function()
+
+    def all_gather_rows(self, rows: TensorDictBase, names: Sequence[keys.NestedKey] | None = None) -> TensorDictBase:
+        """The rows of all ranks in the order of their episodes, with the keys ``names`` (default: all) that they have.
+
+        Keys are selected with one process too, so that reading one that is not named fails for any number of them.
+        """
+        return rows if names is None else rows.select(*names, strict=False)
+
+
+class DDP(Distributed):
+    """Several processes, each with a copy of the weights."""
+
+    saves_alone = False
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        super().__init__(accelerator)
+        self.process_group = dist.group.WORLD
+
+    def prepare(
+        self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        return self.accelerator.prepare_model(loss), self.accelerator.prepare_optimizer(optimizer)
+
+    def check_replaceable(self) -> None:
+        raise ConfigError(
+            f"replace_optimizer() with {self.world_size} processes, which average the gradients of the old parameters: "
+            "make the trainer anew."
+        )
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
+        return self.accelerator.no_sync(module)
+
+    def reach_all_parameters(self, loss: Tensor, everything: Tensor) -> Tensor:
+        # DDP waits for a gradient of every parameter. find_unused_parameters would search the graph in each forward instead.
+        return loss + 0.0 * everything
+
+    def nonempty(self, rows: TensorDictBase, spare: TensorDictBase) -> TensorDictBase:
+        return rows if rows.shape[0] else zero_weight_rows(spare)
+
+    def equal_count(self, parts: list[TensorDictBase]) -> list[TensorDictBase]:
+        missing = self.all_reduce_max(len(parts)) - len(parts)
+        return parts + [zero_weight_rows(parts[-1][:1])] * missing
+
+    def merge_outputs(self, outputs: Sequence[TensorDictBase]) -> TensorDictBase:
+        return merge(self.all_gather([merge(outputs).cpu()]))
+
+    def all_gather(self, values: list[T]) -> list[T]:
+        return gather_object(values)
+
+    def broadcast(self, value: T) -> T:
+        return broadcast_object_list([value])[0]
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        result: Any = None
+        error: Exception | None = None
+        if self.is_main:
+            try:
+                result = function()
+            except Exception as raised:  # noqa: BLE001, whatever it is: the others would wait for ever
+                error = raised
+        result, error = self.broadcast((result, error))
+        if error is not None:
+            raise error
+        return result
+
+    def all_gather_rows(self, rows: TensorDictBase, names: Sequence[keys.NestedKey] | None = None) -> TensorDictBase:
+        own = super().all_gather_rows(rows, names)
+        gathered = cat_rows(self.all_gather([own.cpu()]))
+        return gathered[gathered[keys.EPISODE_ID].argsort()].to(rows.device)
+
+
+class FSDP2(DDP):
+    """Several processes that share weights, gradients and optimizer out among them.
+
+    Args:
+        accelerator: knows the processes.
+        plugin: accelerate's settings for FSDP.
+
+    Raises:
+        ConfigError: settings of accelerate that are not supported.
+    """
+
+    sharded = True
+    _root: ShardedModule
+
+    def __init__(self, accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
+        super().__init__(accelerator)
+        check_plugin(plugin)
+        self._plugin = plugin
+
+    def prepare(
+        self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        old = dict(loss.named_parameters())
+        mesh = init_device_mesh(self.accelerator.device.type, (self.world_size,))
+        self._root = ShardedModule(loss, *others, plugin=self._plugin, mesh=mesh)
+        replace_parameters(optimizer, old, dict(loss.named_parameters()))
+        self.access = Access(lambda frozen: self._root.full_parameters(frozen=frozen), self._root.gathered)
+        return self._root, self.accelerator.prepare_optimizer(optimizer)
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
+        # Averaged each time: unsharded gradients would take the memory that sharding saves.
+        return nullcontext()
+
+    def reach_all_parameters(self, loss: Tensor, everything: Tensor) -> Tensor:
+        return loss
+
+    def gathered_parameters(self) -> AbstractContextManager[None]:
+        return self._root.gathered()
+
+    def full_state_on_cpu(self, *, read: bool = False) -> AbstractContextManager[None]:
+        return self._root.full_parameters(here=self.is_main or read, keep=read)
+
+    def full_state(self, tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {key: self.full_state(value) for key, value in tree.items()}
+        if isinstance(tree, list):
+            return [self.full_state(value) for value in tree]
+        full = full_on_cpu(tree)
+        return full if full is tree or self.is_main else full.new_empty(0)
+
+
+def check_accumulation(accelerator: Accelerator) -> None:
+    """Refuse gradient accumulation: ``Accelerator.backward`` divides by its steps, and losses here are sums that add up.
+
+    accelerate keeps the number for the whole process, so that any ``Accelerator`` made later changes it.
+
+    Raises:
+        ConfigError: the number is not 1.
+    """
+    steps = accelerator.gradient_accumulation_steps
+    if steps != 1:
+        raise ConfigError(
+            f"accelerate has gradient_accumulation_steps={steps} (an argument, a plugin, or the environment variable "
+            f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS), which would divide every gradient by {steps}. Leave it at 1: "
+            "minibatch_size says how many conversations an optimizer step has, and max_tokens how many tokens a backward pass."
+        )
+
+
+def _fsdp_plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None:
+    """accelerate's settings for FSDP, if it was started with any."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)  # accelerate sets the attribute on GPUs only
+    if plugin is None and parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        plugin = FullyShardedDataParallelPlugin()
+        if accelerator.mixed_precision != "no":
+            plugin.set_mixed_precision(accelerator.mixed_precision)
+    return plugin
+
+
+def zero_weight_rows(rows: TensorDictBase) -> TensorDictBase:
+    """A copy of rows without any action, and so without weight in any sum.
+
+    A rank without data runs them, so that collectives stay in step.
+
+    Args:
+        rows: ``[B]``, with ``"turn_ids"`` and ``("turn", "mask")``.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> turn = dict(mask=torch.tensor([[True]]), reward=torch.ones(1, 1))
+        >>> empty = zero_weight_rows(TensorDict(turn=turn, turn_ids=torch.zeros(1, 3).long(), batch_size=[1]))
+        >>> empty["turn_ids"].tolist(), empty["turn", "mask"].tolist(), empty["turn", "reward"].tolist()
+        ([[-1, -1, -1]], [[False]], [[0.0]])
+    """
+    empty = rows.clone()
+    empty[keys.TURN_IDS] = torch.full_like(empty[keys.TURN_IDS], -1)
+    for key in (keys.TURN_MASK, keys.TURN_REWARD):
+        empty[key] = torch.zeros_like(empty[key])
+    return empty

@@ -1,0 +1,87 @@
+"""When a run is saved, and as of which moment: :class:`RunSaver`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torchrl.checkpoint import GlobalRNGState
+
+from torchrl_llm.interrupts import Interrupted
+from torchrl_llm.trainers.base import TrainerBase
+from torchrl_llm.trainers.limits import is_due
+
+
+class RunSaver:
+    """Saves a run when it is due, and at the last moment that it can resume from when an error or a signal ends it.
+
+    Args:
+        run: the trainer, whose ``checkpoints`` save it.
+
+    Attributes:
+        collector_state: the collector's state before the rollout or evaluation that runs, or was dropped; ``None``: the
+            state that it has.
+    """
+
+    def __init__(self, run: TrainerBase) -> None:
+        self.run = run
+        self.collector_state: dict[str, Any] | None = None
+        self._rng: dict[str, Any] | None = None
+
+    def save(self, metrics: Mapping[str, float], *, early: bool = False) -> None:
+        """Save the run, if it has checkpoints, after an iteration with these metrics."""
+        if self.run.checkpoints is not None:
+            self.run.elapsed = self.run.seconds
+            self.run.checkpoints.save(self.run, metrics, early=early)
+            self.run.saved_iteration = self.run.iteration
+
+    def save_if_due(self, metrics: Mapping[str, float]) -> None:
+        """Save the run after its last iteration, after its best evaluation, and every ``checkpoint_interval`` iterations."""
+        best = "evaluation/success" in metrics and metrics["evaluation/success"] >= self.run.best_success
+        if self.run.stop_reason or best or is_due(self.run.config.checkpoint_interval, self.run.iteration):
+            self.save(metrics)
+
+    def save_if_new(self, *, early: bool = False) -> None:
+        """Save the run unless its last iteration is saved."""
+        if self.run.saved_iteration != self.run.iteration:
+            self.save({}, early=early)
+
+    @contextmanager
+    def saved_if_it_fails(self, metrics: Mapping[str, float] | None = None) -> Iterator[None]:
+        """Around evaluators, loggers and callbacks: their error does not cost the iteration.
+
+        Args:
+            metrics: of the iteration, if all processes have finished it: several save when it is due, because saving takes
+                all of them. ``None``: the others may be anywhere, and several do not save.
+        """
+        try:
+            yield
+        except Exception:
+            if self.run.distributed.saves_alone:
+                self.save(metrics or {}, early=True)
+            elif metrics is not None:
+                self.save_if_due(metrics)
+            raise
+
+    @contextmanager
+    def droppable(self) -> Iterator[None]:
+        """Around rollouts and evaluations, which change collector and global generators only: a signal drops them."""
+        self.collector_state, self._rng = self.run.rollouts.state_before_playing(), GlobalRNGState().state_dict()
+        yield
+        self.collector_state = self._rng = None
+
+    @contextmanager
+    def saved_if_interrupted(self) -> Iterator[None]:
+        """Around a run: a signal saves it where it was before what the signal drops."""
+        try:
+            yield
+        except Interrupted as interrupted:
+            interrupted.state = f" after {self.run.iteration} iterations"
+            if self._rng is not None:
+                GlobalRNGState().load_state_dict(self._rng)
+            if self.run.checkpoints is None:
+                interrupted.state += ", of which nothing is saved (save_checkpoints=False)"
+                interrupted.resumable = False
+            self.save_if_new(early=True)
+            raise

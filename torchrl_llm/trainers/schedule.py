@@ -1,0 +1,52 @@
+"""Learning rates over a run: :class:`LearningRateSchedule`."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from torchrl_llm.trainers.config import TrainerConfig
+
+GROUPS = ("actor", "critic")
+"""The parameter groups of an optimizer, by their place."""
+
+
+class LearningRateSchedule:
+    """Warm-up, then a cosine or a constant, over the turns of a run.
+
+    It is no scheduler of PyTorch's, which count their own steps: an iteration adds as many turns as its episodes took.
+
+    Args:
+        optimizer: its rates now are those that the schedule scales.
+        config: ``max_steps``, ``warmup_fraction``, ``schedule`` and ``min_lr_fraction``.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, config: TrainerConfig) -> None:
+        self.optimizer, self.config = optimizer, config
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+
+    def set(self, before: int, after: int) -> None:
+        """Set the rates of an update on the turns from ``before`` to ``after``."""
+        factor = lr_factor(self.config, before, after)
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * factor
+
+    def metrics(self) -> dict[str, float]:
+        """The rates now."""
+        return {f"optim/lr_{name}": g["lr"] for name, g in zip(GROUPS, self.optimizer.param_groups, strict=False)}
+
+
+def lr_factor(config: TrainerConfig, before: int, after: int) -> float:
+    """The share of the learning rates in an update on the turns from ``before`` to ``after``.
+
+    The warm-up goes by the turns after them and the cosine by those before, so that no update has a rate of 0: neither the
+    first nor the one that reaches ``max_steps``.
+    """
+    began, ended = before / config.max_steps, after / config.max_steps
+    if began < config.warmup_fraction:
+        return min(1.0, ended / config.warmup_fraction)
+    if config.schedule == "constant":
+        return 1.0
+    rest = (min(1.0, began) - config.warmup_fraction) / max(1e-12, 1 - config.warmup_fraction)
+    return config.min_lr_fraction + (1 - config.min_lr_fraction) * 0.5 * (1 + math.cos(math.pi * rest))
