@@ -15,7 +15,7 @@ from torchrl_llm.modules.engine import EngineError
 from torchrl_llm.objectives.functional import turn_last
 from torchrl_llm.testing.environments import Slow
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer, tiny_model_path
-from torchrl_llm.weight_update import VLLMWeightSync, WeightSyncError
+from torchrl_llm.weight_update import EngineWeightSync, WeightSyncError
 
 pytest.importorskip("vllm", reason="needs vLLM: run make test-vllm")
 pytestmark = pytest.mark.vllm
@@ -112,7 +112,7 @@ class TestFaults:
 class TestWeights:
     def test_a_collector_sends_them_by_its_scheme(self, policy, words):
         models = load_actor_critic(tiny_model_path(), dtype="float32")
-        sync = VLLMWeightSync(models.model, models.adapter, policy=policy)
+        sync = EngineWeightSync(models.model, models.adapter, policy=policy)
         collector = TurnCollector(make_env(words), policy, batch_size=8, weight_sync_schemes={"policy": sync})
         version = policy.policy_version
         with torch.no_grad():
@@ -124,7 +124,7 @@ class TestWeights:
     def test_each_token_has_the_log_prob_of_the_weights_it_is_stamped_with(self, policy, words):
         # Playing goes on in a thread while the weights change: what both versions said must be found in their rows.
         models = load_actor_critic(tiny_model_path(), dtype="float32")
-        sync = VLLMWeightSync(models.model, models.adapter, policy=policy)
+        sync = EngineWeightSync(models.model, models.adapter, policy=policy)
         sync()
         collector = AsyncTurnCollector(
             make_env(words, slow_game(0)), policy, batch_size=32, max_staleness=1, total_batches=4
@@ -150,7 +150,7 @@ class TestWeights:
 
     def test_a_sync_that_fails_in_flight_ends_the_collection(self, policy, words):
         models = load_actor_critic(tiny_model_path(), dtype="float32")
-        sync = VLLMWeightSync(models.model, models.adapter, policy=policy)
+        sync = EngineWeightSync(models.model, models.adapter, policy=policy)
         sync()
         collector = AsyncTurnCollector(make_env(words, slow_game(0)), policy, batch_size=16, max_staleness=1)
         norm = models.model.model.norm.weight

@@ -217,7 +217,7 @@ class Recorder:
 
 def engine(config: RunConfig, env: Any) -> Any:
     """What the engine, its weight transfer, or the workers are made with."""
-    names = ("VLLMPolicy", "VLLMWeightSync", "RayWeightSync", "RayTurnCollector")
+    names = ("VLLMPolicy", "EngineWeightSync", "RayWeightSync", "RayTurnCollector")
     Recorder.calls = []
     with pytest.MonkeyPatch.context() as patch:
         for name in names:

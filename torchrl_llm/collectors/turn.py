@@ -51,7 +51,7 @@ class TurnCollector(ConversationCollector):
             next ticket fills the batch. Default False.
         policy_device: the policy reads its input on this device; default the environment's.
         weight_sync_schemes: by model id, what ``update_policy_weights_()`` sends weights with, such as
-            ``{"policy": VLLMWeightSync(...)}``; default none: the policy shares the trained weights.
+            ``{"policy": EngineWeightSync(...)}``; default none: the policy shares the trained weights.
         pre_collect_hook, post_collect_hook: called before and after every batch; default none.
 
     Raises:
