@@ -27,12 +27,10 @@ from torchrl_llm.stops import share_stop_ids
 
 logger = logging.getLogger(__name__)
 
-MASK = ("collector", "mask")
+MASK = keys.COLLECTOR_MASK
 
 PADDING: dict[Any, int] = {
-    key: -1
-    for name in (keys.TURN_IDS, keys.POLICY_VERSION, keys.EPISODE_ID, keys.GROUP_ID, keys.TASK_ID)
-    for key in (name, ("next", name))
+    key: spec.fill for name, spec in keys.TURN_VIEW.items() for key in (name, ("next", name)) if spec.fill
 }
 """What the steps after an episode's end hold, where it is not 0."""
 

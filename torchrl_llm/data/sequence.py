@@ -17,7 +17,6 @@ from torchrl_llm import keys
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.segments import Segments
 
-_MASK = ("collector", "mask")
 _TURN_KEYS = {
     keys.TURN_REWARD: keys.REWARD,
     keys.TURN_TERMINATED: keys.TERMINATED,
@@ -26,7 +25,6 @@ _TURN_KEYS = {
     keys.TURN_STOP_REASON: keys.STOP_REASON,
 }
 _ID_KEYS = (keys.EPISODE_ID, keys.GROUP_ID, keys.ENV_ID)
-_FILL: dict[keys.NestedKey, int] = {keys.TURN_IDS: -1, keys.POLICY_VERSION: -1}
 
 
 class TurnViewError(ValueError):
@@ -59,7 +57,7 @@ class TurnsToSequence(Transform):
         self.max_turns = max_turns
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        if isinstance(tensordict.get(keys.TOKENS, None), Tensor):
+        if keys.is_row_view(tensordict):
             return tensordict
         return turns_to_rows(tensordict, max_model_len=self.max_model_len, max_turns=self.max_turns)
 
@@ -122,8 +120,8 @@ def turns_to_rows(
     """
     _check_keys(turns)
     played = turns[keys.PROMPT_LENGTH].squeeze(-1) > 0
-    if _MASK in turns.keys(include_nested=True):
-        played = played & turns[_MASK].view(played.shape)
+    if keys.COLLECTOR_MASK in turns.keys(include_nested=True):
+        played = played & turns[keys.COLLECTOR_MASK].view(played.shape)
     if len(turns) and not played.any():
         raise TurnViewError(
             "No turn of the batch was played: all slots idle. A GEMEnv with on_done='idle' deals again when the whole "
@@ -148,7 +146,7 @@ def turns_to_rows(
     ids = _ID_KEYS if turns.get(keys.TASK_ID, None) is None else (*_ID_KEYS, keys.TASK_ID)
     result = _per_turn(turns, played, num_turns) | {name: turns[name][:, 0, 0] for name in ids}
     for key, value in _per_token(parts, places, _fit(tokens, segments.width)).items():
-        fill = _FILL.get(key, 0)
+        fill = keys.row_fill(key)
         result[key] = _fit(segments.join(value, fill=fill) if len(row) > len(turns) else value, width, fill=fill)
     rows = TensorDict(result, batch_size=turns.shape[:1], device=turns.device)
     _check_ids(rows)
