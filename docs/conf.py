@@ -106,6 +106,7 @@ def _settings_table(config: type, *, without: tuple[str, ...] = ()) -> str:
 
 ROOMS = {
     "keys": (),
+    "episode": (),
     "interrupts": (),
     "options": (),
     "segments": (),

@@ -63,12 +63,12 @@ ROW_VIEW: dict[NestedKey, KeySpec] = {}
 """The row view, by name."""
 
 
-def _turn_view(name: _K, axis: Axis, dtype: torch.dtype, writer: str, meaning: str, fill: int = 0) -> _K:
+def _turn(name: _K, axis: Axis, dtype: torch.dtype, writer: str, meaning: str, fill: int = 0) -> _K:
     TURN_VIEW[name] = KeySpec(name, axis, dtype, writer, meaning, fill)
     return name
 
 
-def _row_view(name: _K, axis: Axis, dtype: torch.dtype, writer: str, meaning: str, fill: int = 0) -> _K:
+def _row(name: _K, axis: Axis, dtype: torch.dtype, writer: str, meaning: str, fill: int = 0) -> _K:
     ROW_VIEW[name] = KeySpec(name, axis, dtype, writer, meaning, fill)
     return name
 
@@ -76,69 +76,57 @@ def _row_view(name: _K, axis: Axis, dtype: torch.dtype, writer: str, meaning: st
 _INT, _BOOL, _FLOAT = torch.int64, torch.bool, torch.float32
 
 # The turn view, in the order of the documentation's table.
-PROMPT = _turn_view(("tokens", "prompt"), "context", _INT, "env", "the whole context so far, right-padded")
-PROMPT_LENGTH = _turn_view(
-    ("tokens", "prompt_length"), "step", _INT, "env", "valid tokens of the prompt; 0: the slot idles"
+PROMPT = _turn(("tokens", "prompt"), "context", _INT, "env", "the whole context so far, right-padded")
+PROMPT_LENGTH = _turn(("tokens", "prompt_length"), "step", _INT, "env", "tokens of the prompt; 0: the slot idles")
+TURN = _turn("turn", "step", _INT, "env", "0-based turn of the episode")
+SEGMENT = _turn("segment", "step", _INT, "env", "how often the context was cut and rebuilt; only if it can be")
+EPISODE_ID = _turn("episode_id", "step", _INT, "env", "unique over the run", -1)
+GROUP_ID = _turn("group_id", "step", _INT, "env", "unique over the run; same group, same task", -1)
+ENV_ID = _turn("env_id", "step", _INT, "env", "index into the mixture of environments")
+TASK_ID = _turn("task_id", "step", _INT, "env", "hash of the task's content; optional", -1)
+RESPONSE = _turn(("tokens", "response"), "response", _INT, "policy", "the sampled ids, end of turn included")
+RESPONSE_MASK = _turn(("tokens", "response_mask"), "response", _BOOL, "policy", "True on sampled tokens")
+RESPONSE_LOG_PROBS = _turn(
+    ("tokens", "log_probs"), "response", _FLOAT, "policy", "log-prob under the sampled distribution"
 )
-TURN = _turn_view("turn", "step", _INT, "env", "0-based turn of the episode")
-SEGMENT = _turn_view("segment", "step", _INT, "env", "how often the context was cut and rebuilt; only if it can be")
-EPISODE_ID = _turn_view("episode_id", "step", _INT, "env", "unique over the run", -1)
-GROUP_ID = _turn_view("group_id", "step", _INT, "env", "unique over the run; same group, same task", -1)
-ENV_ID = _turn_view("env_id", "step", _INT, "env", "index into the mixture of environments")
-TASK_ID = _turn_view("task_id", "step", _INT, "env", "hash of the task's content; optional", -1)
-RESPONSE = _turn_view(("tokens", "response"), "response", _INT, "policy", "the sampled ids, end-of-turn token included")
-RESPONSE_MASK = _turn_view(("tokens", "response_mask"), "response", _BOOL, "policy", "True on sampled tokens")
-RESPONSE_LOG_PROBS = _turn_view(
-    ("tokens", "log_probs"), "response", _FLOAT, "policy", "log-prob under the distribution really sampled from"
-)
-TURN_IDS = _turn_view("turn_ids", "response", _INT, "policy", "the turn of each token; -1 off the mask", -1)
-POLICY_VERSION = _turn_view(
-    "policy_version", "response", _INT, "policy", "the weights that sampled each token; -1 off the mask", -1
-)
-REWARD = _turn_view("reward", "step", _FLOAT, "env", "reward of the turn")
-DONE = _turn_view("done", "step", _BOOL, "env", "terminated or truncated")
-TERMINATED = _turn_view("terminated", "step", _BOOL, "env", "the environment ended the episode")
-TRUNCATED = _turn_view("truncated", "step", _BOOL, "env", "a budget or a failure ended the episode")
-SUCCESS = _turn_view("success", "step", _BOOL, "env", "the episode ended in success")
-STOP_REASON = _turn_view("stop_reason", "step", _INT, "env", "a StopReason")
+TURN_IDS = _turn("turn_ids", "response", _INT, "policy", "the turn of each token; -1 off the mask", -1)
+POLICY_VERSION = _turn("policy_version", "response", _INT, "policy", "the weights that sampled it; -1 off the mask", -1)
+REWARD = _turn("reward", "step", _FLOAT, "env", "reward of the turn")
+DONE = _turn("done", "step", _BOOL, "env", "terminated or truncated")
+TERMINATED = _turn("terminated", "step", _BOOL, "env", "the environment ended the episode")
+TRUNCATED = _turn("truncated", "step", _BOOL, "env", "a budget or a failure ended the episode")
+SUCCESS = _turn("success", "step", _BOOL, "env", "the episode ended in success")
+STOP_REASON = _turn("stop_reason", "step", _INT, "env", "a StopReason")
 
-COLLECTOR_MASK = _turn_view(
-    ("collector", "mask"), "step", _BOOL, "collector", "True on steps that were played; optional (TorchRL's collectors)"
-)
+COLLECTOR_MASK = _turn(("collector", "mask"), "step", _BOOL, "collector", "True on steps that were played; optional")
 
 # The row view.
-TOKENS = _row_view("tokens", "token", _INT, "sequence", "the episode's tokens, right-padded")
-ATTENTION_MASK = _row_view(
-    "attention_mask", "token", _BOOL, "sequence", "True on the episode; a gap starts a new segment"
-)
-_row_view(TURN_IDS, "token", _INT, "sequence", "-1: not an action; the action mask is turn_ids >= 0", -1)
-_row_view(POLICY_VERSION, "token", _INT, "sequence", "the weights that sampled each token; -1: not an action", -1)
-SAMPLE_LOG_PROB = _row_view(
-    "sample_log_prob", "token", _FLOAT, "sequence", "index i: log p(token i given the tokens before i)"
-)
-TURN_REWARD = _row_view(("turn", "reward"), "turn", _FLOAT, "sequence", "reward of each turn")
-TURN_MASK = _row_view(("turn", "mask"), "turn", _BOOL, "sequence", "True on turns that were played")
-TURN_TERMINATED = _row_view(("turn", "terminated"), "turn", _BOOL, "sequence", "the environment ended the episode here")
-TURN_TRUNCATED = _row_view(("turn", "truncated"), "turn", _BOOL, "sequence", "a budget or a failure ended it here")
-TURN_SUCCESS = _row_view(("turn", "success"), "turn", _BOOL, "sequence", "the episode ended in success here")
-TURN_STOP_REASON = _row_view(("turn", "stop_reason"), "turn", _INT, "sequence", "a StopReason")
+TOKENS = _row("tokens", "token", _INT, "sequence", "the episode's tokens, right-padded")
+ATTENTION_MASK = _row("attention_mask", "token", _BOOL, "sequence", "True on the episode; a gap starts a segment")
+_row(TURN_IDS, "token", _INT, "sequence", "-1: not an action; the action mask is turn_ids >= 0", -1)
+_row(POLICY_VERSION, "token", _INT, "sequence", "the weights that sampled it; -1: not an action", -1)
+SAMPLE_LOG_PROB = _row("sample_log_prob", "token", _FLOAT, "sequence", "index i: log p(token i given those before i)")
+TURN_REWARD = _row(("turn", "reward"), "turn", _FLOAT, "sequence", "reward of each turn")
+TURN_MASK = _row(("turn", "mask"), "turn", _BOOL, "sequence", "True on turns that were played")
+TURN_TERMINATED = _row(("turn", "terminated"), "turn", _BOOL, "sequence", "the environment ended it here")
+TURN_TRUNCATED = _row(("turn", "truncated"), "turn", _BOOL, "sequence", "a budget or a failure ended it here")
+TURN_SUCCESS = _row(("turn", "success"), "turn", _BOOL, "sequence", "the episode ended in success here")
+TURN_STOP_REASON = _row(("turn", "stop_reason"), "turn", _INT, "sequence", "a StopReason")
 for _name in (EPISODE_ID, GROUP_ID, ENV_ID, TASK_ID):
-    _row_view(_name, "row", _INT, "sequence", TURN_VIEW[_name].meaning)
-STATE_VALUE = _row_view("state_value", "token", _FLOAT, "critic", "index i: value of the prefix before token i")
-BOOTSTRAP_VALUE = _row_view("bootstrap_value", "row", _FLOAT, "critic", "value of the whole row")
-TURN_VALUE = _row_view(("turn", "value"), "turn", _FLOAT, "estimator", "value of each turn's state")
-TURN_ADVANTAGE = _row_view(("turn", "advantage"), "turn", _FLOAT, "estimator", "advantage of each turn")
-TURN_VALUE_TARGET = _row_view(("turn", "value_target"), "turn", _FLOAT, "estimator", "target of each turn's value")
-ADVANTAGE = _row_view("advantage", "token", _FLOAT, "estimator", "broadcast by turn_ids, 0 elsewhere")
-VALUE_TARGET = _row_view("value_target", "token", _FLOAT, "estimator", "broadcast by turn_ids, 0 elsewhere")
-LOG_PROB = _row_view("log_prob", "token", _FLOAT, "scorer", "of the model being trained")
-ENTROPY = _row_view("entropy", "token", _FLOAT, "scorer", "of the model being trained; optional")
-OLD_LOG_PROB = _row_view(
-    "old_log_prob", "token", _FLOAT, "trainer", "of the model at the start of the update; optional"
-)
-REF_LOG_PROB = _row_view("ref_log_prob", "token", _FLOAT, "trainer", "of the reference model; optional")
-LOSS_WEIGHT = _row_view("loss_weight", "token", _FLOAT, "trainer", "the weight of each token in the loss's sum")
-CRITIC_WEIGHT = _row_view("critic_weight", "token", _FLOAT, "trainer", "the same for the critic's term")
+    _row(_name, "row", _INT, "sequence", TURN_VIEW[_name].meaning)
+STATE_VALUE = _row("state_value", "token", _FLOAT, "critic", "index i: value of the prefix before token i")
+BOOTSTRAP_VALUE = _row("bootstrap_value", "row", _FLOAT, "critic", "value of the whole row")
+TURN_VALUE = _row(("turn", "value"), "turn", _FLOAT, "estimator", "value of each turn's state")
+TURN_ADVANTAGE = _row(("turn", "advantage"), "turn", _FLOAT, "estimator", "advantage of each turn")
+TURN_VALUE_TARGET = _row(("turn", "value_target"), "turn", _FLOAT, "estimator", "target of each turn's value")
+ADVANTAGE = _row("advantage", "token", _FLOAT, "estimator", "broadcast by turn_ids, 0 elsewhere")
+VALUE_TARGET = _row("value_target", "token", _FLOAT, "estimator", "broadcast by turn_ids, 0 elsewhere")
+LOG_PROB = _row("log_prob", "token", _FLOAT, "scorer", "of the model being trained")
+ENTROPY = _row("entropy", "token", _FLOAT, "scorer", "of the model being trained; optional")
+OLD_LOG_PROB = _row("old_log_prob", "token", _FLOAT, "trainer", "of the model before the update; optional")
+REF_LOG_PROB = _row("ref_log_prob", "token", _FLOAT, "trainer", "of the reference model; optional")
+LOSS_WEIGHT = _row("loss_weight", "token", _FLOAT, "trainer", "the weight of each token in the loss's sum")
+CRITIC_WEIGHT = _row("critic_weight", "token", _FLOAT, "trainer", "the same for the critic's term")
 
 
 def declare_row_key(spec: KeySpec) -> None:

@@ -8,7 +8,6 @@ import pytest
 from markdown_it import MarkdownIt
 
 from torchrl_llm.collectors import TurnCollector
-from torchrl_llm.data import turns_to_rows
 from torchrl_llm.envs import PromptDatasetEnv
 from torchrl_llm.record.report import conversations_text, fenced, plot_learning_curve
 from torchrl_llm.testing.policies import ScriptedPolicy
@@ -48,7 +47,7 @@ class TestFence:
             max_output_tokens=64,
         )
         policy = ScriptedPolicy(lambda *_: payload, tokenizer=tokenizer, max_output_tokens=64)
-        rows = turns_to_rows(TurnCollector(env, policy, batch_size=2).rollout())
+        rows = TurnCollector(env, policy, batch_size=2).rollout()
         html = rendered(conversations_text(rows, tokenizer))
         assert len(re.findall(r"<h3>episode \d", html)) == 2
         assert set(re.findall(r"</?[a-z0-9]+", html)) == {"<h3", "</h3", "<pre", "</pre", "<code", "</code"}, html

@@ -13,7 +13,7 @@ from torchrl.envs.utils import ExplorationType
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
-from torchrl_llm.data import cat_rows, turns_to_rows
+from torchrl_llm.data import cat_rows
 from torchrl_llm.envs.gem import FAILED
 from torchrl_llm.envs.tasks import SeenTasks
 from torchrl_llm.envs.tickets import STREAM_IDS, Ticket, Tickets
@@ -154,7 +154,7 @@ def _play(env: Any, policy: TurnPolicy, episodes: int, *, greedy: bool, ranks: R
         env, policy, batch_size=episodes, exploration_type=mode, max_faults=env.max_faults, keep_failed=True
     )
     collector.interruptible = partial(interruptible, ranks=ranks)
-    return turns_to_rows(collector.rollout())
+    return collector.rollout()
 
 
 def _with_unplayed(played: TensorDictBase, wanted: Sequence[Ticket], any_row: TensorDictBase) -> TensorDictBase:

@@ -241,7 +241,7 @@ class LLMTrainer:
     @property
     def exact(self) -> bool:
         """Whether the sampler's log-probs are the trained model's own, so that none need be scored before the update."""
-        everywhere = self.policy.exact and getattr(self.collector, "exact", True)
+        everywhere = self.policy.exact and getattr(self.collector, "logprobs_match_trainer", True)
         return everywhere and self.accelerator.mixed_precision == "no"
 
     @property
