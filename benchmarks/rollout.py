@@ -57,6 +57,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
+from torchrl_llm.data import turns_to_rows
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig, VLLMPolicy
 from torchrl_llm.modules.policy import TurnRequest
@@ -127,13 +128,14 @@ def measure(play: Callable[[], Iterable[TensorDictBase]], clock: Clock) -> Round
 
 
 def responses_of(batches: Iterable[TensorDictBase]) -> Responses:
-    """What was said in batches ``[N, T]``."""
+    """The sampled ids of each turn, from rows or turns."""
     responses = {}
     for batch in batches:
-        mask = batch[keys.RESPONSE_MASK]
-        said = mask.any(-1)
-        rows = zip(*(batch[key][said] for key in (keys.EPISODE_ID, keys.TURN, keys.RESPONSE)), mask[said], strict=True)
-        responses |= {(int(episode), int(turn)): tuple(ids[valid].tolist()) for episode, turn, ids, valid in rows}
+        rows = batch if keys.is_row_view(batch) else turns_to_rows(batch)
+        columns = (rows[key] for key in (keys.EPISODE_ID, keys.TURN_IDS, keys.TOKENS))
+        for episode, turn_ids, tokens in zip(*columns, strict=True):
+            turns = range(int(turn_ids.max()) + 1)
+            responses |= {(int(episode), turn): tuple(tokens[turn_ids == turn].tolist()) for turn in turns}
     return responses
 
 
@@ -322,7 +324,7 @@ def make_world(
         "async": AsyncTurnCollector(make_env(), policy, num_threads=None if slow else 0, **size),
         "hf": TurnCollector(make_env(num_threads=threads), hf, **size),
     }
-    clock.time(collectors["async"]._player.pool, "finished", "waits")
+    clock.time(collectors["async"]._executor.pool, "finished", "waits")
     tickets = collectors["async"].env.tickets
     return World(name, factory, collectors, [tickets[i].seed for i in range(episodes)])
 

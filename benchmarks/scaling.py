@@ -153,7 +153,7 @@ class Clock:
 
     def hear(self, batch: Any) -> None:
         """Count a batch."""
-        self.tokens += int(batch[keys.RESPONSE_MASK].sum())
+        self.tokens += int((batch[keys.TURN_IDS] >= 0).sum())
         self.episodes += len(batch)
 
     def stop(self) -> Run:

@@ -9,7 +9,6 @@ import sys
 from dataclasses import MISSING, Field, fields
 from functools import partial
 from importlib import import_module
-from itertools import zip_longest
 from pathlib import Path
 
 from docutils.nodes import SkipNode
@@ -67,11 +66,15 @@ def _cell(text: str) -> str:
     return text.replace("|", r"\|")
 
 
-def _key_names() -> str:
-    """The value of every key, several to a line."""
-    pairs = [f"`{name}` | `{value!r}`" for name, value in vars(keys).items() if name.isupper()]
-    rows = [f"| {left} | {right} |" for left, right in zip_longest(pairs[::2], pairs[1::2], fillvalue=" | ")]
-    return "\n".join(["| constant | key | constant | key |", "|---|---|---|---|", *rows])
+def _keys_table(view: dict[keys.NestedKey, keys.KeySpec]) -> str:
+    """Name, shape, writer and meaning of every key of a view, from the schema."""
+    constants = {value: name for name, value in vars(keys).items() if name.isupper() and isinstance(value, str | tuple)}
+    rows = []
+    for name, spec in view.items():
+        shown = f'"{name}"' if isinstance(name, str) else "(" + ", ".join(f'"{part}"' for part in name) + ")"
+        shape = f"`{keys.SHAPES[spec.axis]}` {str(spec.dtype).removeprefix('torch.')}"
+        rows.append(f"| `{shown}` | {shape} | {_cell(spec.meaning)} | {spec.writer} | `{constants[name]}` |")
+    return "\n".join(["| key | shape, dtype | meaning | writer | constant |", "|---|---|---|---|---|", *rows])
 
 
 def _metrics_table() -> str:
@@ -103,6 +106,7 @@ def _settings_table(config: type, *, without: tuple[str, ...] = ()) -> str:
 
 ROOMS = {
     "keys": (),
+    "episode": (),
     "interrupts": (),
     "options": (),
     "segments": (),
@@ -119,8 +123,8 @@ ROOMS = {
 }
 """Each package of the library, and its modules that are documented by themselves."""
 
-HERE = {"RunConfig", "TrainerConfig"}
-"""Documented on a page of their own."""
+HERE = {"RunConfig", "TrainerConfig", "KeySpec"}
+"""Documented on a page of their own, or by themselves."""
 
 
 def _data_doc(module: str, name: str) -> list[str]:
@@ -175,7 +179,8 @@ _write_reference(Path(__file__).parent / "api")
 myst_enable_extensions = ["dollarmath", "amsmath", "substitution", "colon_fence", "deflist"]
 myst_heading_anchors = 3
 myst_substitutions = {
-    "key_names": _key_names(),
+    "turn_view": _keys_table(keys.TURN_VIEW),
+    "row_view": _keys_table(keys.ROW_VIEW),
     "metrics_tables": _metrics_table(),
     "trainer_settings": _settings_table(TrainerConfig),
     "run_settings": _settings_table(RunConfig, without=tuple(field.name for field in fields(TrainerConfig))),

@@ -2,7 +2,7 @@
 
     python examples/torchrl_trainer.py
 
-Two adapters are all it takes: a hook that turns a collected batch into scored, credited rows, and an
+Two adapters are all it takes: a hook that gives the rows of a collected batch their values and advantages, and an
 ``OptimizationStepper`` that adds up micro-batches. The trainer's frames are conversations here.
 """
 
@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
-from torchrl_llm.data import micro_batches, turns_to_rows
+from torchrl_llm.data import micro_batches
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig, load_actor_critic
 from torchrl_llm.objectives import LLMPPOLoss, merge, total, write_loss_weights
@@ -60,9 +60,9 @@ def main(iterations: int = 60, lr: float = 2e-3, seed: int = 0) -> list[float]:
     loss = LLMPPOLoss(models.actor, models.critic, gamma=0.9, kl_coeff=0.0)
     win_rates: list[float] = []
 
-    def credit(turns: TensorDictBase) -> TensorDictBase:
-        """Turns -> rows with advantages; values are frozen for all epochs."""
-        rows = loss.value_estimator(turns_to_rows(turns))
+    def credit(rows: TensorDictBase) -> TensorDictBase:
+        """Rows with advantages; values are frozen for all epochs."""
+        rows = loss.value_estimator(rows)
         win_rates.append(rows[keys.TURN_SUCCESS].any(-1).float().mean().item())
         print(f"iteration {len(win_rates):3d}  win rate {win_rates[-1]:.3f}", flush=True)
         return rows

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from torchrl_llm import keys
+from torchrl_llm.data import rows_from_episodes
+from torchrl_llm.episode import Episode, Turn
 from torchrl_llm.segments import Segments
 
 ROWS = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=4)
@@ -44,17 +48,19 @@ class TestSegments:
         assert segments.last().tolist() == ends
 
     @given(rows=ROWS)
-    def test_segments_are_placed_where_they_are_found(self, rows):
+    def test_rows_of_episodes_hold_them_where_they_are_found(self, rows):
         mask, _ = laid_out(rows)
-        owner = torch.tensor([i for i, row in enumerate(rows) for _ in row])
-        placed = Segments.place(owner, torch.tensor([length for row in rows for length in row]), len(rows))
-        assert placed.shape == (len(rows), mask.shape[1] - 1)
-        assert torch.equal(placed.join(placed.split(torch.ones(placed.shape))).bool(), mask[:, :-1])
-        found = Segments.find(mask)
-        if found is not None:
-            assert all(
-                torch.equal(getattr(placed, name), getattr(found, name)) for name in ("rows", "starts", "lengths")
-            )
+        nothing = np.zeros(0, np.int64)
+        episodes = [
+            Episode(-1, i, i, 0, contexts=[np.ones(length, np.int64) for length in row], truncated=True)
+            for i, row in enumerate(rows)
+        ]
+        for episode in episodes:
+            episode.add(Turn(0, 0, nothing, nothing, nothing))
+            episode.rewards.append(0.0)
+        found = rows_from_episodes(episodes)[keys.ATTENTION_MASK]
+        assert torch.equal(found, mask[:, : found.shape[1]])
+        assert not mask[:, found.shape[1] :].any()
 
     def test_gradients_pass(self):
         segments = Segments.find(torch.tensor([[1, 0, 1, 1]]).bool())

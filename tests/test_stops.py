@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
-from torchrl_llm.collectors._worker import RolloutWorker, Task
+from torchrl_llm.collectors._worker import RolloutWorker, WorkerRequest
 from torchrl_llm.envs import ChatFormatter, GEMEnv, PromptDatasetEnv
 from torchrl_llm.modules import HFPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
@@ -69,8 +69,8 @@ def evaluated(env, policy):
 def worked(env, policy):
     settings = {"install": None, "greedy": False, "num_threads": 0, "step_timeout": 10.0}
     worker = RolloutWorker(lambda: env, lambda: policy, **settings)
-    worker.play(Task(env.tickets, [(i, i) for i in range(16)], [], 100.0))
-    while worker.play(Task(env.tickets, [], [], 100.0)).finished:
+    worker.play(WorkerRequest(env.tickets, [(i, i) for i in range(16)], [], 100.0))
+    while worker.play(WorkerRequest(env.tickets, [], [], 100.0)).finished:
         pass
 
 

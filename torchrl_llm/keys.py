@@ -1,119 +1,185 @@
-"""Every TensorDict key of the library, once: its name, shape, dtype and writer.
+"""Every TensorDict key of the library, once, as data: its name, axis, dtype, fill value, writer and meaning.
 
-Two views of the same conversations. ``N`` environment slots, ``T`` turns, ``B`` conversations, ``L`` tokens of
-context, ``A`` tokens of the longest response.
+Two views of the same episodes. ``N`` environment slots, ``T`` turns, ``B`` episodes, ``L`` tokens of context, ``A`` tokens
+of the longest response.
 
-**Turn view**, written while collecting. Batch ``[N]`` per step, ``[N, T]`` (or ``[B, T]``) collected.
+- :data:`TURN_VIEW`, what environments and policies write: batch ``[N]`` per step, ``[N, T]`` (or ``[B, T]``) collected.
+- :data:`ROW_VIEW`, what is stored, sampled and fed to losses: batch ``[B]``, one episode a row.
 
-===========================  =================  ======================================================  ======
-constant                     shape, dtype       meaning                                                 writer
-===========================  =================  ======================================================  ======
-:data:`PROMPT`               ``[N, L]`` int64   the whole context so far, right-padded                  env
-:data:`PROMPT_LENGTH`        ``[N, 1]`` int64   valid tokens of the prompt; 0 = the slot idles          env
-:data:`TURN`                 ``[N, 1]`` int64   0-based turn of the episode                             env
-:data:`SEGMENT`              ``[N, 1]`` int64   how often the context was made anew; only if it can be  env
-:data:`EPISODE_ID`           ``[N, 1]`` int64   unique over the run                                     env
-:data:`GROUP_ID`             ``[N, 1]`` int64   unique over the run; same group = same task             env
-:data:`ENV_ID`               ``[N, 1]`` int64   index into the mixture of environments                  env
-:data:`TASK_ID`              ``[N, 1]`` int64   hash of what the task is; optional                      env
-:data:`RESPONSE`             ``[N, A]`` int64   the sampled ids, end-of-turn token included             policy
-:data:`RESPONSE_MASK`        ``[N, A]`` bool    True on sampled tokens                                  policy
-:data:`RESPONSE_LOG_PROBS`   ``[N, A]`` float   log-prob under the distribution really sampled from     policy
-:data:`TURN_IDS`             ``[N, A]`` int64   the turn of each token; -1 off-mask                     policy
-:data:`POLICY_VERSION`       ``[N, A]`` int64   the weights each token was sampled with; -1 off-mask    policy
-:data:`REWARD`               ``[N, 1]`` float   reward of the turn                                      env
-:data:`DONE` and kin         ``[N, 1]`` bool    ``done = terminated | truncated``                       env
-:data:`SUCCESS`              ``[N, 1]`` bool    the episode ended in success                            env
-:data:`STOP_REASON`          ``[N, 1]`` int64   a :class:`StopReason`                                   env
-===========================  =================  ======================================================  ======
-
-**Row view**, stored, sampled and fed to losses. Batch ``[B]``: one conversation a row.
-
-===========================  =================  ======================================================  =========
-constant                     shape, dtype       meaning                                                 writer
-===========================  =================  ======================================================  =========
-:data:`TOKENS`               ``[B, L]`` int64   the conversation, right-padded                          sequence
-:data:`ATTENTION_MASK`       ``[B, L]`` bool    True on the conversation; a gap starts a new segment    sequence
-:data:`TURN_IDS`             ``[B, L]`` int64   -1 = not an action; the action mask is turn_ids >= 0    sequence
-:data:`POLICY_VERSION`       ``[B, L]`` int64   -1 = not an action                                      sequence
-:data:`SAMPLE_LOG_PROB`      ``[B, L]`` float   index i: log p(token i given the tokens before i)       sequence
-:data:`TURN_REWARD`          ``[B, T]`` float   reward of each turn                                     sequence
-:data:`TURN_MASK`            ``[B, T]`` bool    True on turns that were played                          sequence
-:data:`TURN_TERMINATED`      ``[B, T]`` bool                                                            sequence
-:data:`TURN_TRUNCATED`       ``[B, T]`` bool                                                            sequence
-:data:`TURN_SUCCESS`         ``[B, T]`` bool                                                            sequence
-:data:`TURN_STOP_REASON`     ``[B, T]`` int64                                                           sequence
-:data:`EPISODE_ID` and kin   ``[B]`` int64      also :data:`GROUP_ID`, :data:`ENV_ID`, :data:`TASK_ID`  sequence
-:data:`STATE_VALUE`          ``[B, L]`` float   index i: value of the prefix before token i             critic
-:data:`BOOTSTRAP_VALUE`      ``[B]`` float      value of the whole row                                  critic
-:data:`TURN_VALUE`           ``[B, T]`` float                                                           estimator
-:data:`TURN_ADVANTAGE`       ``[B, T]`` float                                                           estimator
-:data:`TURN_VALUE_TARGET`    ``[B, T]`` float                                                           estimator
-:data:`ADVANTAGE`            ``[B, L]`` float   broadcast by ``turn_ids``, 0 elsewhere                  estimator
-:data:`VALUE_TARGET`         ``[B, L]`` float   broadcast by ``turn_ids``, 0 elsewhere                  estimator
-:data:`LOG_PROB`             ``[B, L]`` float   of the model being trained                              scorer
-:data:`ENTROPY`              ``[B, L]`` float   of the model being trained, optional                    scorer
-:data:`OLD_LOG_PROB`         ``[B, L]`` float   of the model at the start of the update, optional       trainer
-:data:`REF_LOG_PROB`         ``[B, L]`` float   of the reference model, optional                        trainer
-:data:`LOSS_WEIGHT`          ``[B, L]`` float   the weight of each token in the loss's sum              trainer
-:data:`CRITIC_WEIGHT`        ``[B, L]`` float   the same for the critic's term                           trainer
-===========================  =================  ======================================================  =========
-
-Floats are float32, or the input's dtype if wider.
+Padding, trimming and the tables of the documentation come from these two. Floats are float32, or the input's dtype if wider.
+Keys of your own that follow tokens or turns are added by :func:`declare_row_key`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import IntEnum
+from typing import Literal, TypeVar
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
 
 NestedKey = str | tuple[str, ...]
+Axis = Literal["step", "context", "response", "row", "turn", "token"]
+_K = TypeVar("_K", str, tuple[str, str])
 
-# Turn view.
-PROMPT = ("tokens", "prompt")
-PROMPT_LENGTH = ("tokens", "prompt_length")
-RESPONSE = ("tokens", "response")
-RESPONSE_MASK = ("tokens", "response_mask")
-RESPONSE_LOG_PROBS = ("tokens", "log_probs")
-TURN = "turn"
-REWARD = "reward"
-DONE = "done"
-TERMINATED = "terminated"
-TRUNCATED = "truncated"
-SEGMENT = "segment"
-SUCCESS = "success"
-STOP_REASON = "stop_reason"
+SHAPES: dict[Axis, str] = {
+    "step": "[N, 1]",
+    "context": "[N, L]",
+    "response": "[N, A]",
+    "row": "[B]",
+    "turn": "[B, T]",
+    "token": "[B, L]",
+}
+"""The shape of a key by its axis; the first three are of the turn view."""
 
-# Both views.
-EPISODE_ID = "episode_id"
-GROUP_ID = "group_id"
-ENV_ID = "env_id"
-TASK_ID = "task_id"
-TURN_IDS = "turn_ids"
-POLICY_VERSION = "policy_version"
 
-# Row view.
-TOKENS = "tokens"
-ATTENTION_MASK = "attention_mask"
-SAMPLE_LOG_PROB = "sample_log_prob"
-OLD_LOG_PROB = "old_log_prob"
-REF_LOG_PROB = "ref_log_prob"
-LOG_PROB = "log_prob"
-ENTROPY = "entropy"
-STATE_VALUE = "state_value"
-BOOTSTRAP_VALUE = "bootstrap_value"
-ADVANTAGE = "advantage"
-VALUE_TARGET = "value_target"
-LOSS_WEIGHT = "loss_weight"
-CRITIC_WEIGHT = "critic_weight"
-TURN_REWARD = ("turn", "reward")
-TURN_MASK = ("turn", "mask")
-TURN_TERMINATED = ("turn", "terminated")
-TURN_TRUNCATED = ("turn", "truncated")
-TURN_SUCCESS = ("turn", "success")
-TURN_STOP_REASON = ("turn", "stop_reason")
-TURN_VALUE = ("turn", "value")
-TURN_ADVANTAGE = ("turn", "advantage")
-TURN_VALUE_TARGET = ("turn", "value_target")
+@dataclass(frozen=True)
+class KeySpec:
+    """What a key holds.
+
+    Attributes:
+        name: the key.
+        axis: what the last dimension counts, see :data:`SHAPES`.
+        dtype: of its tensor; ``torch.float32`` may be wider.
+        writer: who writes it: an environment ("env"), a "policy", the "sequence" (rows made of episodes), a "critic", ...
+        meaning: one line for the documentation.
+        fill: the value of padding.
+    """
+
+    name: NestedKey
+    axis: Axis
+    dtype: torch.dtype
+    writer: str
+    meaning: str
+    fill: int = 0
+
+
+TURN_VIEW: dict[NestedKey, KeySpec] = {}
+"""The turn view, by name."""
+
+ROW_VIEW: dict[NestedKey, KeySpec] = {}
+"""The row view, by name."""
+
+
+def _turn(name: _K, axis: Axis, dtype: torch.dtype, writer: str, meaning: str, fill: int = 0) -> _K:
+    TURN_VIEW[name] = KeySpec(name, axis, dtype, writer, meaning, fill)
+    return name
+
+
+def _row(name: _K, axis: Axis, dtype: torch.dtype, writer: str, meaning: str, fill: int = 0) -> _K:
+    ROW_VIEW[name] = KeySpec(name, axis, dtype, writer, meaning, fill)
+    return name
+
+
+_INT, _BOOL, _FLOAT = torch.int64, torch.bool, torch.float32
+
+# The turn view, in the order of the documentation's table.
+PROMPT = _turn(("tokens", "prompt"), "context", _INT, "env", "the whole context so far, right-padded")
+PROMPT_LENGTH = _turn(("tokens", "prompt_length"), "step", _INT, "env", "tokens of the prompt; 0: the slot idles")
+TURN = _turn("turn", "step", _INT, "env", "0-based turn of the episode")
+SEGMENT = _turn("segment", "step", _INT, "env", "how often the context was cut and rebuilt; only if it can be")
+EPISODE_ID = _turn("episode_id", "step", _INT, "env", "unique over the run", -1)
+GROUP_ID = _turn("group_id", "step", _INT, "env", "unique over the run; same group, same task", -1)
+ENV_ID = _turn("env_id", "step", _INT, "env", "index into the mixture of environments")
+TASK_ID = _turn("task_id", "step", _INT, "env", "hash of the task's content; optional", -1)
+RESPONSE = _turn(("tokens", "response"), "response", _INT, "policy", "the sampled ids, end of turn included")
+RESPONSE_MASK = _turn(("tokens", "response_mask"), "response", _BOOL, "policy", "True on sampled tokens")
+RESPONSE_LOG_PROBS = _turn(
+    ("tokens", "log_probs"), "response", _FLOAT, "policy", "log-prob under the sampled distribution"
+)
+TURN_IDS = _turn("turn_ids", "response", _INT, "policy", "the turn of each token; -1 off the mask", -1)
+POLICY_VERSION = _turn("policy_version", "response", _INT, "policy", "the weights that sampled it; -1 off the mask", -1)
+REWARD = _turn("reward", "step", _FLOAT, "env", "reward of the turn")
+DONE = _turn("done", "step", _BOOL, "env", "terminated or truncated")
+TERMINATED = _turn("terminated", "step", _BOOL, "env", "the environment ended the episode")
+TRUNCATED = _turn("truncated", "step", _BOOL, "env", "a budget or a failure ended the episode")
+SUCCESS = _turn("success", "step", _BOOL, "env", "the episode ended in success")
+STOP_REASON = _turn("stop_reason", "step", _INT, "env", "a StopReason")
+
+COLLECTOR_MASK = _turn(("collector", "mask"), "step", _BOOL, "collector", "True on steps that were played; optional")
+
+# The row view.
+TOKENS = _row("tokens", "token", _INT, "sequence", "the episode's tokens, right-padded")
+ATTENTION_MASK = _row("attention_mask", "token", _BOOL, "sequence", "True on the episode; a gap starts a segment")
+_row(TURN_IDS, "token", _INT, "sequence", "-1: not an action; the action mask is turn_ids >= 0", -1)
+_row(POLICY_VERSION, "token", _INT, "sequence", "the weights that sampled it; -1: not an action", -1)
+SAMPLE_LOG_PROB = _row("sample_log_prob", "token", _FLOAT, "sequence", "index i: log p(token i given those before i)")
+TURN_REWARD = _row(("turn", "reward"), "turn", _FLOAT, "sequence", "reward of each turn")
+TURN_MASK = _row(("turn", "mask"), "turn", _BOOL, "sequence", "True on turns that were played")
+TURN_TERMINATED = _row(("turn", "terminated"), "turn", _BOOL, "sequence", "the environment ended it here")
+TURN_TRUNCATED = _row(("turn", "truncated"), "turn", _BOOL, "sequence", "a budget or a failure ended it here")
+TURN_SUCCESS = _row(("turn", "success"), "turn", _BOOL, "sequence", "the episode ended in success here")
+TURN_STOP_REASON = _row(("turn", "stop_reason"), "turn", _INT, "sequence", "a StopReason")
+for _name in (EPISODE_ID, GROUP_ID, ENV_ID, TASK_ID):
+    _row(_name, "row", _INT, "sequence", TURN_VIEW[_name].meaning)
+STATE_VALUE = _row("state_value", "token", _FLOAT, "critic", "index i: value of the prefix before token i")
+BOOTSTRAP_VALUE = _row("bootstrap_value", "row", _FLOAT, "critic", "value of the whole row")
+TURN_VALUE = _row(("turn", "value"), "turn", _FLOAT, "estimator", "value of each turn's state")
+TURN_ADVANTAGE = _row(("turn", "advantage"), "turn", _FLOAT, "estimator", "advantage of each turn")
+TURN_VALUE_TARGET = _row(("turn", "value_target"), "turn", _FLOAT, "estimator", "target of each turn's value")
+ADVANTAGE = _row("advantage", "token", _FLOAT, "estimator", "broadcast by turn_ids, 0 elsewhere")
+VALUE_TARGET = _row("value_target", "token", _FLOAT, "estimator", "broadcast by turn_ids, 0 elsewhere")
+LOG_PROB = _row("log_prob", "token", _FLOAT, "scorer", "of the model being trained")
+ENTROPY = _row("entropy", "token", _FLOAT, "scorer", "of the model being trained; optional")
+OLD_LOG_PROB = _row("old_log_prob", "token", _FLOAT, "trainer", "of the model before the update; optional")
+REF_LOG_PROB = _row("ref_log_prob", "token", _FLOAT, "trainer", "of the reference model; optional")
+LOSS_WEIGHT = _row("loss_weight", "token", _FLOAT, "trainer", "the weight of each token in the loss's sum")
+CRITIC_WEIGHT = _row("critic_weight", "token", _FLOAT, "trainer", "the same for the critic's term")
+
+
+def declare_row_key(spec: KeySpec) -> None:
+    """Add a key of your own to the row view, so that it is padded and trimmed with the rows.
+
+    Needed for a key whose second dimension counts tokens. Keys under ``"turn"`` count turns without it.
+
+    Raises:
+        ValueError: the axis is one of the turn view, or the key is declared otherwise already.
+
+    Examples:
+        >>> declare_row_key(KeySpec("my_score", "token", torch.float32, "me", "a score of each token"))
+    """
+    if spec.axis not in ("row", "turn", "token"):
+        raise ValueError(f"{spec.name!r} has the axis {spec.axis!r}; expected 'row', 'turn' or 'token'.")
+    if ROW_VIEW.setdefault(spec.name, spec) != spec:
+        raise ValueError(f"{spec.name!r} is declared already, as {ROW_VIEW[spec.name]}. Choose another name.")
+
+
+def is_row_view(batch: TensorDictBase) -> bool:
+    """Whether a batch is in the row view: there ``"tokens"`` is a leaf, and in the turn view what is below it.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> [is_row_view(TensorDict({name: torch.zeros(1, 2)}, [1])) for name in (TOKENS, PROMPT)]
+        [True, False]
+    """
+    # A set, because tensordict's own membership test ignores leaves_only.
+    return TOKENS in set(batch.keys(leaves_only=True))
+
+
+def row_axis(name: NestedKey, value: Tensor) -> Axis:
+    """The axis of an entry ``[B, ...]`` of rows.
+
+    Raises:
+        KeyError: nothing says whether its second dimension counts tokens or turns.
+    """
+    spec = ROW_VIEW.get(name) or TURN_VIEW.get(name)
+    if spec is not None:
+        return spec.axis
+    if isinstance(name, tuple) and name[0] == TURN:
+        return "turn"
+    if value.ndim == 1:
+        return "row"
+    raise KeyError(
+        f"{name!r} {tuple(value.shape)} is no key of the library, and whether its second dimension counts tokens or turns is "
+        "not known. Declare it: torchrl_llm.keys.declare_row_key(KeySpec(name, axis, dtype, writer, meaning))."
+    )
+
+
+def row_fill(name: NestedKey) -> int:
+    """The value that pads an entry of rows; 0 for keys that are not declared."""
+    return ROW_VIEW[name].fill if name in ROW_VIEW else 0
 
 
 class StopReason(IntEnum):

@@ -55,16 +55,6 @@ class Segments(NamedTuple):
         lengths = (first.flatten().cumsum(0) - 1)[mask.flatten()].bincount(minlength=len(rows))
         return cls(rows, starts, lengths, int(lengths.max()), mask.shape)
 
-    @classmethod
-    def place(cls, rows: Tensor, lengths: Tensor, num_rows: int) -> Segments:
-        """Segments of ``lengths`` ``[S]``, laid out in the ``rows`` ``[S]`` (ascending) they belong to, one column apart."""
-        ends = (lengths + 1).cumsum(0)
-        first = torch.searchsorted(rows, rows)  # the first segment of the same row
-        starts = ends - (lengths + 1) - (ends - (lengths + 1))[first]
-        width = int((starts + lengths).max()) if len(rows) else 0
-        longest = int(lengths.max()) if len(rows) else 0
-        return cls(rows, starts, lengths, longest, torch.Size((num_rows, width)))
-
     def split(self, values: Tensor, *, fill: float = 0) -> Tensor:
         """``[B, L]`` as ``[S, width]``: each segment a row of its own, right-padded with ``fill``."""
         column = torch.arange(self.width, device=values.device)

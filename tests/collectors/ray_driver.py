@@ -13,6 +13,6 @@ if __name__ == "__main__":
         make_env, make_script(), make_policy=make_sleeper, num_workers=2, batch_size=8, max_staleness=1
     )
     collector.rollout()
-    print(*(worker.facts.pid for worker in collector._player.workers), flush=True)  # noqa: T201
+    print(*(worker.info.pid for worker in collector._executor.workers), flush=True)  # noqa: T201
     while True:
         collector.rollout()

@@ -15,7 +15,7 @@ from pathlib import Path
 import ray
 from peft import LoraConfig
 
-from torchrl_llm.collectors._ray_player import RayPlayer, RolloutActor
+from torchrl_llm.collectors._ray import RayExecutor, RolloutActor
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig, load_actor_critic
 from torchrl_llm.testing.environments import Echo, Faulty, StopOrGo
@@ -28,7 +28,7 @@ EASY = "game:GuessTheNumber-v0-easy"
 SAMPLING = SamplingConfig(max_output_tokens=16)
 
 
-class ReusingPlayer(RayPlayer):
+class ReusingExecutor(RayExecutor):
     """Workers get processes that are up already, where there are some: starting one takes many seconds.
 
     A worker that is ended while it answers leaves its process here; one that is lost does not.
@@ -54,16 +54,16 @@ class ReusingPlayer(RayPlayer):
         return self.spare.pop(0) if self.spare else super()._actor()
 
     def _end(self, worker):
-        if answers(worker.actor, 0.0 if worker.coming is not None else 2.0) is None:
+        if answers(worker.actor, 0.0 if worker.starting is not None else 2.0) is None:
             super()._end(worker)
         else:
             self.spare.append(worker.actor)
 
 
-class SpendingPlayer(ReusingPlayer):
+class SpendingExecutor(ReusingExecutor):
     """Takes processes that are up already, and ends them as they are ended outside of tests."""
 
-    _end = RayPlayer._end
+    _end = RayExecutor._end
 
 
 def answers(actor, patience):

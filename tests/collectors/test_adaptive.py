@@ -42,9 +42,9 @@ class TestAdaptTasks:
         collector.shutdown()
         expected = env.tickets.__class__(num_tasks=2, group_size=group_size)
         for batch in (first, second):
-            index = batch["episode_id"][:, 0, 0].tolist()
+            index = batch["episode_id"].tolist()
             played = [expected[i].env_id for i in index]
-            assert batch["env_id"][:, 0, 0].tolist() == played
+            assert batch["env_id"].tolist() == played
             won = [env_id == 0 and i % 5 < 2 for i, env_id in zip(index, played, strict=True)]
             assert 0 < sum(won) < len(won)
             expected = expected.learn(played, won)

@@ -19,7 +19,7 @@ from torchrl.envs import Compose, RewardScaling, TransformedEnv
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
-from torchrl_llm.data import turns_to_rows
+from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import EnvironmentFault, GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig
 from torchrl_llm.modules.policy import TurnResponse
@@ -29,7 +29,6 @@ from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 
 EASY = "game:GuessTheNumber-v0-easy"
-MASK = ("collector", "mask")
 
 
 def length(episode):
@@ -118,11 +117,11 @@ def collect():
 
 
 def episodes(batch):
-    return batch["episode_id"][:, 0, 0].tolist()
+    return batch["episode_id"].tolist()
 
 
 def versions(batch):
-    return batch[keys.POLICY_VERSION][batch[keys.RESPONSE_MASK]]
+    return batch[keys.POLICY_VERSION][batch[keys.TURN_IDS] >= 0]
 
 
 def same(batch, other):
@@ -155,8 +154,7 @@ class TestBatches:
         assert same(collector.rollout(), expected)
 
     def test_rows(self, make, says, collect):
-        batch = collect(make(num_envs=4), says(script), batch_size=8).rollout()
-        rows = turns_to_rows(batch)
+        rows = collect(make(num_envs=4), says(script), batch_size=8).rollout()
         assert rows[keys.TURN_MASK].sum(-1).tolist() == [length(episode) for episode in range(8)]
 
     @pytest.mark.parametrize("env", [EASY, partial(Slow, EASY, mean=0.003, sigma=1.0)])
@@ -170,7 +168,7 @@ class TestBatches:
 
         expected, batch = rollout(TurnCollector, EASY), rollout(collect, env)
         for key in expected.keys(True, True):
-            if key == keys.RESPONSE_LOG_PROBS:
+            if key == keys.SAMPLE_LOG_PROB:
                 assert (batch[key] - expected[key]).abs().max() < 1e-5
             else:
                 assert batch[key].equal(expected[key]), key
@@ -292,7 +290,7 @@ class TestStaleness:
             assert 0 <= int(age.min()) <= int(age.max()) <= staleness
             assert env.num_dealt - len(seen) <= (staleness + 1) * size
             seen += episodes(batch)
-            assert batch[MASK].sum(-1).tolist() == [length(episode) for episode in episodes(batch)]
+            assert batch[keys.TURN_MASK].sum(-1).tolist() == [length(episode) for episode in episodes(batch)]
             policy.weights_changed()
         collector.shutdown()
         assert seen == list(range(6 * size))
@@ -305,7 +303,8 @@ class TestStaleness:
         for batch in collector:
             assert collector.in_flight > 0
             for row in batch.unbind(0):
-                spans = [versions(turn.unsqueeze(0)) for turn in row[row[MASK]].unbind(0)]
+                turns = range(int(row[keys.TURN_MASK].sum()))
+                spans = [row[keys.POLICY_VERSION][row[keys.TURN_IDS] == turn] for turn in turns]
                 mixed_turns += sum(len(span.unique()) > 1 for span in spans)
                 mixed_episodes += len(torch.cat(spans).unique()) > 1
                 flat = torch.cat(spans)
@@ -342,7 +341,8 @@ class TestStaleness:
         collector = collect(make(num_envs=2), policy, batch_size=1, max_staleness=1, background=False)
         assert episodes(collector.rollout()) == [0]
         while not any(versions for _, versions in policy.running.values()):
-            collector._player.round(partial(collector._ledger.deal, 2))
+            collector._queue.limit = 2
+            collector._executor.step()
         policy.policy_version += 3
         assert episodes(collector.rollout()) == [2]
         assert collector.dropped == {"stale": 1}
@@ -352,7 +352,7 @@ class TestStaleness:
         collector = collect(make(num_envs=16), policy, batch_size=8, max_staleness=2, total_batches=12)
         turns = []
         for batch in collector:
-            turns += batch[MASK].sum(-1).tolist()
+            turns += batch[keys.TURN_MASK].sum(-1).tolist()
             policy.weights_changed()
         assert turns == [length(episode) for episode in range(96)]
 
@@ -474,7 +474,7 @@ class TestFaults:
         collector = collect(env, says(lambda *_: "x"), batch_size=6, total_batches=2)
         batches = list(collector)
         assert [e for batch in batches for e in episodes(batch)] == [0, 1, 2, 3, 4, *range(6, 13)]
-        assert batches[1]["next", "done"].sum() == 6
+        assert (batches[1][keys.TURN_TERMINATED] | batches[1][keys.TURN_TRUNCATED]).sum() == 6
         assert collector.faults == {"error": 1}
         assert "episode 5" in caplog.text
         assert collector.stats()["faults/error"] == 1
@@ -488,12 +488,15 @@ class TestFaults:
         bad = make(group_size=2, num_envs=2).tickets[2].seed
         env = make(partial(Sometimes, "raise"), num_envs=2, group_size=2, max_turns=6, max_model_len=4096)
         collector = collect(env, says(script), batch_size=2, num_threads=0, max_staleness=1, background=False)
-        player, ledger = collector._player, collector._ledger
-        player._free.remove(1)  # the second member of each group has to wait
-        player.round(partial(ledger.deal, 3)), player.round(partial(ledger.deal, 4))
+        executor, queue = collector._executor, collector._queue
+        executor._free.remove(1)  # the second member of each group has to wait
+        queue.limit = 3
+        executor.step()
+        queue.limit = 4
+        executor.step()
         while not collector.faults:
-            player.round(partial(ledger.deal, 4))
-        player._free.append(1)
+            executor.step()
+        executor._free.append(1)
         assert [episodes(collector.rollout()) for _ in range(2)] == [[0, 1], [4, 5]]
         assert collector.faults == {"error": 1}
         assert collector.dropped == {"error": 2}
@@ -603,14 +606,14 @@ class TestState:
 
 class TestTorchRL:
     def test_replay_buffer(self, make, says, collect):
-        buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        transform = TurnsToSequence(max_model_len=512, max_turns=6)
+        buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4, transform=transform)
         collector = collect(
             make(num_envs=2),
             says(script),
             batch_size=6,
             total_batches=2,
             replay_buffer=buffer,
-            postproc=lambda batch: batch[:, 0].exclude("collector"),
         )
         assert list(collector) == [None, None]
         assert buffer[:]["episode_id"].flatten().tolist() == list(range(12))

@@ -7,7 +7,6 @@ import torch
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
-from torchrl_llm.data import turns_to_rows
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.keys import StopReason
 from torchrl_llm.modules import SamplingConfig, TokenScorer, VLLMPolicy, load_actor_critic, load_engine
@@ -60,7 +59,7 @@ class TestBatches:
             collector.shutdown()
         assert found.shape == expected.shape
         for key in expected.keys(include_nested=True, leaves_only=True):
-            if key in (keys.RESPONSE_LOG_PROBS, ("next", *keys.RESPONSE_LOG_PROBS)):
+            if key == keys.SAMPLE_LOG_PROB:
                 torch.testing.assert_close(found[key], expected[key], rtol=0, atol=1e-5)
             else:
                 assert torch.equal(found[key], expected[key]), key
@@ -89,7 +88,7 @@ class TestFaults:
         policy = VLLMPolicy(llm, words, SamplingConfig(max_output_tokens=tokens))
         env = GEMEnv(GAME, tokenizer=words, num_envs=8, max_model_len=context, max_output_tokens=tokens)
         collector = kind(env, policy, batch_size=16)
-        rows = turns_to_rows(collector.rollout())
+        rows = collector.rollout()
         collector.shutdown()
         assert gaps(load_tiny_model(), policy, rows).max() <= 1e-5
         return rows
@@ -119,7 +118,7 @@ class TestWeights:
             models.model.lm_head.weight.mul_(0.5)
         collector.update_policy_weights_()
         assert policy.policy_version == version + 1
-        assert gaps(models.model, policy, turns_to_rows(collector.rollout())).max() <= 1e-5
+        assert gaps(models.model, policy, collector.rollout()).max() <= 1e-5
 
     def test_each_token_has_the_log_prob_of_the_weights_it_is_stamped_with(self, policy, words):
         # Playing goes on in a thread while the weights change: what both versions said must be found in their rows.
@@ -131,8 +130,7 @@ class TestWeights:
         )
         scorers, mixed = {}, 0
         try:
-            for batch in collector:
-                rows = turns_to_rows(batch)
+            for rows in collector:
                 scorers[policy.policy_version] = load_tiny_model()
                 scorers[policy.policy_version].load_state_dict(models.model.state_dict())
                 versions = rows[keys.POLICY_VERSION]
@@ -166,7 +164,7 @@ class TestWeights:
             collector.shutdown()
             norm.data = whole
         sync()
-        rows = turns_to_rows(TurnCollector(make_env(words), policy, batch_size=8).rollout())
+        rows = TurnCollector(make_env(words), policy, batch_size=8).rollout()
         assert gaps(models.model, policy, rows).max() <= 1e-5
 
 

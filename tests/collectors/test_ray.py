@@ -22,9 +22,9 @@ import ray_parts as parts  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from ray_parts import (  # noqa: E402
     Doomed,
-    ReusingPlayer,
+    ReusingExecutor,
     Sometimes,
-    SpendingPlayer,
+    SpendingExecutor,
     Stamp,
     length,
     make_env,
@@ -35,15 +35,15 @@ from torchrl.data import LazyTensorStorage, RayReplayBuffer, ReplayBuffer  # noq
 
 from torchrl_llm import keys  # noqa: E402
 from torchrl_llm.collectors import RayTurnCollector, TurnCollector, WorkerLostError, ray_turn  # noqa: E402
-from torchrl_llm.data import TurnsToSequence, turns_to_rows  # noqa: E402
+from torchrl_llm.data import TurnsToSequence  # noqa: E402
 from torchrl_llm.envs import EnvironmentFault  # noqa: E402
 from torchrl_llm.modules import TokenScorer  # noqa: E402
+from torchrl_llm.segments import Segments  # noqa: E402
 from torchrl_llm.testing.environments import Slow  # noqa: E402
 from torchrl_llm.testing.tiny import load_tiny_model  # noqa: E402
 from torchrl_llm.weight_update import RayWeightSync, WeightSyncError  # noqa: E402
 
 HERE = Path(__file__).parent
-MASK = ("collector", "mask")
 
 
 def test_ray_has_to_run():
@@ -67,7 +67,7 @@ def cluster():
         patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("RAY_worker_niceness", "0")
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-        ReusingPlayer.warm_up(3)
+        ReusingExecutor.warm_up(3)
         yield
         ray.shutdown()
 
@@ -91,16 +91,16 @@ def new(cluster):
 @pytest.fixture
 def collect(new, monkeypatch):
     """Makes collectors on processes that other tests have used, and shuts them down."""
-    monkeypatch.setattr(ray_turn, "RayPlayer", ReusingPlayer)
+    monkeypatch.setattr(ray_turn, "RayExecutor", ReusingExecutor)
     return new
 
 
 def episodes(batch):
-    return batch["episode_id"][:, 0, 0].tolist()
+    return batch["episode_id"].tolist()
 
 
 def versions(batch):
-    return batch[keys.POLICY_VERSION][batch[keys.RESPONSE_MASK]]
+    return batch[keys.POLICY_VERSION][batch[keys.TURN_IDS] >= 0]
 
 
 def same(batch, other):
@@ -109,7 +109,7 @@ def same(batch, other):
     for key in batch.keys(True, True):
         assert batch[key].dtype == other[key].dtype, key
         assert batch[key].shape == other[key].shape, key
-        if key == keys.RESPONSE_LOG_PROBS:
+        if key == keys.SAMPLE_LOG_PROB:
             torch.testing.assert_close(batch[key], other[key], rtol=0, atol=1e-5)
         else:
             assert batch[key].equal(other[key]), key
@@ -117,7 +117,7 @@ def same(batch, other):
 
 
 def pids(collector):
-    return [worker.facts.pid for worker in collector._player.workers if worker.facts is not None]
+    return [worker.info.pid for worker in collector._executor.workers if worker.info is not None]
 
 
 def gone(pid):
@@ -156,24 +156,23 @@ class TestBatches:
         for _ in range(3):
             batch = collector.rollout()
             assert same(batch, barrier.rollout())
-            assert (batch["group_id"][:, 0].unique(return_counts=True)[1] == group).all()
-        assert (keys.SEGMENT in batch.keys(True)) == (env.func is parts.make_sliding)
-        if keys.SEGMENT in batch.keys(True):
-            assert batch[keys.SEGMENT].any(), "no window slid"
+            assert (batch["group_id"].unique(return_counts=True)[1] == group).all()
+        slid = Segments.find(batch[keys.ATTENTION_MASK]) is not None
+        assert slid == (env.func is parts.make_sliding)
 
     def test_each_worker_plays_and_a_group_has_one_worker(self, collect):
         env = partial(make_env, group_size=2)
         collector = collect(env, make_policy=partial(make_script, log_prob=-1.0), batch_size=16)
         homes = {}
-        deal = collector._player._deal
+        assign = collector._executor._assign
 
-        def watched(tickets):
-            deal(tickets)
-            for worker in collector._player.workers:
+        def watched():
+            assign()
+            for worker in collector._executor.workers:
                 for episode in worker.held.values():
-                    homes.setdefault(episode.ticket.group_id, set()).add(worker.index)
+                    homes.setdefault(episode.group_id, set()).add(worker.index)
 
-        collector._player._deal = watched
+        collector._executor._assign = watched
         collector.rollout()
         assert {len(home) for home in homes.values()} == {1}
         assert set.union(*homes.values()) == {0, 1}
@@ -196,7 +195,7 @@ class TestBatches:
             parts.make_guess(), parts.make_hf(), batch_size=4, exploration_type=ExplorationType.DETERMINISTIC
         ).rollout()
         assert same(batches[1], expected)
-        assert batches[0].shape != expected.shape or not batches[0][keys.RESPONSE].equal(expected[keys.RESPONSE])
+        assert batches[0][keys.TOKENS].shape != expected[keys.TOKENS].shape or (batches[0] != expected).any()
 
 
 class TestWeights:
@@ -214,7 +213,7 @@ class TestWeights:
             batch = collector.rollout()
             assert same(batch, barrier.rollout())
             assert versions(batch).unique().tolist() == [version]
-            assert collector._player.canary_difference < 1e-4
+            assert collector._executor.canary_difference < 1e-4
             change()
             collector.update_policy_weights_()
         return sync, policy
@@ -267,10 +266,9 @@ class TestWeights:
             weight_sync_schemes={"policy": RayWeightSync(model, policy=policy)},
         )
         scorers, seen = {}, set()
-        for batch in collector:
+        for rows in collector:
             scorers[policy.policy_version] = load_tiny_model()
             scorers[policy.policy_version].load_state_dict(model.state_dict())
-            rows = turns_to_rows(batch)
             stamped = rows[keys.POLICY_VERSION][rows[keys.TURN_IDS] >= 0]
             assert stamped.min() >= policy.policy_version - 1
             for version in set(stamped.tolist()):
@@ -332,7 +330,7 @@ class TestStaleness:
             assert collector.env.num_dealt - len(seen) <= (staleness + 1) * 8
             mixed += len(versions(batch).unique()) > 1
             seen += episodes(batch)
-            turns += batch[MASK].sum(-1).tolist()
+            turns += batch[keys.TURN_MASK].sum(-1).tolist()
             collector.update_policy_weights_()
         assert seen == list(range(64))
         assert turns == [length(episode) for episode in seen], "short episodes are favoured"
@@ -373,7 +371,7 @@ class TestStaleness:
         assert collector.background
         collector.rollout()
         wait_until(lambda: collector.in_flight == 0, 10.0)
-        assert sum(episode.finished for episode in collector._ledger.episodes.values()) == 8
+        assert sum(episode.finished for episode in collector._queue.episodes.values()) == 8
         start = time.monotonic()
         assert episodes(collector.rollout()) == list(range(8, 16))
         assert time.monotonic() - start < 0.2
@@ -456,8 +454,8 @@ class TestLosses:
 
     def test_without_a_replacement_the_others_go_on(self, collect, monkeypatch, caplog):
         collector = collect(make_policy=partial(make_sleeper, seconds_per_step=0.01), batch_size=32)
-        monkeypatch.setattr(collector._player, "_start_timeout", 0.5)
-        with ReusingPlayer.none_spare():
+        monkeypatch.setattr(collector._executor, "_start_timeout", 0.5)
+        with ReusingExecutor.none_spare():
             timer = threading.Timer(0.3, os.kill, (pids(collector)[1], signal.SIGKILL))
             timer.start()
             self.play(collector, TurnCollector(make_env(), make_script(), batch_size=32))
@@ -624,19 +622,20 @@ class TestState:
         one = barrier.rollout()
         barrier.set_seed(3)
         other = barrier.rollout()
-        assert not one[keys.PROMPT].equal(other[keys.PROMPT])
+        assert not one[keys.TOKENS].equal(other[keys.TOKENS])
         collector = collect(game, policy=guess(), make_policy=guess)
-        player = collector._player
-        player._deal(partial(collector._ledger.deal, 8))
-        for worker in player.workers:
-            player._tell(worker)
-        calls = [ref for worker in player.workers for ref in worker.calls]
+        executor = collector._executor
+        collector._queue.limit = 8
+        executor._assign()
+        for worker in executor.workers:
+            executor._send_request(worker)
+        calls = [ref for worker in executor.workers for ref in worker.calls]
         assert len(ray.wait(calls, num_returns=len(calls), timeout=30.0)[0]) == len(calls)
         collector.set_seed(3)
         assert same(collector.rollout(), other)
 
     def test_a_shutdown_in_mid_flight_leaves_no_process(self, new, monkeypatch):
-        monkeypatch.setattr(ray_turn, "RayPlayer", SpendingPlayer)
+        monkeypatch.setattr(ray_turn, "RayExecutor", SpendingExecutor)
         collector = new(make_policy=partial(make_sleeper, seconds_per_step=0.05), max_staleness=2)
         collector.rollout()
         assert collector.in_flight

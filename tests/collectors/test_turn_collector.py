@@ -17,11 +17,11 @@ from torchrl.trainers import Trainer
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
+from torchrl_llm.data import TurnsToSequence, turns_to_rows
 from torchrl_llm.envs import EnvironmentFault, GEMEnv
 from torchrl_llm.testing.environments import Dice, Faulty, StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 
-MASK = ("collector", "mask")
 RATE = 0.3
 
 
@@ -51,7 +51,7 @@ def says(tokenizer):
 
 
 def episodes(batch):
-    return batch["episode_id"][:, 0, 0].tolist()
+    return batch["episode_id"].tolist()
 
 
 class TestBatches:
@@ -67,21 +67,22 @@ class TestBatches:
             assert batch.batch_size[0] == size
             ids = episodes(batch)
             assert ids == list(range(i * size, (i + 1) * size))
-            mask = batch[MASK]
+            mask = batch[keys.TURN_MASK]
             assert mask.sum(-1).tolist() == [length(episode) for episode in ids]
             assert (mask == (torch.arange(mask.shape[1]) < mask.sum(-1, keepdim=True))).all()
-            assert (batch["group_id"][:, 0, 0] == torch.tensor(ids) // group).all()
+            assert (batch["group_id"] == torch.tensor(ids) // group).all()
             last = mask.sum(-1) - 1
-            assert batch["next", "done"][torch.arange(size), last].all()
-            assert batch["next", "done"].sum() == size
-            assert set(batch[keys.POLICY_VERSION][batch[keys.RESPONSE_MASK]].tolist()) == {i}
+            done = batch[keys.TURN_TERMINATED] | batch[keys.TURN_TRUNCATED]
+            assert done[torch.arange(size), last].all()
+            assert done.sum() == size
+            assert set(batch[keys.POLICY_VERSION][batch[keys.TURN_IDS] >= 0].tolist()) == {i}
             policy.weights_changed()
         assert i == 3
 
     def test_lengths_have_the_rate_of_the_policy(self, make, says):
         size, batches = 40, 10
         collector = TurnCollector(make(num_envs=8), says(one_or_five), batch_size=size, total_batches=batches)
-        played = [batch[MASK].sum(-1) for batch in collector]
+        played = [batch[keys.TURN_MASK].sum(-1) for batch in collector]
         lengths = torch.cat(played).tolist()
         total = size * batches
         assert lengths == [length(episode) for episode in range(total)]
@@ -90,18 +91,14 @@ class TestBatches:
             "long episodes are not dropped at the end"
         )
 
-    def test_rows_hold_the_conversation(self, make, says):
-        batch = TurnCollector(make(Dice, num_envs=3), says(lambda e, t, c: f"{e}.{t}"), batch_size=7).rollout()
-        mask = batch[MASK]
-        assert batch["episode_id"].squeeze(-1)[mask].tolist() == [e for e in range(7) for _ in range(3)]
-        assert batch["turn"].squeeze(-1).tolist() == [[0, 1, 2]] * 7
-        following, context = batch["next", "tokens", "prompt"][:, :-1], batch[keys.PROMPT][:, 1:]
-        assert (following == context).all()
-        grows = batch["next", "tokens", "prompt_length"] > batch[keys.PROMPT_LENGTH]
-        assert grows.all()
-        for row in batch[:, -1]["next"].unbind(0):
-            text = "".join(chr(c) for c in row[keys.PROMPT][: int(row[keys.PROMPT_LENGTH])] if c > 255)
-            assert text == ""
+    def test_rows_are_those_of_a_stock_rollout(self, make, says):
+        script = lambda e, t, c: "stop" if t == e % 3 else f"{e}.{t}"  # noqa: E731
+        stock = make(num_envs=6, on_done="idle").rollout(4, says(script), break_when_any_done=False)
+        expected = turns_to_rows(stock, max_turns=3)
+        rows = TurnCollector(make(num_envs=2), says(script), batch_size=6).rollout()
+        assert set(rows.keys(True, True)) == set(expected.keys(True, True))
+        assert (rows == expected).all()
+        assert rows["turn_ids"].amax(-1).tolist() == [0, 1, 2, 0, 1, 2]
 
     def test_a_batch_does_not_depend_on_the_number_of_slots(self, make, says):
         def rollout(slots):
@@ -114,12 +111,15 @@ class TestBatches:
 
     def test_padding(self, make, says):
         batch = TurnCollector(make(num_envs=4), says(one_or_five), batch_size=16).rollout()
-        rest = batch[~batch[MASK]]
-        assert len(rest) > 0
-        for key in ("turn_ids", "policy_version", "episode_id", "group_id"):
-            assert (rest[key] == -1).all()
-        for key in (keys.PROMPT, keys.PROMPT_LENGTH, keys.RESPONSE, keys.RESPONSE_MASK, ("next", "reward")):
-            assert not rest[key].any()
+        padding, idle = ~batch[keys.ATTENTION_MASK], ~batch[keys.TURN_MASK]
+        assert padding.any()
+        assert idle.any()
+        for key in (keys.TURN_IDS, keys.POLICY_VERSION):
+            assert (batch[key][padding] == -1).all()
+        for key in (keys.TOKENS, keys.SAMPLE_LOG_PROB):
+            assert not batch[key][padding].any()
+        for key in (keys.TURN_REWARD, keys.TURN_TERMINATED, keys.TURN_STOP_REASON):
+            assert not batch[key][idle].any()
 
     def test_idle_slots_are_not_spoken_for(self, make, says):
         spoken = []
@@ -129,7 +129,7 @@ class TestBatches:
             return one_or_five(episode, turn, context)
 
         batch = TurnCollector(make(num_envs=8), says(script), batch_size=12).rollout()
-        assert len(spoken) == len(set(spoken)) == batch[MASK].sum()
+        assert len(spoken) == len(set(spoken)) == batch[keys.TURN_MASK].sum()
 
 
 class TestLimits:
@@ -142,7 +142,7 @@ class TestLimits:
     def test_total_frames_counts_turns(self, make, says):
         policy = says(lambda episode, turn, context: "stop" if turn == episode % 2 * 3 else "go")
         collector = TurnCollector(make(num_envs=2), policy, batch_size=2, total_frames=11)
-        assert [int(batch[MASK].sum()) for batch in collector] == [5, 5, 5]
+        assert [int(batch[keys.TURN_MASK].sum()) for batch in collector] == [5, 5, 5]
         assert collector.stats()["frames"] == 15
         with pytest.raises(TypeError, match="total_batches"):
             len(collector)
@@ -155,19 +155,21 @@ class TestLimits:
 
 class TestTorchRL:
     def test_replay_buffer(self, make, says):
-        buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        # A buffer's rows have one width.
+        buffer = ReplayBuffer(
+            storage=LazyTensorStorage(100),
+            batch_size=4,
+            transform=TurnsToSequence(max_model_len=512, max_turns=5),
+        )
         collector = TurnCollector(
-            make(num_envs=2),
-            says(one_or_five),
-            batch_size=6,
-            total_batches=2,
-            replay_buffer=buffer,
-            # A buffer's rows have one width: conversations are cut to their first turn here.
-            postproc=lambda batch: batch[:, 0].exclude("collector"),
+            make(num_envs=2), says(one_or_five), batch_size=6, total_batches=2, replay_buffer=buffer
         )
         assert list(collector) == [None, None]
         assert collector.getattr_rb("write_count") == len(buffer) == 12
-        assert buffer[:]["episode_id"].flatten().tolist() == list(range(12))
+        stored = buffer[:]
+        assert stored["episode_id"].tolist() == list(range(12))
+        assert stored[keys.TOKENS].shape == (12, 512)
+        assert stored[keys.TURN_MASK].sum(-1).tolist() == [length(episode) for episode in range(12)]
 
     def test_hooks_and_exploration_type(self, make, says):
         events = []
@@ -180,12 +182,12 @@ class TestTorchRL:
             post_collect_hook=lambda batch: events.append(batch.shape),
         )
         collector.rollout()
-        assert events == ["before", ExplorationType.DETERMINISTIC, (1, 1)]
+        assert events == ["before", ExplorationType.DETERMINISTIC, (1,)]
 
     def test_transformed_env(self, make, says):
         env = TransformedEnv(make(num_envs=2), Compose(RewardScaling(loc=0.0, scale=2.0)))
         collector = TurnCollector(env, says(one_or_five), batch_size=4)
-        assert collector.rollout()["next", "reward"].sum() == 8
+        assert collector.rollout()[keys.TURN_REWARD].sum() == 8
         state = collector.state_dict()
         other = TurnCollector(
             TransformedEnv(make(num_envs=2), Compose(RewardScaling(loc=0.0, scale=2.0))),
@@ -205,16 +207,16 @@ class TestTorchRL:
                 self.weight = nn.Parameter(torch.zeros(()))
 
             def forward(self, tensordict):
-                return TensorDict({"loss_objective": self.weight * tensordict["next", "reward"].mean()})
+                return TensorDict({"loss_objective": self.weight * tensordict[keys.TURN_REWARD].mean()})
 
-        buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4)
+        transform = TurnsToSequence(max_model_len=512, max_turns=5)
+        buffer = ReplayBuffer(storage=LazyTensorStorage(100), batch_size=4, transform=transform)
         loss = Null()
         collector = TurnCollector(
             make(num_envs=2),
             says(one_or_five),
             batch_size=6,
             replay_buffer=buffer,
-            postproc=lambda batch: batch[:, 0].exclude("collector"),
         )
         trainer = Trainer(
             collector=collector,

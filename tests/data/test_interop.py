@@ -16,7 +16,7 @@ from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from torchrl_llm.collectors import TurnCollector
-from torchrl_llm.data import TurnsToSequence, turns_to_rows
+from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.data.interop import MC_ADVANTAGE_KEYS, GRPOActor, RowsAsTrajectories, ScoredTokens, to_grpo_keys
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer
@@ -145,8 +145,8 @@ class TestGRPOLoss:
         sampling = SamplingConfig(max_output_tokens=24)
         env = GEMEnv(GAME, tokenizer=tokenizer, num_envs=4, group_size=4, max_model_len=512, max_output_tokens=24)
         policy = HFPolicy(model, tokenizer, sampling)
-        (turns,) = TurnCollector(env, policy, batch_size=8, total_batches=1)
-        rows = GroupRelative()(turns_to_rows(turns))
+        (batch,) = TurnCollector(env, policy, batch_size=8, total_batches=1)
+        rows = GroupRelative()(batch)
         assert float(rows["advantage"].abs().max()) > 0
         stock = GRPOLoss(
             GRPOActor(TokenScorer(model, policy.sampling)),

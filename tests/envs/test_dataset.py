@@ -71,12 +71,10 @@ def deal(says):
         """The rows, rewards and groups of the next episodes."""
         batch = TurnCollector(env, says(script), batch_size=episodes).rollout()
         tokenizer = env.formatter.tokenizer
-        texts = [
-            tokenizer.decode(ids[: int(length)])
-            for ids, length in zip(batch[keys.PROMPT][:, 0], batch[keys.PROMPT_LENGTH][:, 0], strict=True)
-        ]
+        lengths = (batch[keys.TURN_IDS] >= 0).long().argmax(-1)  # of the prompts
+        texts = [tokenizer.decode(ids[:length]) for ids, length in zip(batch[keys.TOKENS], lengths, strict=True)]
         rows = [next(i for i, row in enumerate(env.rows) if row.question in text) for text in texts]
-        return rows, batch["next", "reward"][:, 0, 0].tolist(), batch["group_id"][:, 0, 0].tolist()
+        return rows, batch[keys.TURN_REWARD][:, 0].tolist(), batch["group_id"].tolist()
 
     return deal
 
@@ -273,7 +271,7 @@ class TestEpisodes:
         with_threads = AsyncTurnCollector(make(num_envs=2), says(), batch_size=10)
         batch = with_threads.rollout()
         with_threads.shutdown()
-        assert batch["next", "reward"][:, 0, 0].tolist() == expected[1]
+        assert batch[keys.TURN_REWARD][:, 0].tolist() == expected[1]
 
 
 class TestPrompts:
@@ -487,7 +485,7 @@ class TestAsyncRewards:
         collector = AsyncTurnCollector(make(reward_fn=reward_fn, num_envs=5), says(), batch_size=10)
         batch = collector.rollout()
         collector.shutdown()
-        assert batch["next", "reward"].sum() == 2
+        assert batch[keys.TURN_REWARD].sum() == 2
 
     def test_one_that_takes_too_long_is_a_fault(self, make, deal):
         async def reward_fn(completion, answer, question):
@@ -582,7 +580,7 @@ class TestFaults:
 
         env = make(reward_fn=reward_fn, batched=True, num_envs=5, max_faults=3)
         collector = TurnCollector(env, says(), batch_size=5, max_faults=1)
-        assert collector.rollout()["next", "reward"].sum() == 5
+        assert collector.rollout()[keys.TURN_REWARD].sum() == 5
         assert (collector.faults.total(), collector.dropped.total()) == (1, 5)
 
     @pytest.mark.parametrize("is_async", [False, True])

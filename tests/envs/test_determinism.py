@@ -22,7 +22,6 @@ from torchrl_llm.envs.isolation import kept_global_rng
 from torchrl_llm.testing.environments import Dice, EarlyDecision, Slow, StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 
-MASK = ("collector", "mask")
 NO_SHRINKING = (Phase.explicit, Phase.reuse, Phase.generate)  # every example plays; a failing one is small anyway
 GROUPS = 4
 """Groups of episodes that a test plays."""
@@ -92,14 +91,22 @@ def neighbour():
 
 def episodes(batch):
     """Everything that a batch holds, episode by episode: what it is padded to does not matter."""
-    lengths = batch[MASK].sum(-1).tolist()
     names = sorted(batch.keys(True, True), key=str)
-    return [{name: content(batch[name][i, :n]) for name in names} for i, n in enumerate(lengths)]
+    sizes = {
+        "token": batch[keys.ATTENTION_MASK].sum(-1).tolist(),
+        "turn": batch[keys.TURN_MASK].sum(-1).tolist(),
+        "row": [1] * len(batch),
+    }
+    axes = {name: keys.row_axis(name, batch[name]) for name in names}
+    return [
+        {name: content(batch[name][i].flatten()[: sizes[axes[name]][i]], axes[name]) for name in names}
+        for i in range(len(batch))
+    ]
 
 
-def content(values):
+def content(values, axis):
     """The values of an episode, in a form that is quick to compare: numbers of turns as they are, tokens as bytes."""
-    return values.flatten().tolist() if values.shape[-1] == 1 else values.numpy().tobytes()
+    return values.numpy().tobytes() if axis == "token" else values.tolist()
 
 
 def collect(collector, count):
@@ -196,7 +203,7 @@ class TestTheLaw:
     def test_other_users_of_chance_see_no_game(self, play, threads, barrier):
         random.seed(3), np.random.seed(3)
         played = play(list(GAMES), slots=2, rounds=GROUPS, threads=threads, barrier=barrier)
-        turns = sum(len(episode[keys.TURN]) for episode in played)
+        turns = sum(len(episode[keys.TURN_MASK]) for episode in played)
         seen = random.random(), np.random.random(3).tolist()
         random.seed(3), np.random.seed(3)
         drawn = [(random.random(), np.random.random(3).tolist()) for _ in range(turns + 1)]
@@ -204,7 +211,7 @@ class TestTheLaw:
 
     def test_other_seeds_give_other_episodes(self, play):
         first, second = (play(list(GAMES), seed=seed) for seed in (1, 2))
-        assert [episode[keys.PROMPT] for episode in first] != [episode[keys.PROMPT] for episode in second]
+        assert [episode[keys.TOKENS] for episode in first] != [episode[keys.TOKENS] for episode in second]
 
 
 GEM = """

@@ -57,13 +57,23 @@ def collected(env, policy, batch_size=4, collector=TurnCollector, **kwargs):
     return batch
 
 
-def scripted(env, batch_size=4, **kwargs):
-    return collected(env, ScriptedPolicy(words, tokenizer=TOKENIZER, max_output_tokens=16), batch_size, **kwargs)
+def scripted_policy():
+    return ScriptedPolicy(words, tokenizer=TOKENIZER, max_output_tokens=16)
+
+
+def turns_of(policy, *args, batch_size=4, **kwargs):
+    """The turn view ``[B, T]`` of B episodes, as a stock rollout gives it."""
+    env = make_env(*args, **{"num_envs": batch_size, "on_done": "idle", **kwargs})
+    return env.rollout(10, policy, break_when_any_done=False)
+
+
+def scripted(*args, **kwargs):
+    return turns_of(scripted_policy(), *args, **kwargs)
 
 
 def contexts(batch, row):
     """What the policy saw and said, turn by turn."""
-    for turn in range(int(batch["collector", "mask"][row].sum())):
+    for turn in range(int((batch[keys.PROMPT_LENGTH][row] > 0).sum())):
         step = batch[row, turn]
         said = step[keys.RESPONSE][step[keys.RESPONSE_MASK]].tolist()
         yield step[keys.PROMPT][: int(step[keys.PROMPT_LENGTH])].tolist(), said, int(step[keys.SEGMENT])
@@ -73,9 +83,8 @@ class TestEnvironment:
     @settings(max_examples=30)
     @given(seed=st.integers(0, 2**20), room=st.integers(60, 200))
     def test_a_full_context_keeps_the_first_prompt_and_the_latest_turns(self, seed, room):
-        env = make_env(seed=seed, max_model_len=room)
-        batch = scripted(env)
-        first = list(env.formatter.start("Speak."))
+        batch = scripted(seed=seed, max_model_len=room)
+        first = list(make_env().formatter.start("Speak."))
         for row in range(len(batch)):
             before = None
             for context, said, segment in contexts(batch, row):
@@ -95,15 +104,15 @@ class TestEnvironment:
                 before = context, said, segment
 
     def test_an_episode_that_would_be_truncated_ends_by_itself(self):
-        cut, slid = (scripted(make_env(overflow=overflow)) for overflow in ("truncate", "slide"))
+        cut, slid = (scripted(overflow=overflow) for overflow in ("truncate", "slide"))
         assert (cut["next", keys.STOP_REASON] == StopReason.CONTEXT).any()
-        assert slid["collector", "mask"].sum(-1).tolist() == [8] * 4
-        assert (slid["next", keys.STOP_REASON][:, -1] == StopReason.WON).all()
+        assert (slid[keys.PROMPT_LENGTH] > 0).sum(1).flatten().tolist() == [8] * 4
+        assert (slid["next", keys.STOP_REASON][:, 7] == StopReason.WON).all()
         assert int(slid[keys.SEGMENT].max()) >= 2
         assert cut.get(keys.SEGMENT, None) is None
 
     def test_a_turn_that_does_not_fit_truncates(self):
-        batch = scripted(make_env(lambda: Chatter(longest=400), max_model_len=120))
+        batch = scripted(lambda: Chatter(longest=400), max_model_len=120)
         assert (batch["next", keys.STOP_REASON] == StopReason.CONTEXT).any()
         assert batch["next", keys.TRUNCATED].any()
 
@@ -122,7 +131,7 @@ class TestEnvironment:
 
 class TestRows:
     def test_a_row_holds_every_context_once(self):
-        batch = scripted(make_env())
+        batch = scripted()
         rows = turns_to_rows(batch)
         for i, row in enumerate(rows):
             tokens, mask, turn_ids = row[keys.TOKENS].tolist(), row[keys.ATTENTION_MASK].tolist(), row[keys.TURN_IDS]
@@ -140,7 +149,7 @@ class TestRows:
 
     def test_both_collectors_deliver_the_same(self):
         batches = [
-            scripted(make_env(), collector=collector, **kwargs)
+            collected(make_env(), scripted_policy(), collector=collector, **kwargs)
             for collector, kwargs in (
                 (TurnCollector, {}),
                 (AsyncTurnCollector, {}),
@@ -148,9 +157,10 @@ class TestRows:
             )
         ]
         assert all((batches[0] == batch).all() for batch in batches[1:])
+        assert (batches[0] == turns_to_rows(scripted(), max_turns=8)).all()
 
     def test_undeclared_it_is_an_error(self):
-        batch = scripted(make_env())
+        batch = scripted()
         with pytest.raises(HistoryRewrittenError, match="'segment' says"):
             turns_to_rows(batch.exclude(keys.SEGMENT))
         batch[keys.SEGMENT] += batch[keys.SEGMENT] > 0
@@ -158,12 +168,12 @@ class TestRows:
             turns_to_rows(batch)
 
     def test_a_report_says_where(self):
-        rows = turns_to_rows(scripted(make_env()))
+        rows = turns_to_rows(scripted())
         assert conversations_text(rows, TOKENIZER, count=1).count("earlier turns leave the context") >= 2
 
     def test_what_is_too_wide_is_an_error(self):
         with pytest.raises(TurnViewError, match="max_model_len=160"):
-            TurnsToSequence(max_model_len=160).inv(scripted(make_env()))
+            TurnsToSequence(max_model_len=160).inv(scripted())
 
 
 class TestModels:
@@ -176,8 +186,8 @@ class TestModels:
     @pytest.fixture(scope="class")
     def batch(self, model):
         tokenizer = load_tiny_tokenizer()
-        env = make_env(lambda: Echo(turns=9), tokenizer=tokenizer, num_envs=4, max_model_len=60, max_output_tokens=8)
-        batch = collected(env, HFPolicy(model, tokenizer, self.SAMPLING), 8)
+        sizes = {"tokenizer": tokenizer, "max_model_len": 60, "max_output_tokens": 8}
+        batch = turns_of(HFPolicy(model, tokenizer, self.SAMPLING), lambda: Echo(turns=9), batch_size=8, **sizes)
         assert int(batch[keys.SEGMENT].max()) >= 2
         return batch
 

@@ -78,7 +78,7 @@ class Trusted(Hangs):
 
 
 def episodes(batch):
-    return batch["episode_id"][:, 0, 0].tolist()
+    return batch["episode_id"].tolist()
 
 
 class TestThreads:
@@ -145,8 +145,8 @@ class TestHanging:
             assert "taken from it" in caplog.text
         whole = TurnCollector(make(num_envs=4, group_size=group), policy, batch_size=16 + group).rollout()
         kept = [e for e in range(16 + group) if e // group != bad]
-        turns = [n for batch in batches for n in batch["collector", "mask"].sum(-1).tolist()]
-        assert turns == whole["collector", "mask"][kept].sum(-1).tolist()
+        turns = [n for batch in batches for n in batch[keys.TURN_MASK].sum(-1).tolist()]
+        assert turns == whole[keys.TURN_MASK][kept].sum(-1).tolist()
 
     def test_its_own_step_ends_as_a_timeout(self, make, release):
         env = make(partial(Hangs, release, make().tickets[1].seed, 0), num_envs=3, step_timeout=0.2)

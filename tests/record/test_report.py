@@ -8,7 +8,6 @@ import pytest
 from markdown_it import MarkdownIt
 
 from torchrl_llm.collectors import TurnCollector
-from torchrl_llm.data import turns_to_rows
 from torchrl_llm.envs import CHATML, GEMEnv, PromptDatasetEnv
 from torchrl_llm.record.report import conversations_text, draw_learning_curve, fenced, plot_learning_curve
 from torchrl_llm.testing.policies import ScriptedPolicy
@@ -49,7 +48,7 @@ class TestFence:
             max_output_tokens=64,
         )
         policy = ScriptedPolicy(lambda *_: payload, tokenizer=tokenizer, max_output_tokens=64)
-        rows = turns_to_rows(TurnCollector(env, policy, batch_size=2).rollout())
+        rows = TurnCollector(env, policy, batch_size=2).rollout()
         html = rendered(conversations_text(rows, tokenizer))
         assert len(re.findall(r"<h3>episode \d", html)) == 2
         assert set(re.findall(r"</?[a-z0-9]+", html)) == {"<h3", "</h3", "<pre", "</pre", "<code", "</code"}, html
@@ -72,7 +71,7 @@ class TestConversations:
             max_output_tokens=64,
         )
         policy = ScriptedPolicy(lambda *_: "Yes.", tokenizer=tokenizer, max_output_tokens=64)
-        rows = turns_to_rows(TurnCollector(env, policy, batch_size=4).rollout())
+        rows = TurnCollector(env, policy, batch_size=4).rollout()
         text = conversations_text(rows, tokenizer, chat_template_kwargs={"opening": opening})
         heads = re.findall("^### .*", text, re.MULTILINE)
         assert heads == [

@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
-from torchrl_llm.data import turns_to_rows
 from torchrl_llm.envs import ChatFormatter, GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig
 from torchrl_llm.testing.environments import Dice, EarlyDecision, Slow
@@ -123,7 +122,7 @@ class TestEarlyDecision:
 
         env = GEMEnv(EarlyDecision, tokenizer=words, num_envs=8, max_model_len=64, max_output_tokens=1)
         policy = ScriptedPolicy(script, tokenizer=words, max_output_tokens=1, read_context=True)
-        rows = turns_to_rows(TurnCollector(env, policy, batch_size=32).rollout())
+        rows = TurnCollector(env, policy, batch_size=32).rollout()
         assert rows[keys.TURN_MASK].sum(1).tolist() == [5] * 32
         assert rows[keys.TURN_TERMINATED][:, 4].all()
         assert not rows[keys.TURN_TRUNCATED].any()

@@ -16,7 +16,6 @@ from transformers import AutoConfig
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
-from torchrl_llm.data import turns_to_rows
 from torchrl_llm.envs import ChatFormatter, GEMEnv
 from torchrl_llm.envs.isolation import kept_global_rng
 from torchrl_llm.modules import HFPolicy, SamplingConfig
@@ -124,7 +123,7 @@ class TestRender:
         policy = ScriptedPolicy(
             lambda episode, turn, context: f"\\boxed{{{guesses[turn]}}}", tokenizer=tokenizer, max_output_tokens=8
         )
-        rows = turns_to_rows(TurnCollector(env, policy, batch_size=16).rollout())
+        rows = TurnCollector(env, policy, batch_size=16).rollout()
         assert rows[keys.TURN_MASK].sum(-1).unique().numel() > 1
         for row in rows:
             tokens, turn_ids = row[keys.TOKENS], row[keys.TURN_IDS]

@@ -66,7 +66,7 @@ class Kill(Callback):
 
     def on_iteration(self, trainer, metrics):
         if trainer.iteration == self.iteration:
-            os.kill(trainer.collector._player.workers[0].facts.pid, signal.SIGKILL)
+            os.kill(trainer.collector._executor.workers[0].info.pid, signal.SIGKILL)
 
 
 LORA = {"algo": "LLMPPO", "lora_r": 4, "critic_warmup": 1}

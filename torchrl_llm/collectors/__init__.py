@@ -1,13 +1,13 @@
-"""Collectors of whole conversations: :class:`TurnCollector`; :class:`AsyncTurnCollector`, without a barrier between turns;
+"""Collectors of whole episodes: :class:`TurnCollector`; :class:`AsyncTurnCollector`, without a barrier between turns;
 :class:`RayTurnCollector`, on workers.
 
 Environments and policies come from :mod:`torchrl_llm.envs` and :mod:`torchrl_llm.modules`; rows are made in
 :mod:`torchrl_llm.data`.
 """
 
-from torchrl_llm.collectors._base import ConversationCollector
 from torchrl_llm.collectors.adaptive import adapt_tasks
 from torchrl_llm.collectors.async_turn import AsyncTurnCollector
+from torchrl_llm.collectors.collector import ConversationCollector
 from torchrl_llm.collectors.ray_turn import RayTurnCollector, WorkerLostError
 from torchrl_llm.collectors.turn import TurnCollector
 

@@ -1,4 +1,4 @@
-"""What plays in another process: :class:`RolloutWorker`, an environment with its policy. It knows no Ray."""
+"""An environment and its policy in another process: :class:`RolloutWorker`. It knows no Ray."""
 
 from __future__ import annotations
 
@@ -13,41 +13,42 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 
-from torchrl_llm.collectors._episode import Episode
-from torchrl_llm.collectors._player import SlotPlayer
+from torchrl_llm.collectors._queue import Fault
+from torchrl_llm.collectors._threads import ThreadExecutor
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.tasks import Tickets
 from torchrl_llm.envs.text_env import EnvironmentFault
+from torchrl_llm.episode import Episode
 from torchrl_llm.modules.policy import SamplingConfig, TurnPolicy
 from torchrl_llm.stops import share_stop_ids
 
-_LULL = 0.02  # seconds; episodes that end so close together are reported together
+_MIN_CALL = 0.02  # seconds; episodes that end so close together are reported together
 
 
-class Task(NamedTuple):
-    """What a worker is told.
+class WorkerRequest(NamedTuple):
+    """What a worker shall do.
 
     Attributes:
         tickets: what indices mean from here on.
-        play: serial number and ticket index of what it has to play beside what it has already.
-        drop: serial numbers of what it need not play any further.
-        patience: seconds after which it reports, whether an episode is over or not.
+        play: serial numbers and ticket indices of further episodes to play.
+        drop: serial numbers of episodes to stop playing.
+        poll_interval: seconds after which it answers, whether an episode is over or not.
     """
 
     tickets: Tickets
     play: Sequence[tuple[int, int]]
     drop: Sequence[int]
-    patience: float
+    poll_interval: float
 
 
-class Report(NamedTuple):
-    """What a worker has to tell.
+class WorkerResult(NamedTuple):
+    """What happened at a worker since its last answer.
 
     Attributes:
         finished: serial numbers and episodes.
         failed: serial numbers and what their environments failed with.
         timeouts: environments that did not come back, of episodes that had been dropped.
-        canary_difference: of the weights that came with the task, in nats; ``None`` without new weights.
+        canary_difference: of the weights that came with the request, in nats; ``None`` without new weights.
     """
 
     finished: list[tuple[int, Episode]]
@@ -56,8 +57,8 @@ class Report(NamedTuple):
     canary_difference: float | None
 
 
-class Facts(NamedTuple):
-    """What a worker is.
+class WorkerInfo(NamedTuple):
+    """How a worker was made, and where it runs.
 
     Attributes:
         slots: of its environment.
@@ -77,13 +78,13 @@ class Facts(NamedTuple):
 
 
 class RolloutWorker:
-    """Plays the tickets that it is told to, with the weights that it is given.
+    """Plays the requested tickets, with the weights that come with the requests.
 
     Args:
         make_env: makes the environment.
         make_policy: makes the policy.
-        install: puts the weights that come with a task into the policy; returns the canary's difference in nats.
-        greedy, num_threads, step_timeout: see :class:`~torchrl_llm.collectors._player.SlotPlayer`.
+        install: puts the weights that come with a request into the policy; returns the canary's difference in nats.
+        greedy, num_threads, step_timeout: see :class:`~torchrl_llm.collectors._threads.ThreadExecutor`.
     """
 
     def __init__(
@@ -102,51 +103,49 @@ class RolloutWorker:
             self.policy = make_policy()
         share_stop_ids(self.env, self.policy)
         self._install = install
-        self._player = SlotPlayer(
+        self._executor = ThreadExecutor(
             self.env,
             self.policy,
+            lambda: self._queue.popleft() if self._queue else None,
             greedy=greedy,
             num_threads=num_threads,
             step_timeout=step_timeout,
-            on_fault=self._fault,
+            on_fault=self._fail,
         )
         self._queue: deque[Episode] = deque()
         self._playing: dict[int, Episode] = {}
         self._failed: list[tuple[int, EnvironmentFault]] = []
         self._timeouts = 0
 
-    def facts(self) -> Facts:
-        """What this worker is."""
+    def info(self) -> WorkerInfo:
+        """How this worker was made."""
         env, policy = self.env, self.policy
         place = platform.node(), os.getpid()
-        return Facts(env.batch_size[0], env.group_size, env.max_model_len, policy.sampling, policy.exact, *place)
+        return WorkerInfo(env.batch_size[0], env.group_size, env.max_model_len, policy.sampling, policy.exact, *place)
 
     @torch.no_grad()
-    def play(self, task: Task, weights: Any = None) -> Report:
-        """Play on, until an episode is over, ``task.patience`` has passed, or there is nothing to play."""
+    def play(self, request: WorkerRequest, weights: Any = None) -> WorkerResult:
+        """Play on, until an episode is over, ``request.poll_interval`` has passed, or there is nothing to play."""
         difference = self._install(self.policy, weights) if self._install and weights is not None else None
-        self.env.tickets = task.tickets
-        for serial in task.drop:
+        self.env.tickets = request.tickets
+        for serial in request.drop:
             self._drop(serial)
-        for serial, index in task.play:
-            self._playing[serial] = episode = Episode(index, task.tickets[index])
+        for serial, index in request.play:
+            self._playing[serial] = episode = Episode(index, *request.tickets[index][:3])
             self._queue.append(episode)
         began = time.monotonic()
         while self._playing:
-            self._player.round(self._deal)
+            self._executor.step()
             seconds = time.monotonic() - began
-            if seconds > task.patience or (seconds > _LULL and (self._failed or self._over())):
+            if seconds > request.poll_interval or (seconds > _MIN_CALL and (self._failed or self._over())):
                 break
-        return self._report(difference)
+        return self._result(difference)
 
     def close(self) -> None:
-        """Free what plays."""
-        self._player.close(5.0)
+        """Free environment and policy."""
+        self._executor.close(5.0)
         self.policy.close()
         self.env.close(raise_if_closed=False)
-
-    def _deal(self) -> Episode | None:
-        return self._queue.popleft() if self._queue else None
 
     def _drop(self, serial: int) -> None:
         episode = self._playing.pop(serial, None)
@@ -155,9 +154,9 @@ class RolloutWorker:
         if episode in self._queue:
             self._queue.remove(episode)
         else:
-            self._player.vacate(episode)
+            self._executor.release(episode)
 
-    def _fault(self, episode: Episode | None, fault: EnvironmentFault | TimeoutError) -> None:
+    def _fail(self, episode: Episode | None, fault: Fault) -> None:
         if episode is None or not isinstance(fault, EnvironmentFault):
             self._timeouts += 1
             return
@@ -170,13 +169,13 @@ class RolloutWorker:
     def _over(self) -> list[tuple[int, Episode]]:
         return [(serial, episode) for serial, episode in self._playing.items() if episode.finished]
 
-    def _report(self, difference: float | None) -> Report:
+    def _result(self, difference: float | None) -> WorkerResult:
         finished = self._over()
         for serial, _ in finished:
             del self._playing[serial]
         failed, timeouts = self._failed, self._timeouts
         self._failed, self._timeouts = [], 0
-        return Report(finished, failed, timeouts, difference)
+        return WorkerResult(finished, failed, timeouts, difference)
 
 
 def portable(error: BaseException) -> BaseException:

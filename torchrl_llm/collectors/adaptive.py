@@ -1,6 +1,6 @@
 """Which environments of a mixture are played next, by recent success: :func:`adapt_tasks`.
 
-The rule is :class:`~torchrl_llm.envs.tasks.Tickets`'s; here lives what it learns from.
+The rule is :class:`~torchrl_llm.envs.tasks.Tickets`'s.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from tensordict import TensorDictBase
 
 from torchrl_llm import keys
-from torchrl_llm.collectors._base import MASK
 from torchrl_llm.envs.env import GEMEnv
 
 
@@ -23,7 +22,7 @@ def adapt_tasks(env: GEMEnv, batch: TensorDictBase, *, gather: Callable[[list], 
 
     Args:
         env: plays the batches; its tickets are replaced.
-        batch: ``[B, T]``, what the collector delivered.
+        batch: rows ``[B]`` that the collector delivered.
         gather: brings the lists of several processes together, such as ``Distributed.all_gather`` of the trainer, so
             that all of them learn the same. Default: this process plays alone.
 
@@ -53,6 +52,6 @@ def adapt_tasks(env: GEMEnv, batch: TensorDictBase, *, gather: Callable[[list], 
         raise RuntimeError(
             f"adapt_tasks: {running} episodes are running, whose tickets would change. Collect with max_staleness=0."
         )
-    won = (batch["next", keys.SUCCESS].squeeze(-1) & batch[MASK]).any(-1)
-    env_ids, won = gather(batch[keys.ENV_ID][:, 0, 0].tolist()), gather(won.tolist())
+    won = (batch[keys.TURN_SUCCESS] & batch[keys.TURN_MASK]).any(-1)
+    env_ids, won = gather(batch[keys.ENV_ID].tolist()), gather(won.tolist())
     env.tickets = env.tickets.learn(env_ids, won)

@@ -1,12 +1,14 @@
-"""Batches of whole conversations without a barrier between turns: :class:`AsyncTurnCollector`."""
+"""Batches of whole episodes without a barrier between turns: :class:`AsyncTurnCollector`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from torchrl_llm.collectors._player import SlotPlayer
-from torchrl_llm.collectors._stream import StreamCollector
+from torchrl.envs import EnvBase
+
+from torchrl_llm.collectors._threads import ThreadExecutor
+from torchrl_llm.collectors.collector import ConversationCollector
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.modules.policy import TurnPolicy
 
@@ -14,12 +16,12 @@ STEP_TIMEOUT = 60.0
 """Seconds that an environment may take, unless another limit is given."""
 
 
-class AsyncTurnCollector(StreamCollector):
+class AsyncTurnCollector(ConversationCollector):
     """Plays every slot at its own pace: an environment steps as soon as its own turn is done.
 
     Responses are asked for one by one (:meth:`TurnPolicy.submit`, :meth:`TurnPolicy.poll`), environments are called in
     threads, and a slot is refilled as soon as its episode ends. Batches are those of
-    :class:`~torchrl_llm.collectors.TurnCollector`: B tickets in the order dealt, whole groups, ``[B, T]``.
+    :class:`~torchrl_llm.collectors.TurnCollector`: B tickets in the order dealt, whole groups, rows ``[B]``.
 
     With ``max_staleness=0`` (on-policy) a batch is played by one version of the weights and nothing is in flight when it
     is delivered. With ``max_staleness=k`` up to ``(k + 1) B`` tickets are out at a time, and unfinished episodes go on
@@ -36,12 +38,12 @@ class AsyncTurnCollector(StreamCollector):
     Args:
         env: a :class:`~torchrl_llm.envs.GEMEnv`, or a function that makes it. Its slots bound what is played at a time.
         policy: a :class:`~torchrl_llm.modules.policy.TurnPolicy`.
-        batch_size: conversations B in a batch.
+        batch_size: episodes B of a batch.
         max_staleness: how many versions old a token may be at delivery; default 0.
         num_threads: threads that call environments; default one a slot, 32 at most. 0 calls them in the thread that drives
             the policy: the fastest for environments that answer in microseconds, but without time limit.
         step_timeout: seconds that one reset or step may take; waiting for other environments does not count. Default 60.
-        max_faults: failed episodes tolerated for one batch; one more raises its error. Default 16.
+        max_faults: failed episodes tolerated for one batch; one more raises the first of them. Default 16.
         background: a thread goes on playing while the caller trains. Needs a policy with weights of its own
             (``policy.concurrent``). Default: ``max_staleness > 0 and policy.concurrent``. Otherwise everything runs within
             ``next()``. What trains meanwhile must not draw from the global generators of ``random`` and ``numpy.random``
@@ -65,12 +67,10 @@ class AsyncTurnCollector(StreamCollector):
         >>> policy = ScriptedPolicy(lambda episode, turn, _: "stop" if turn == episode else "go", tokenizer=tokenizer)
         >>> collector = AsyncTurnCollector(env, policy, batch_size=3, total_batches=1)
         >>> for batch in collector:
-        ...     print(batch["collector", "mask"].int().tolist())
+        ...     print(batch["turn", "mask"].int().tolist())
         [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
         >>> collector.shutdown()
     """
-
-    _player: SlotPlayer
 
     def __init__(
         self,
@@ -81,31 +81,33 @@ class AsyncTurnCollector(StreamCollector):
         max_staleness: int = 0,
         num_threads: int | None = None,
         step_timeout: float = STEP_TIMEOUT,
-        max_faults: int = 16,
         background: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        background = max_staleness > 0 and policy.concurrent if background is None else background
-        super().__init__(
-            env,
-            policy,
-            batch_size=batch_size,
-            max_staleness=max_staleness,
-            max_faults=max_faults,
-            background=background,
-            **kwargs,
-        )
+        kwargs["background"] = max_staleness > 0 and policy.concurrent if background is None else background
+        super().__init__(env, policy, batch_size=batch_size, max_staleness=max_staleness, **kwargs)
+        check_slots(self.env)
         shared = "False: the policy's weights are the trainer's (policy.concurrent is False)"
         self._check(
             num_threads=(num_threads is None or num_threads >= 0, num_threads, ">= 0"),
             step_timeout=(step_timeout > 0, step_timeout, "> 0 seconds"),
-            background=(policy.concurrent or not background, background, shared),
+            background=(policy.concurrent or not self.background, self.background, shared),
         )
-        self._player = SlotPlayer(
+        self._executor = ThreadExecutor(
             self.env,
             policy,
+            self._queue.next,
             greedy=self._greedy,
             num_threads=num_threads,
             step_timeout=step_timeout,
-            on_fault=self._ledger.fault,
+            on_fault=self._queue.fail,
+        )
+
+
+def check_slots(env: EnvBase) -> None:
+    """Refuse environments whose slots cannot be played one by one."""
+    if not isinstance(env, GEMEnv):
+        raise TypeError(
+            f"env is a {type(env).__name__}; expected a GEMEnv, whose slots can be played one by one. What a "
+            "transform would do belongs into postproc or the replay buffer's transform."
         )

@@ -1,13 +1,13 @@
-"""Batches of whole conversations from workers on Ray: :class:`RayTurnCollector`."""
+"""Batches of whole episodes from workers on Ray: :class:`RayTurnCollector`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchrl_llm.collectors._ray_player import RayPlayer, WorkerLostError
-from torchrl_llm.collectors._stream import StreamCollector
-from torchrl_llm.collectors.async_turn import STEP_TIMEOUT
+from torchrl_llm.collectors._ray import RayExecutor, WorkerLostError
+from torchrl_llm.collectors.async_turn import STEP_TIMEOUT, check_slots
+from torchrl_llm.collectors.collector import ConversationCollector
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.optional import running_ray
@@ -15,7 +15,7 @@ from torchrl_llm.optional import running_ray
 __all__ = ["RayTurnCollector", "WorkerLostError"]
 
 
-class RayTurnCollector(StreamCollector):
+class RayTurnCollector(ConversationCollector):
     """Plays on N Ray actors, each with an environment and a policy of its own.
 
     Batches are those of :class:`~torchrl_llm.collectors.AsyncTurnCollector`: B tickets in the order dealt, whole groups,
@@ -36,7 +36,7 @@ class RayTurnCollector(StreamCollector):
         make_env: makes a worker's environment; default ``env``, where that is a function.
         make_policy: makes a worker's policy. Functions are sent to the workers with cloudpickle.
         num_workers: how many.
-        batch_size: conversations B in a batch.
+        batch_size: episodes B of a batch.
         max_staleness: how many versions old a token may be at delivery; default 0.
         worker_options: of Ray's actors; default ``{"num_cpus": 1}``.
         num_threads, step_timeout, max_faults: see :class:`~torchrl_llm.collectors.AsyncTurnCollector`; threads are each
@@ -70,8 +70,8 @@ class RayTurnCollector(StreamCollector):
         ...     collector.update_policy_weights_()
     """
 
-    _player: RayPlayer
-    _scheme: Any
+    runs_here = False
+    _executor: RayExecutor
 
     def __init__(
         self,
@@ -86,7 +86,6 @@ class RayTurnCollector(StreamCollector):
         worker_options: Mapping[str, Any] | None = None,
         num_threads: int | None = None,
         step_timeout: float = STEP_TIMEOUT,
-        max_faults: int = 16,
         worker_timeout: float = 600.0,
         start_timeout: float = 600.0,
         max_losses: int = 3,
@@ -97,14 +96,9 @@ class RayTurnCollector(StreamCollector):
         background = max_staleness > 0 if background is None else background
         make_env = make_env or (None if isinstance(env, GEMEnv) else env)
         super().__init__(
-            env,
-            policy,
-            batch_size=batch_size,
-            max_staleness=max_staleness,
-            max_faults=max_faults,
-            background=background,
-            **kwargs,
+            env, policy, batch_size=batch_size, max_staleness=max_staleness, background=background, **kwargs
         )
+        check_slots(self.env)
         self._check(
             num_workers=(num_workers >= 1, num_workers, ">= 1"),
             num_threads=(num_threads is None or num_threads >= 0, num_threads, ">= 0"),
@@ -114,22 +108,23 @@ class RayTurnCollector(StreamCollector):
             max_losses=(max_losses >= 0, max_losses, ">= 0"),
             make_env=(make_env is not None, make_env, "a function, since env is the environment here and stays here"),
         )
-        self._scheme = scheme = (self._weight_sync_schemes or {}).get("policy")
+        self._scheme: Any = (self._weight_sync_schemes or {}).get("policy")
         make_worker = {
             "make_env": make_env,
             "make_policy": make_policy,
-            "install": None if scheme is None else scheme.install,
+            "install": None if self._scheme is None else self._scheme.install,
             "greedy": self._greedy,
             "num_threads": num_threads,
             "step_timeout": step_timeout,
         }
-        self._player = RayPlayer(
+        self._executor = RayExecutor(
             make_worker,
             num_workers=num_workers,
             options={"num_cpus": 1} if worker_options is None else worker_options,
             tickets=lambda: self.env.tickets,
             weights=self._weights,
-            on_fault=self._ledger.fault,
+            next_episode=self._queue.next,
+            on_fault=self._queue.fail,
             timeout=worker_timeout,
             start_timeout=start_timeout,
             max_losses=max_losses,
@@ -137,23 +132,28 @@ class RayTurnCollector(StreamCollector):
         try:
             self._check_workers()
         except ValueError:
-            self._player.close(0.0)
+            self._executor.close(0.0)
             raise
 
     @property
     def lost_workers(self) -> int:
         """How many workers were lost so far."""
-        return self._player.lost
+        return self._executor.lost
 
     @property
     def canary_difference(self) -> float:
         """What the last worker that got weights found, in nats (:class:`~torchrl_llm.weight_update.Canary`); NaN before."""
-        return self._player.canary_difference
+        return self._executor.canary_difference
 
     @property
-    def exact(self) -> bool:
+    def logprobs_match_trainer(self) -> bool:
         """Whether a scorer computes the very log-probs that the workers record; see :attr:`TurnPolicy.exact`."""
-        return all(worker.facts.exact for worker in self._player.workers if worker.facts is not None)
+        return all(worker.info.exact for worker in self._executor.workers if worker.info is not None)
+
+    def metrics(self) -> dict[str, float]:
+        """Those of every collector, the workers lost, and :attr:`canary_difference`."""
+        own = {"data/lost_workers": float(self.lost_workers), "policy/canary_gap": self.canary_difference}
+        return super().metrics() | own
 
     def stats(self) -> dict[str, int | float | bool]:
         """Those of :class:`~torchrl_llm.collectors.AsyncTurnCollector`, and the workers lost."""
@@ -179,10 +179,10 @@ class RayTurnCollector(StreamCollector):
 
     def _check_workers(self) -> None:
         here = (self.env.group_size, self.env.max_model_len, self.policy.sampling)
-        for worker in self._player.workers:
-            facts = worker.facts
-            assert facts is not None
-            there = (facts.group_size, facts.max_model_len, facts.sampling)
+        for worker in self._executor.workers:
+            info = worker.info
+            assert info is not None
+            there = (info.group_size, info.max_model_len, info.sampling)
             for name, mine, theirs in zip(("group_size", "max_model_len", "sampling"), here, there, strict=True):
                 if mine != theirs:
                     raise ValueError(

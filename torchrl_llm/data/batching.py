@@ -70,7 +70,10 @@ def micro_batches(batch: TensorDictBase, max_tokens: int) -> list[TensorDictBase
         max_tokens: bound on rows times longest row, >= 1.
 
     Returns:
-        Micro-batches; the per-token keys (second dimension ``L``, outside of ``"turn"``) are ``[b, l]`` with l <= L.
+        Micro-batches; the per-token keys (:data:`torchrl_llm.keys.ROW_VIEW`) are ``[b, l]`` with l <= L.
+
+    Raises:
+        KeyError: a key of your own is not declared, see :func:`torchrl_llm.keys.declare_row_key`.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -82,18 +85,15 @@ def micro_batches(batch: TensorDictBase, max_tokens: int) -> list[TensorDictBase
     return [part for _, part in _packed(batch, max_tokens)]
 
 
-_PADDING = {keys.TURN_IDS: -1, keys.POLICY_VERSION: -1}
-
-
 def cat_rows(batches: Sequence[TensorDictBase]) -> TensorDictBase:
     """Put rows of different width together: ``[B1]``, ``[B2]``, ... become ``[B1 + B2 + ...]``, padded to the widest.
 
     Args:
-        batches: rows with ``"attention_mask"`` ``[b, L]`` and the per-turn keys ``("turn", ...)`` ``[b, T]``; ``L`` and
-            ``T`` may differ from batch to batch.
+        batches: rows with ``"attention_mask"`` ``[b, L]`` and, as a rule, ``("turn", "mask")`` ``[b, T]``; ``L`` and ``T`` may
+            differ from batch to batch.
 
     Returns:
-        Rows of the greatest ``L`` and ``T``; -1 pads ``"turn_ids"`` and ``"policy_version"``, 0 all else.
+        Rows of the greatest ``L`` and ``T``.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -104,23 +104,28 @@ def cat_rows(batches: Sequence[TensorDictBase]) -> TensorDictBase:
     """
     if not batches:
         raise ValueError("cat_rows needs at least one batch of rows; got none.")
-    widths = [batch[keys.ATTENTION_MASK].shape[1] for batch in batches]
-    turns = [batch[keys.TURN_MASK].shape[1] if keys.TURN_MASK in batch.keys(True) else 0 for batch in batches]
-    return TensorDict.cat(
-        [_widen(batch, width, max(widths), max(turns)) for batch, width in zip(batches, widths, strict=True)]
-    )
+    sizes = [row_sizes(batch) for batch in batches]
+    width, num_turns = map(max, zip(*sizes, strict=True))
+    return TensorDict.cat([pad_rows(batch, width, num_turns) for batch in batches])
 
 
-def _widen(batch: TensorDictBase, width: int, widest: int, most_turns: int) -> TensorDictBase:
-    out = batch.copy()
-    for key, value in list(batch.items(include_nested=True, leaves_only=True)):
-        if isinstance(key, tuple) and key[0] == keys.TURN:
-            missing = most_turns - value.shape[1]
-        else:
-            missing = widest - width if _is_per_token(key, value, width) else 0
-        if missing:
-            fill = value.new_full((value.shape[0], missing, *value.shape[2:]), _PADDING.get(key, 0))
-            out.set(key, torch.cat([value, fill], 1))
+def row_sizes(rows: TensorDictBase) -> tuple[int, int]:
+    """The width ``L`` of rows, and their number of turns ``T``; 0: they have no keys of turns."""
+    turns = rows.get(keys.TURN_MASK, None)
+    return rows[keys.ATTENTION_MASK].shape[1], 0 if turns is None else turns.shape[1]
+
+
+def pad_rows(rows: TensorDictBase, width: int, num_turns: int) -> TensorDictBase:
+    """Rows ``[B]`` with the per-token keys padded to ``width`` and the per-turn keys to ``num_turns`` (:data:`keys.ROW_VIEW`)."""
+    own_width, own_turns = row_sizes(rows)
+    missing = {"token": width - own_width, "turn": num_turns - own_turns}
+    if not any(missing.values()):
+        return rows
+    out = rows.copy()
+    for key, value in list(rows.items(include_nested=True, leaves_only=True)):
+        if size := missing.get(keys.row_axis(key, value), 0):
+            padding = value.new_full((value.shape[0], size, *value.shape[2:]), keys.row_fill(key))
+            out.set(key, torch.cat([value, padding], 1))
     return out
 
 
@@ -156,7 +161,7 @@ def apply_in_micro_batches(module: TensorDictModuleBase, batch: TensorDictBase, 
         trimmed = part[keys.ATTENTION_MASK].shape[1]
         for key in module.out_keys:
             value = part[key]
-            if _is_per_token(key, value, trimmed):
+            if keys.row_axis(key, value) == "token":
                 value = torch.nn.functional.pad(value.movedim(1, -1), (0, width - trimmed)).movedim(-1, 1)
             if (
                 batch.get(key, None) is None
@@ -173,24 +178,20 @@ def _packed(batch: TensorDictBase, max_tokens: int) -> Iterator[tuple[Tensor, Te
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}; expected at least 1.")
     mask = batch[keys.ATTENTION_MASK]
+    # The last valid column, not the number of valid ones: a row's segments have gaps between them.
     ends = torch.where(mask.bool(), torch.arange(1, mask.shape[1] + 1, device=mask.device), 0).amax(-1)
     lengths, order = ends.sort(descending=True, stable=True)
-    sizes, width = lengths.tolist(), mask.shape[1]
+    sizes = lengths.tolist()
     start = 0
     while start < len(sizes):
         longest = max(1, sizes[start])
         end = min(len(sizes), start + max(1, max_tokens // longest))
-        yield order[start:end], _trim(batch[order[start:end]], width, longest)
+        yield order[start:end], _trim(batch[order[start:end]], longest)
         start = end
 
 
-def _trim(rows: TensorDictBase, width: int, longest: int) -> TensorDictBase:
+def _trim(rows: TensorDictBase, longest: int) -> TensorDictBase:
     for key, value in list(rows.items(include_nested=True, leaves_only=True)):
-        if _is_per_token(key, value, width):
+        if keys.row_axis(key, value) == "token":
             rows.set(key, value[:, :longest])
     return rows
-
-
-def _is_per_token(key: keys.NestedKey, value: Tensor, width: int) -> bool:
-    """Whether ``value`` is ``[b, width, ...]`` and not one of the ``[b, T]`` entries under ``"turn"``."""
-    return value.ndim > 1 and value.shape[1] == width and not (isinstance(key, tuple) and key[0] == keys.TURN)

@@ -1,51 +1,47 @@
-"""From turns to rows: :class:`TurnsToSequence` and :func:`turns_to_rows`.
+"""From turns to rows: :class:`TurnsToSequence` and :func:`turns_to_rows`, for TorchRL's own collectors and ``env.rollout``.
 
-A conversation is collected as ``[T]`` turns that each repeat the whole context, and trained on as one row. Here the one
-becomes the other, and nothing passes that was not played as it stands. Keys of both views: :mod:`torchrl_llm.keys`.
+There an episode is collected as ``[T]`` turns that each repeat the whole context; it is trained on as one row. Nothing passes
+that was not played as it stands. Keys of both views: :mod:`torchrl_llm.keys`.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.envs.transforms import Transform
 
 from torchrl_llm import keys
-from torchrl_llm.objectives import functional as F
-from torchrl_llm.segments import Segments
+from torchrl_llm.data.batching import pad_rows, row_sizes
+from torchrl_llm.data.rows import HistoryRewrittenError, TurnViewError, rows_from_episodes
+from torchrl_llm.episode import Episode, Turn
 
-_MASK = ("collector", "mask")
-_TURN_KEYS = {
-    keys.TURN_REWARD: keys.REWARD,
-    keys.TURN_TERMINATED: keys.TERMINATED,
-    keys.TURN_TRUNCATED: keys.TRUNCATED,
-    keys.TURN_SUCCESS: keys.SUCCESS,
-    keys.TURN_STOP_REASON: keys.STOP_REASON,
-}
-_ID_KEYS = (keys.EPISODE_ID, keys.GROUP_ID, keys.ENV_ID)
-_FILL: dict[keys.NestedKey, int] = {keys.TURN_IDS: -1, keys.POLICY_VERSION: -1}
-
-
-class TurnViewError(ValueError):
-    """A batch of turns that is not one whole episode a row, or whose ids collide."""
-
-
-class HistoryRewrittenError(ValueError):
-    """A context does not continue the one before it token for token: what was sampled is not what would be trained on."""
+_IDS = (keys.EPISODE_ID, keys.GROUP_ID, keys.ENV_ID)
+_RESPONSE = (keys.RESPONSE, keys.RESPONSE_MASK, keys.RESPONSE_LOG_PROBS, keys.POLICY_VERSION)
+_OUTCOME = (keys.REWARD, keys.TERMINATED, keys.TRUNCATED, keys.SUCCESS, keys.STOP_REASON)
+_NEXT_PROMPT: Any = ("next", *keys.PROMPT)
+_NEXT_LENGTH: Any = ("next", *keys.PROMPT_LENGTH)
+_NEEDED: tuple[Any, ...] = (keys.PROMPT, keys.PROMPT_LENGTH, *_RESPONSE, keys.TURN, *_IDS, _NEXT_PROMPT, _NEXT_LENGTH)
+_NEEDED += tuple(("next", key) for key in _OUTCOME)
 
 
 class TurnsToSequence(Transform):
     """Replay-buffer transform: turns ``[B, T]`` become rows ``[B]`` in ``extend``; samples pass as they are.
 
-    See :func:`turns_to_rows`, which does the work. Rows that are written again pass unchanged. A storage of fixed
-    shape (``LazyTensorStorage``) needs ``max_model_len``, and ``max_turns`` where batches differ in their number of turns.
+    See :func:`turns_to_rows`, which does the work. Rows, which the collectors of this library deliver, are only padded. A
+    storage of fixed shape (``LazyTensorStorage``) needs ``max_model_len``, and ``max_turns`` where batches differ in their
+    number of turns.
 
     Args:
         max_model_len: width ``L`` of the rows; ``None``: that of the longest row of each batch.
         max_turns: width ``T`` of the per-turn keys; ``None``: as collected.
+
+    Raises:
+        TurnViewError: see :func:`turns_to_rows`; or rows are wider than that.
 
     Examples:
         >>> from torchrl.data import LazyTensorStorage, ReplayBuffer
@@ -59,39 +55,31 @@ class TurnsToSequence(Transform):
         self.max_turns = max_turns
 
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
-        if isinstance(tensordict.get(keys.TOKENS, None), Tensor):
-            return tensordict
-        return turns_to_rows(tensordict, max_model_len=self.max_model_len, max_turns=self.max_turns)
+        if not keys.is_row_view(tensordict):
+            return turns_to_rows(tensordict, max_model_len=self.max_model_len, max_turns=self.max_turns)
+        if tensordict.ndim == 0:  # a single row, as TorchRL's ``add`` writes it
+            return self._inv_call(tensordict.unsqueeze(0))[0]
+        longest, most = row_sizes(tensordict)
+        width, num_turns = self.max_model_len or longest, self.max_turns or most
+        if longest > width or most > num_turns:
+            raise TurnViewError(
+                f"Rows of {most} turns and {longest} tokens do not fit into max_turns={num_turns} and max_model_len={width}. "
+                "Give TurnsToSequence the limits of the environment."
+            )
+        return pad_rows(tensordict, width, num_turns)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Samples pass as they are."""
         return tensordict
 
 
-class _Turns(NamedTuple):
-    """The numbers of turns ``[S, T]`` that place them in their segments ``[S, L]``; mostly a segment is a whole row."""
-
-    played: Tensor  # [S, T] bool
-    start: Tensor  # [S, T] context length = place of the response's first token
-    size: Tensor  # [S, T] tokens of the response
-    last: Tensor  # [S] index of the last turn
-    final: Tensor  # [S] bool, whether the episode ends with it
-    length: Tensor  # [S] tokens of the segment
-
-
 def turns_to_rows(
     turns: TensorDictBase, *, max_model_len: int | None = None, max_turns: int | None = None
-) -> TensorDict:
-    """Collapse whole episodes of turns ``[B, T]`` into rows ``[B']``, one conversation a row.
+) -> TensorDictBase:
+    """Collapse whole episodes of turns ``[B, T]`` into rows ``[B']``, one episode a row.
 
     Turns count as played where ``("collector", "mask")`` (if present) is True and ``prompt_length > 0``; episodes
-    without any are dropped, hence ``B' <= B``. A row is the last context, the last response and the feedback to it as
-    far as it fits, that is ``("next", "tokens", "prompt")`` of the last turn; off-action entries of ``turn_ids`` and
-    ``policy_version`` are -1, of ``sample_log_prob`` 0.
-
-    Where ``"segment"`` says that the context was made anew (``GEMEnv(overflow="slide")``), a row holds the segments one
-    after the other, each up to its last response, with one column of padding between them: a gap in ``attention_mask``.
-    So nothing is trained on with a context that the policy did not see; see :mod:`torchrl_llm.segments`.
+    without any are dropped, hence ``B' <= B``. How rows look: :func:`~torchrl_llm.data.rows_from_episodes`.
 
     Args:
         turns: the turn view of :mod:`torchrl_llm.keys`, one whole episode a row, its turns first.
@@ -107,6 +95,7 @@ def turns_to_rows(
         HistoryRewrittenError: ``context_{t+1} = context_t + response_t + feedback_t`` does not hold.
 
     Examples:
+        >>> from tensordict import TensorDict
         >>> zero, token = torch.zeros(1, 1, 1, dtype=torch.int64), torch.tensor([[[5]]])
         >>> flags = {name: token == 5 for name in ("terminated", "success")}
         >>> turns = TensorDict({
@@ -122,8 +111,8 @@ def turns_to_rows(
     """
     _check_keys(turns)
     played = turns[keys.PROMPT_LENGTH].squeeze(-1) > 0
-    if _MASK in turns.keys(include_nested=True):
-        played = played & turns[_MASK].view(played.shape)
+    if keys.COLLECTOR_MASK in turns.keys(include_nested=True):
+        played = played & turns[keys.COLLECTOR_MASK].view(played.shape)
     if len(turns) and not played.any():
         raise TurnViewError(
             "No turn of the batch was played: all slots idle. A GEMEnv with on_done='idle' deals again when the whole "
@@ -134,110 +123,98 @@ def turns_to_rows(
     if not bool(kept.all()):
         turns, played = turns[kept], played[kept]
     _check_episodes(turns, played)
-    row, parts, places = _segments(turns, played)
-    tokens = _final_context(parts, places)
-    _check_history(parts, places, tokens)
-    segments = Segments.place(row, places.length, len(turns))
-    most = int(played.sum(-1).max()) if len(played) else 0
-    width, num_turns = max_model_len or segments.shape[1], max_turns or played.shape[1]
-    if segments.shape[1] > width or most > num_turns:
-        raise TurnViewError(
-            f"An episode of {most} turns and one of {segments.shape[1]} tokens do not fit into max_turns={num_turns} and "
-            f"max_model_len={width}. Give TurnsToSequence the limits of the environment."
-        )
-    ids = _ID_KEYS if turns.get(keys.TASK_ID, None) is None else (*_ID_KEYS, keys.TASK_ID)
-    result = _per_turn(turns, played, num_turns) | {name: turns[name][:, 0, 0] for name in ids}
-    for key, value in _per_token(parts, places, _fit(tokens, segments.width)).items():
-        fill = _FILL.get(key, 0)
-        result[key] = _fit(segments.join(value, fill=fill) if len(row) > len(turns) else value, width, fill=fill)
-    rows = TensorDict(result, batch_size=turns.shape[:1], device=turns.device)
-    _check_ids(rows)
-    return rows
+    episodes = new_episodes(turns[:, 0])
+    for turn, there in enumerate(played.T):
+        chosen = there.nonzero().flatten()
+        record_turns([episodes[i] for i in chosen.tolist()], turns[chosen, turn])
+    _check_continuity(turns, played)
+    floats = (turns[keys.RESPONSE_LOG_PROBS].dtype, turns["next", keys.REWARD].dtype, torch.float32)
+    dtype = torch.promote_types(torch.promote_types(*floats[:2]), floats[2])
+    max_turns = max_turns or played.shape[1]
+    rows = rows_from_episodes(episodes, max_model_len=max_model_len, max_turns=max_turns, dtype=dtype)
+    return rows if turns.device is None else rows.to(turns.device)
 
 
-def _segments(turns: TensorDictBase, played: Tensor) -> tuple[Tensor, TensorDictBase, _Turns]:
-    """The row of each segment ``[S]``, its turns ``[S, T]`` and their places; mostly a segment is a whole row."""
-    row = torch.arange(len(turns), device=played.device)
-    final = torch.ones_like(row, dtype=torch.bool)
-    number = turns.get(keys.SEGMENT, None)
-    if number is not None and bool(number.any()):
-        number = number.squeeze(-1).masked_fill(~played, 0)
-        count = number.amax(-1) + 1
-        row = row.repeat_interleave(count)
-        index = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
-        final = index == count[row] - 1
-        turns, played = turns[row], played[row] & (number[row] == index.unsqueeze(-1))
-    start = turns[keys.PROMPT_LENGTH].squeeze(-1)
-    size = turns[keys.RESPONSE_MASK].sum(-1)
-    last = torch.where(played, torch.arange(played.shape[1], device=played.device), 0).amax(-1)
-    ends = torch.where(final.unsqueeze(-1), turns["next", *keys.PROMPT_LENGTH].squeeze(-1), start + size)
-    return row, turns, _Turns(played, start, size, last, final, ends.gather(1, last.unsqueeze(1)).squeeze(1))
+def new_episodes(steps: TensorDictBase) -> list[Episode]:
+    """The episodes that ``n`` slots ``[n]`` of the turn view begin, without a turn."""
+    columns = [steps[name].flatten().tolist() for name in _IDS]
+    task_id = steps.get(keys.TASK_ID, None)
+    columns.append([None] * len(steps) if task_id is None else task_id.flatten().tolist())
+    return [Episode(-1, *ids) for ids in zip(*columns, strict=True)]
 
 
-def _final_context(turns: TensorDictBase, places: _Turns) -> Tensor:
-    """All that was said in a segment ``[S, L]``, 0 in the padding: the last observation, or the last context and response."""
-    row = torch.arange(len(places.last), device=places.last.device)
-    tokens = turns["next", *keys.PROMPT][row, places.last]
-    if not bool(places.final.all()):
-        said = places.played & (torch.arange(places.played.shape[1], device=row.device) == places.last.unsqueeze(-1))
-        responses = _scatter(turns[keys.RESPONSE], turns, places._replace(played=said), tokens.shape, fill=0)
-        before = turns[keys.PROMPT][row, places.last]
-        before = before.masked_fill(_columns(before) >= places.start.gather(1, places.last.unsqueeze(1)), 0)
-        tokens = torch.where(places.final.unsqueeze(-1), tokens, before + responses)
-    return tokens.masked_fill(_columns(tokens) >= places.length.unsqueeze(-1), 0)
+def record_turns(episodes: Sequence[Episode], steps: TensorDictBase) -> None:
+    """Add a turn to each of ``n`` episodes.
+
+    Args:
+        episodes: what the slots play.
+        steps: ``[n]`` of the turn view: a step of each, with its response and ``"next"``.
+
+    Raises:
+        HistoryRewrittenError: the next context does not begin with the context and the response.
+    """
+    if not episodes:
+        return
+    read: dict[keys.NestedKey, Tensor] = {key: steps[key].cpu() for key in _NEEDED}
+    zero = torch.zeros_like(read[keys.TURN])
+    read |= {key: steps.get(key, zero).cpu() for key in (keys.SEGMENT, ("next", keys.SEGMENT))}
+    size = read[keys.RESPONSE_MASK].sum(-1)
+    ended = (read["next", keys.TERMINATED] | read["next", keys.TRUNCATED]).flatten()
+    cut = (read[keys.SEGMENT] != read["next", keys.SEGMENT]).flatten() & ~ended
+    wrong = _rewritten(read, size) & ~cut
+    if bool(wrong.any()):
+        episode = episodes[int(wrong.nonzero()[0])]
+        raise HistoryRewrittenError.at(episode.episode_id, len(episode.turns))
+    log_probs = read[keys.RESPONSE_LOG_PROBS]
+    read[keys.RESPONSE_LOG_PROBS] = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
+    arrays = {key: value.numpy() for key, value in read.items() if key != ("next", keys.REWARD)}
+    rewards = read["next", keys.REWARD].flatten().tolist()
+    for i, episode in enumerate(episodes):
+        _record_turn(episode, {key: value[i] for key, value in arrays.items()}, int(size[i]))
+        episode.rewards.append(rewards[i])
+        if cut[i]:
+            episode.end_segment(arrays[keys.PROMPT][i, : episode.turns[-1].start])
 
 
-def _per_token(turns: TensorDictBase, places: _Turns, tokens: Tensor) -> dict[keys.NestedKey, Tensor]:
-    """Put everything at its place in segments ``tokens`` ``[S, L]``."""
-    turn = torch.arange(places.played.shape[1], device=tokens.device).view(1, -1, 1).expand_as(turns[keys.RESPONSE])
-    log_probs = _wide(turns[keys.RESPONSE_LOG_PROBS])
-    return {
-        keys.TOKENS: tokens,
-        keys.ATTENTION_MASK: _columns(tokens) < places.length.unsqueeze(-1),
-        keys.TURN_IDS: _scatter(turn, turns, places, tokens.shape, fill=-1),
-        keys.POLICY_VERSION: _scatter(turns[keys.POLICY_VERSION], turns, places, tokens.shape, fill=-1),
-        keys.SAMPLE_LOG_PROB: _scatter(log_probs, turns, places, tokens.shape, fill=0),
-    }
+def _record_turn(episode: Episode, step: dict[keys.NestedKey, np.ndarray[Any, Any]], size: int) -> None:
+    # Copies: the step's tensors are as wide as the widest context, and would be kept alive by a view.
+    tokens, log_probs, versions = (
+        step[key][:size].copy() for key in (keys.RESPONSE, keys.RESPONSE_LOG_PROBS, keys.POLICY_VERSION)
+    )
+    start, segment = int(step[keys.PROMPT_LENGTH][0]), int(step[keys.SEGMENT][0])
+    episode.add(Turn(start, segment, tokens, log_probs, versions))
+    terminated, truncated, success = (
+        bool(step["next", key][0]) for key in (keys.TERMINATED, keys.TRUNCATED, keys.SUCCESS)
+    )
+    if terminated or truncated:
+        context = step[_NEXT_PROMPT][: int(step[_NEXT_LENGTH][0])].copy()
+        reason = int(step["next", keys.STOP_REASON][0])
+        episode.end(context, reason, terminated=terminated, truncated=truncated, success=success)
 
 
-def _per_turn(turns: TensorDictBase, played: Tensor, num_turns: int) -> dict[keys.NestedKey, Tensor]:
-    result: dict[keys.NestedKey, Tensor] = {keys.TURN_MASK: _fit(played, num_turns)}
-    for key, source in _TURN_KEYS.items():
-        value = turns["next", source].squeeze(-1)
-        value = _wide(value) if value.is_floating_point() else value
-        result[key] = _fit(value.masked_fill(~played, 0), num_turns)
-    return result
-
-
-def _scatter(values: Tensor, turns: TensorDictBase, places: _Turns, shape: torch.Size, *, fill: int) -> Tensor:
-    """Lay the responses' ``values`` ``[S, T, A]`` out in segments of ``shape`` ``[S, L]``; ``fill`` elsewhere."""
-    mask = turns[keys.RESPONSE_MASK] & places.played.unsqueeze(-1)
-    index = places.start.unsqueeze(-1) + torch.arange(values.shape[-1], device=values.device)
-    index = index.masked_fill(~mask, shape[1])  # one column more, cut off below, takes what is no action
-    rows = values.new_full((shape[0], shape[1] + 1), fill)
-    return rows.scatter(1, index.flatten(1), values.flatten(1))[:, :-1].contiguous()
+def _rewritten(read: dict[keys.NestedKey, Tensor], size: Tensor) -> Tensor:
+    """Whether the next context does not begin with the context and the response, ``[n]``."""
+    context, following = read[keys.PROMPT], read[_NEXT_PROMPT]
+    length, response = read[keys.PROMPT_LENGTH], read[keys.RESPONSE]
+    differs = ((context != following) & (_columns(context) < length)).any(-1)
+    index = (length + _columns(response)).clamp(max=following.shape[-1] - 1)
+    differs |= ((following.gather(1, index) != response) & read[keys.RESPONSE_MASK]).any(-1)
+    return differs | (length.flatten() + size > read[_NEXT_LENGTH].flatten())
 
 
 def _check_keys(turns: TensorDictBase) -> None:
-    needed: list[keys.NestedKey] = [keys.PROMPT, keys.PROMPT_LENGTH, keys.RESPONSE, keys.RESPONSE_MASK]
-    needed += [keys.RESPONSE_LOG_PROBS, keys.POLICY_VERSION, keys.TURN, *_ID_KEYS]
-    needed += [("next", *keys.PROMPT), ("next", *keys.PROMPT_LENGTH)]
-    needed += [("next", source) for source in _TURN_KEYS.values()]
+    if keys.is_row_view(turns):
+        raise TurnViewError(
+            "The batch is in the row view already: leave turns_to_rows out after this library's collectors."
+        )
     present = turns.keys(include_nested=True)
-    missing = [key for key in needed if key not in present]
+    missing = [key for key in _NEEDED if key not in present]
     if missing or turns.ndim != 2:
         raise TurnViewError(
             f"Expected turns of batch size [B, T] with the keys of the turn view; given batch size "
             f"{list(turns.batch_size)}, missing {missing}. A collector must not drop the next observation "
             "(compact_obs=False), and a policy must be a TurnPolicy or write the same keys."
         )
-
-
-def _check_ids(rows: TensorDictBase) -> None:
-    fault = F.episode_fault(rows[keys.EPISODE_ID])
-    fault = fault or F.group_fault(*(rows[key] for key in (keys.GROUP_ID, keys.ENV_ID, keys.TOKENS, keys.TURN_IDS)))
-    if fault is not None:
-        raise TurnViewError(fault)
 
 
 def _check_episodes(turns: TensorDictBase, played: Tensor) -> None:
@@ -248,7 +225,7 @@ def _check_episodes(turns: TensorDictBase, played: Tensor) -> None:
     mask = turns[keys.RESPONSE_MASK]
     size, last = mask.sum(-1, keepdim=True), played.sum(-1, keepdim=True) - 1
     segment = turns.get(keys.SEGMENT, torch.zeros_like(turns[keys.TURN])).squeeze(-1)
-    made_anew = segment - torch.nn.functional.pad(segment[:, :-1], (1, 0))
+    resets = segment - torch.nn.functional.pad(segment[:, :-1], (1, 0))
     faults = {
         "holds turns of several episodes": played & (episode != episode[:, :1]),
         "has a gap between its turns, or does not begin with turn 0": played & (turn != count),
@@ -256,7 +233,7 @@ def _check_episodes(turns: TensorDictBase, played: Tensor) -> None:
         "ends before its episode does (neither terminated nor truncated)": (count == last) & ~ends,
         "goes on after its episode has ended": played & (count < last) & ends,
         "has a response_mask with a gap": played & (mask != (_columns(mask) < size)).any(-1),
-        "skips a segment, or goes back to one": played & ((made_anew < 0) | (made_anew > (count > 0).long())),
+        "skips a segment, or goes back to one": played & ((resets < 0) | (resets > (count > 0).long())),
     }
     found = torch.stack([fault.any() for fault in faults.values()]).tolist()
     for (message, fault), is_fault in zip(faults.items(), found, strict=True):
@@ -268,40 +245,17 @@ def _check_episodes(turns: TensorDictBase, played: Tensor) -> None:
             )
 
 
-def _check_history(turns: TensorDictBase, places: _Turns, tokens: Tensor) -> None:
-    """Every context and every response must stand, token for token, at its place in the final context of its segment.
-
-    Since contexts grow, this is the same as ``context_{t+1} = context_t + response_t + feedback_t`` for every t.
-    """
-    contexts, responses = turns[keys.PROMPT], turns[keys.RESPONSE]
-    end = places.start + places.size
-    following = torch.cat([places.start[:, 1:], end[:, -1:]], 1)
-    is_last = torch.arange(end.shape[1], device=end.device) == places.last.unsqueeze(-1)
-    room = torch.where(is_last, places.length.unsqueeze(-1), following)
-    inside = _columns(contexts) < places.start.unsqueeze(-1)
-    wrong = ((_fit(tokens, contexts.shape[-1]).unsqueeze(1) != contexts) & inside).any(-1)
-    index = places.start.unsqueeze(-1) + torch.arange(responses.shape[-1], device=tokens.device)
-    sampled = tokens.gather(1, index.clamp(max=tokens.shape[1] - 1).flatten(1)).view_as(responses)
-    wrong |= ((sampled != responses) & turns[keys.RESPONSE_MASK]).any(-1) | (end > room)
-    wrong &= places.played
+def _check_continuity(turns: TensorDictBase, played: Tensor) -> None:
+    """The context of a turn is what the turn before it ended with."""
+    before, after = turns[_NEXT_PROMPT][:, :-1], turns[keys.PROMPT][:, 1:]
+    length = turns[keys.PROMPT_LENGTH][:, 1:]
+    wrong = ((before != after) & (_columns(after) < length)).any(-1)
+    wrong |= (turns[_NEXT_LENGTH][:, :-1] != length).squeeze(-1)
+    wrong &= played[:, 1:]
     if bool(wrong.any()):
         row, turn = wrong.nonzero()[0].tolist()
-        raise HistoryRewrittenError(
-            f"Episode {int(turns[keys.EPISODE_ID][row, 0, 0])}, turn {turn}: the context and response of this turn are not a "
-            "prefix of the final context, so an environment or its formatter rewrote history (a template that drops "
-            "earlier reasoning, a sliding window, ids made anew from text). Contexts must only grow: context_{t+1} = "
-            f"context_t + response_t + feedback_t, unless {keys.SEGMENT!r} says that they were made anew."
-        )
+        raise HistoryRewrittenError.at(int(turns[keys.EPISODE_ID][row, 0]), turn)
 
 
 def _columns(x: Tensor) -> Tensor:
     return torch.arange(x.shape[-1], device=x.device)
-
-
-def _fit(x: Tensor, width: int, *, fill: int = 0) -> Tensor:
-    """Cut or pad the last dimension to ``width``."""
-    return torch.nn.functional.pad(x, (0, width - x.shape[-1]), value=fill).contiguous()
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))

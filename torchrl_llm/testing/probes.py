@@ -20,7 +20,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
-from torchrl_llm.data import TurnsToSequence, turns_to_rows
+from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, TurnCritic
 from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss
@@ -272,7 +272,7 @@ def conversations(probe: type[Probe]) -> TensorDictBase:
     ways = len(tokens) ** len(probe.asks[0])
     env = make_env(probe, num_envs=len(probe.asks) * ways, group_size=ways)
     try:
-        return turns_to_rows(TurnCollector(env, policy, batch_size=len(probe.asks) * ways).rollout())
+        return TurnCollector(env, policy, batch_size=len(probe.asks) * ways).rollout()
     finally:
         env.close()
 

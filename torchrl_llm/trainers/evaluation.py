@@ -13,7 +13,7 @@ from torchrl.envs.utils import ExplorationType
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
-from torchrl_llm.data import cat_rows, turns_to_rows
+from torchrl_llm.data import cat_rows
 from torchrl_llm.envs.slots import FAILED
 from torchrl_llm.envs.tasks import STREAM_IDS, SeenTasks, Ticket, Tickets
 from torchrl_llm.interrupts import interruptible
@@ -103,7 +103,7 @@ def _play(
         env, policy, batch_size=episodes, exploration_type=mode, max_faults=env.max_faults, keep_failed=True
     )
     collector.interruptible = partial(interruptible, distributed=distributed)
-    return turns_to_rows(collector.rollout())
+    return collector.rollout()
 
 
 def _with_unplayed(played: TensorDictBase, wanted: Sequence[Ticket], any_row: TensorDictBase) -> TensorDictBase:

@@ -1,7 +1,7 @@
-"""Episodes over workers on Ray: :class:`RayPlayer`.
+"""Episodes over workers on Ray: :class:`RayExecutor`.
 
-Here lives which worker gets an episode and what becomes of those of a worker that is lost. Nothing is asked of Ray's object
-store but to carry weights, so an episode is either with one worker or here.
+Assigns episodes to workers, and plays those of a lost worker again. Ray's object store carries nothing but weights, so an
+episode is either with one worker or in this process.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from torchrl_llm.collectors._episode import Episode
-from torchrl_llm.collectors._player import Deal, OnFault
-from torchrl_llm.collectors._worker import Facts, Report, RolloutWorker, Task, portable
+from torchrl_llm.collectors._threads import NextEpisode, OnFault
+from torchrl_llm.collectors._worker import RolloutWorker, WorkerInfo, WorkerRequest, WorkerResult, portable
 from torchrl_llm.envs.tasks import Tickets
+from torchrl_llm.episode import Episode
 from torchrl_llm.modules.engine import EngineError
 from torchrl_llm.optional import running_ray
 
 logger = logging.getLogger(__name__)
 
-_PATIENCE = 0.5  # seconds; workers report at least so often, and new weights wait no longer for them
-_SLICE = 0.2  # seconds; so long a round waits for a report
-_AHEAD = 2  # tasks that a worker has at a time: the next one is there when it is through with one
+_WORKER_INTERVAL = 0.5  # seconds; workers answer at least so often, and new weights wait no longer for them
+_WAIT = 0.2  # seconds; so long a step waits for an answer
+_AHEAD = 2  # requests that a worker has at a time: the next one is there when it is through with one
 
 
 class WorkerLostError(RuntimeError):
@@ -35,23 +35,23 @@ class WorkerLostError(RuntimeError):
 
 
 class RolloutActor:
-    """A process with a :class:`~torchrl_llm.collectors._worker.RolloutWorker`: what is an actor of Ray."""
+    """The actor of Ray: a process with a :class:`~torchrl_llm.collectors._worker.RolloutWorker`."""
 
     worker: RolloutWorker
 
-    def open(self, **settings: Any) -> Facts:
+    def open(self, **settings: Any) -> WorkerInfo:
         """Make the worker."""
         with _portable_errors():
             self.worker = RolloutWorker(**settings)
-        return self.worker.facts()
+        return self.worker.info()
 
-    def play(self, task: Task, weights: Any = None) -> Report:
+    def play(self, request: WorkerRequest, weights: Any = None) -> WorkerResult:
         """See :meth:`RolloutWorker.play`."""
         with _portable_errors():
-            return self.worker.play(task, weights)
+            return self.worker.play(request, weights)
 
     def close(self) -> None:
-        """Free what plays."""
+        """Free environment and policy."""
         self.worker.close()
 
 
@@ -68,29 +68,29 @@ def _portable_errors() -> Iterator[None]:
 
 @dataclass(eq=False)
 class _Worker:
-    """A worker as it is seen from here.
+    """The state of a worker in this process.
 
     Attributes:
         index: its number.
         actor: Ray's handle.
-        coming: answers its first call, once it is up; ``None`` afterwards.
-        since: when what is waited for was asked.
-        facts: what it is; ``None`` before it is up.
-        held: by serial number, episodes that it has to play.
-        fresh: serial numbers among them that it has not been told of.
-        dropped: serial numbers that it need not play any further, and has not been told of.
-        calls: tasks that it has not reported on.
+        starting: the call that starts it; ``None`` once it is up.
+        since: when the oldest unanswered call was made.
+        info: how it was made; ``None`` before it is up.
+        held: by serial number, episodes that it plays.
+        new: serial numbers among them that were not requested yet.
+        dropped: serial numbers of episodes to stop, not requested yet.
+        calls: requests that it has not answered.
         version: of the weights that it was given last.
         losses: how often it was lost since it finished an episode.
     """
 
     index: int
     actor: Any = None
-    coming: Any = None
+    starting: Any = None
     since: float = 0.0
-    facts: Facts | None = None
+    info: WorkerInfo | None = None
     held: dict[int, Episode] = field(default_factory=dict)
-    fresh: list[int] = field(default_factory=list)
+    new: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     calls: deque[Any] = field(default_factory=deque)
     version: int = -1
@@ -99,30 +99,30 @@ class _Worker:
     @property
     def load(self) -> float:
         """Episodes for each slot."""
-        assert self.facts is not None
-        return len(self.held) / self.facts.slots
+        assert self.info is not None
+        return len(self.held) / self.info.slots
 
     @property
     def name(self) -> str:
         """For messages."""
-        where = "" if self.facts is None else f" (process {self.facts.pid} on {self.facts.host})"
+        where = "" if self.info is None else f" (process {self.info.pid} on {self.info.host})"
         return f"rollout worker {self.index}{where}"
 
 
-class RayPlayer:
+class RayExecutor:
     """Plays episodes on workers: each has a few more than it has slots, so that none of these waits for a message.
 
-    A worker that dies, or does not report for ``timeout`` seconds, is replaced; its episodes are played by whoever is free
-    next, from their start.
+    A worker that dies, or does not answer for ``timeout`` seconds, is replaced; its episodes are played from their start by the
+    next worker with room.
 
     Args:
         make_worker: the arguments of :class:`~torchrl_llm.collectors._worker.RolloutWorker`.
         num_workers: how many.
         options: of Ray's actors, such as ``{"num_cpus": 1, "num_gpus": 0.5}``.
-        tickets: what is dealt from, now.
-        weights: version and reference of the weights to play with, or ``None``.
-        on_fault: see :class:`~torchrl_llm.collectors._player.SlotPlayer`.
-        timeout: seconds without a report after which a worker counts as lost.
+        tickets: returns the current tickets.
+        weights: returns version and reference of the weights to play with, or ``None``.
+        next_episode, on_fault: see :class:`~torchrl_llm.collectors._threads.ThreadExecutor`.
+        timeout: seconds without an answer after which a worker counts as lost.
         start_timeout: seconds that workers may take to come up.
         max_losses: how often in a row a worker may be lost without having finished an episode.
     """
@@ -135,6 +135,7 @@ class RayPlayer:
         options: Mapping[str, Any],
         tickets: Callable[[], Tickets],
         weights: Callable[[], tuple[int, Any] | None],
+        next_episode: NextEpisode,
         on_fault: OnFault,
         timeout: float,
         start_timeout: float,
@@ -143,11 +144,12 @@ class RayPlayer:
         self._ray = running_ray()
         self._actor_class = self._ray.remote(RolloutActor).options(max_restarts=0, max_task_retries=0, **options)
         self._make_worker, self._tickets, self._weights = make_worker, tickets, weights
-        self._on_fault, self._timeout, self._start_timeout = on_fault, timeout, start_timeout
+        self._next_episode, self._on_fault = next_episode, on_fault
+        self._timeout, self._start_timeout = timeout, start_timeout
         self._max_losses = max_losses
         self._serials = count()
         self._waiting: deque[Episode] = deque()  # dealt, and with no worker
-        self._home: tuple[int, _Worker] | None = None  # the group dealt last, and who plays it
+        self._last_group: tuple[int, _Worker] | None = None  # the group dealt last, and its worker
         self.lost = 0
         self.canary_difference = math.nan
         self.workers = [_Worker(index) for index in range(num_workers)]
@@ -162,114 +164,114 @@ class RayPlayer:
         """Episodes that are not finished."""
         return len(self._waiting) + sum(len(worker.held) for worker in self.workers)
 
-    def round(self, deal: Deal) -> bool:
-        """Deal to those that have room, and wait a little for reports."""
-        self._deal(deal)
+    def step(self) -> bool:
+        """Assign episodes to workers that have room, and wait a little for answers."""
+        self._assign()
         for worker in self.workers:
-            self._tell(worker)
-        self._listen(_SLICE)
+            self._send_request(worker)
+        self._collect_results(_WAIT)
         return self.in_flight > 0
 
-    def vacate(self, episode: Episode) -> None:
-        """Tell who plays ``episode`` to play it no further."""
+    def release(self, episode: Episode) -> None:
+        """Let the worker that plays ``episode`` stop."""
         if episode in self._waiting:
             self._waiting.remove(episode)
         for worker in self.workers:
             for serial in [serial for serial, held in worker.held.items() if held is episode]:
                 del worker.held[serial]
-                if serial in worker.fresh:
-                    worker.fresh.remove(serial)
+                if serial in worker.new:
+                    worker.new.remove(serial)
                 else:
                     worker.dropped.append(serial)
 
     def clear(self) -> None:
-        """Forget all episodes; what workers still report of them is not heard."""
+        """Forget all episodes; results of them that still come are ignored."""
         for episode in [*self._waiting, *(each for worker in self.workers for each in worker.held.values())]:
-            self.vacate(episode)
+            self.release(episode)
 
     def wake(self) -> None:
-        """Nothing: rounds are short."""
+        """Nothing: steps are short."""
 
     def close(self, timeout: float) -> None:
-        """Let the workers free what they have, for ``timeout`` seconds at most; then end them."""
+        """Let the workers close environment and policy, for ``timeout`` seconds at most; then end them."""
         if self._ray.is_initialized():
-            up = [worker.actor for worker in self.workers if worker.facts is not None]
+            up = [worker.actor for worker in self.workers if worker.info is not None]
             if up and timeout > 0:
-                farewells = [actor.close.remote() for actor in up]
-                self._ray.wait(farewells, num_returns=len(farewells), timeout=timeout)
+                closed = [actor.close.remote() for actor in up]
+                self._ray.wait(closed, num_returns=len(closed), timeout=timeout)
             for worker in self.workers:
                 self._end(worker)
         for worker in self.workers:
-            worker.actor = worker.facts = worker.coming = None
+            worker.actor = worker.info = worker.starting = None
             worker.calls.clear()
 
-    # ------------------------------------------------------------------ dealing
+    # ------------------------------------------------------------------ requests
 
-    def _deal(self, deal: Deal) -> None:
-        """Whole groups to whoever has least to do: their prompts are the same, so engines can share them."""
-        up = [worker for worker in self.workers if worker.facts is not None and len(worker.calls) < _AHEAD]
+    def _assign(self) -> None:
+        """Give whole groups to the worker with the least to do: their prompts are the same, so engines can share them."""
+        up = [worker for worker in self.workers if worker.info is not None and len(worker.calls) < _AHEAD]
         while up:
             idlest = min(up, key=lambda worker: worker.load)
             if not self._has_room(idlest):
                 return
-            episode = self._waiting.popleft() if self._waiting else deal()
+            episode = self._waiting.popleft() if self._waiting else self._next_episode()
             if episode is None:
                 return
-            group = episode.ticket.group_id
-            if self._home is None or self._home[0] != group or self._home[1].facts is None:
-                self._home = group, idlest
-            worker, serial = self._home[1], next(self._serials)
+            group = episode.group_id
+            if self._last_group is None or self._last_group[0] != group or self._last_group[1].info is None:
+                self._last_group = group, idlest
+            worker, serial = self._last_group[1], next(self._serials)
             worker.held[serial] = episode
-            worker.fresh.append(serial)
+            worker.new.append(serial)
 
     @staticmethod
     def _has_room(worker: _Worker) -> bool:
-        assert worker.facts is not None
-        slots = worker.facts.slots
+        assert worker.info is not None
+        slots = worker.info.slots
         return len(worker.held) < slots + max(1, slots // 4)
 
-    def _tell(self, worker: _Worker) -> None:
+    def _send_request(self, worker: _Worker) -> None:
         busy = worker.held or worker.dropped
-        if worker.facts is None or len(worker.calls) >= _AHEAD or not busy:
+        if worker.info is None or len(worker.calls) >= _AHEAD or not busy:
             return
         current = self._weights()
-        news = () if current is None or current[0] == worker.version else (current[1],)
+        weights = () if current is None or current[0] == worker.version else (current[1],)
         worker.version = worker.version if current is None else current[0]
-        play = [(serial, worker.held[serial].index) for serial in worker.fresh]
-        task = Task(self._tickets(), play, tuple(worker.dropped), _PATIENCE)
+        play = [(serial, worker.held[serial].index) for serial in worker.new]
+        request = WorkerRequest(self._tickets(), play, tuple(worker.dropped), _WORKER_INTERVAL)
         if not worker.calls:
             worker.since = time.monotonic()
-        worker.calls.append(worker.actor.play.remote(task, *news))
-        worker.fresh, worker.dropped = [], []
+        worker.calls.append(worker.actor.play.remote(request, *weights))
+        worker.new, worker.dropped = [], []
 
-    # ------------------------------------------------------------------ listening
+    # ------------------------------------------------------------------ results
 
-    def _listen(self, seconds: float) -> None:
-        refs = [ref for worker in self.workers for ref in (*worker.calls, worker.coming) if ref is not None]
+    def _collect_results(self, seconds: float) -> None:
+        refs = [ref for worker in self.workers for ref in (*worker.calls, worker.starting) if ref is not None]
         if refs:
-            # A report that is there counts, wherever it lies: after a long pause nobody is lost who has answered.
+            # An answer counts wherever it lies: after a long pause no worker is lost that has answered.
             self._ray.wait(refs, num_returns=1, timeout=seconds, fetch_local=False)
             done = set(self._ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0])
             for worker in self.workers:
-                self._hear(worker, done)
+                self._read_answers(worker, done)
         now = time.monotonic()
         for worker in self.workers:
             if worker.calls and now - worker.since > self._timeout:
-                self._lose(worker, TimeoutError(f"no report for {now - worker.since:.0f} s"))
-            elif worker.coming is not None and now - worker.since > self._start_timeout:
+                self._lose(worker, TimeoutError(f"no answer for {now - worker.since:.0f} s"))
+            elif worker.starting is not None and now - worker.since > self._start_timeout:
                 self._is_late(worker, now)
 
-    def _hear(self, worker: _Worker, done: set[Any]) -> None:
+    def _read_answers(self, worker: _Worker, done: set[Any]) -> None:
         errors = self._ray.exceptions
         gone = (errors.RayActorError, errors.WorkerCrashedError, errors.OutOfMemoryError, errors.ObjectLostError)
         try:
-            if worker.coming in done:
-                worker.facts = self._ray.get(worker.coming)
-                worker.coming = None
+            if worker.starting in done:
+                worker.info = self._ray.get(worker.starting)
+                worker.starting = None
             while worker.calls and worker.calls[0] in done:
-                report = self._ray.get(worker.calls.popleft())
+                result = self._ray.get(worker.calls.popleft())
                 worker.since = time.monotonic()
-                self._take(worker, report)
+                self._take(worker, result)
         except gone as error:
             self._lose(worker, error)
         except errors.RayTaskError as error:
@@ -277,24 +279,24 @@ class RayPlayer:
                 raise _cause(error, worker.name) from error
             self._lose(worker, error.cause)
 
-    def _take(self, worker: _Worker, report: Report) -> None:
-        for serial, played in report.finished:
+    def _take(self, worker: _Worker, result: WorkerResult) -> None:
+        for serial, played in result.finished:
             if (episode := worker.held.pop(serial, None)) is not None:
                 vars(episode).update(vars(played))
                 worker.losses = 0
-        if report.canary_difference is not None:
-            self.canary_difference = report.canary_difference
-        for _ in range(report.timeouts):
+        if result.canary_difference is not None:
+            self.canary_difference = result.canary_difference
+        for _ in range(result.timeouts):
             self._on_fault(None, TimeoutError("An environment did not come back."))
-        for serial, fault in report.failed:
+        for serial, fault in result.failed:
             if (episode := worker.held.pop(serial, None)) is not None:
                 self._on_fault(episode, fault)
 
-    # ------------------------------------------------------------------ coming and going
+    # ------------------------------------------------------------------ starts and losses
 
     def _start(self, worker: _Worker) -> None:
         worker.actor = self._actor()
-        worker.coming = worker.actor.open.remote(**self._make_worker)
+        worker.starting = worker.actor.open.remote(**self._make_worker)
         worker.since, worker.version = time.monotonic(), -1
 
     def _actor(self) -> Any:
@@ -307,32 +309,32 @@ class RayPlayer:
     def _start_all(self) -> None:
         for worker in self.workers:
             self._start(worker)
-        while any(worker.coming is not None for worker in self.workers):
-            self._listen(_SLICE)
+        while any(worker.starting is not None for worker in self.workers):
+            self._collect_results(_WAIT)
 
     def _lose(self, worker: _Worker, cause: BaseException) -> None:
-        """Replace a worker; what it had to play is dealt first now."""
+        """Replace a worker; its episodes are assigned again, before any other."""
         self.lost += 1
         worker.losses += 1
         logger.warning("The %s was lost: %s. Its %d episodes are dealt again.", worker.name, cause, len(worker.held))
         self._end(worker)
         self._waiting.extendleft(sorted(worker.held.values(), key=lambda episode: -episode.index))
-        worker.held, worker.fresh, worker.dropped, worker.facts = {}, [], [], None
+        worker.held, worker.new, worker.dropped, worker.info = {}, [], [], None
         worker.calls.clear()
         if worker.losses > self._max_losses:
             self._give_up(worker, cause)
         self._start(worker)
 
     def _is_late(self, worker: _Worker, now: float) -> None:
-        """The run begins with all workers, and goes on with those that it has."""
+        """A run needs all workers to begin, and any of them to continue."""
         late = f"not up after {now - worker.since:.0f} s"
-        if self.lost == 0 or all(each.facts is None for each in self.workers):
+        if self.lost == 0 or all(each.info is None for each in self.workers):
             self._give_up(worker, TimeoutError(late))
         logger.warning("The %s that was to be replaced is %s. The others go on without it.", worker.name, late)
         worker.since = now
 
     def _give_up(self, worker: _Worker, cause: BaseException) -> None:
-        up = sum(each.facts is not None for each in self.workers)
+        up = sum(each.info is not None for each in self.workers)
         raise WorkerLostError(
             f"The {worker.name} was lost {worker.losses} times without having finished an episode, or cannot be started "
             f"({cause}); {up} of {len(self.workers)} are up. Ray has {self._ray.available_resources()} to give. Ask for less "

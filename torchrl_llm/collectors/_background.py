@@ -1,0 +1,120 @@
+"""Rollouts in a thread of their own: :class:`BackgroundThread`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+
+from torchrl_llm.episode import Episode
+
+_POLL_INTERVAL = 1.0  # seconds; a thread that dies without a word must not leave its waiter waiting
+
+
+class BackgroundThread:
+    """Plays on while the caller trains, and hands it a batch when it waits for one.
+
+    Args:
+        step: one step of play; told whether a batch is wanted, it returns the batch if that is complete, and whether anything
+            is in flight.
+        wake: ends a wait in ``step``.
+        exploration_type: of the policy.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[bool], tuple[list[Episode] | None, bool]],
+        wake: Callable[[], None],
+        exploration_type: ExplorationType,
+    ) -> None:
+        self._step, self._wake, self._exploration_type = step, wake, exploration_type
+        self._change = threading.Condition()
+        self._wanted = self._idle = self._stopping = False
+        self._pauses = 0
+        self._batch: list[Episode] | None = None
+        self._error: BaseException | None = None
+        self._last_step = time.monotonic()
+        self._thread = threading.Thread(target=self._drive, name="torchrl_llm collector", daemon=True)
+        self._thread.start()
+
+    def fetch(self, timeout: float) -> list[Episode]:
+        """The next batch. Raises what the thread raised."""
+        with self._change:
+            self._wanted = True
+            self._change.notify_all()
+            self._wake()
+            while self._batch is None:
+                self._check(timeout)
+                self._change.wait(_POLL_INTERVAL)
+            batch, self._batch = self._batch, None
+            return batch
+
+    @contextmanager
+    def paused(self, timeout: float) -> Iterator[None]:
+        """Block until the thread is between two steps, and hold it there."""
+        with self._change:
+            self._pauses += 1
+            self._change.notify_all()
+            self._wake()
+            try:
+                while not self._idle and self._thread.is_alive():
+                    self._check(timeout)
+                    self._change.wait(_POLL_INTERVAL)
+            except BaseException:
+                self._pauses -= 1
+                raise
+        try:
+            yield
+        finally:
+            with self._change:
+                self._pauses -= 1
+                self._change.notify_all()
+
+    def stop(self, timeout: float) -> bool:
+        """Whether the thread ended within ``timeout`` seconds."""
+        with self._change:
+            self._stopping = True
+            self._change.notify_all()
+            self._wake()
+        self._thread.join(timeout)
+        return not self._thread.is_alive()
+
+    def _check(self, timeout: float) -> None:
+        if self._error is not None:
+            raise self._error
+        silent = time.monotonic() - self._last_step
+        if not self._thread.is_alive() or silent > timeout:
+            raise RuntimeError(f"The policy has not come back from a step for {silent:.0f} s. Is its engine alive?")
+
+    def _drive(self) -> None:
+        try:
+            with torch.no_grad(), set_exploration_type(self._exploration_type):
+                while self._may_continue():
+                    self._hand_over(*self._step(self._wanted))
+        except BaseException as error:  # noqa: BLE001 (raised again where a batch is waited for)
+            with self._change:
+                self._error = error
+                self._change.notify_all()
+
+    def _may_continue(self) -> bool:
+        with self._change:
+            while self._pauses and not self._stopping:
+                self._idle = True
+                self._change.notify_all()
+                self._change.wait(_POLL_INTERVAL)
+                self._last_step = time.monotonic()
+            self._idle = False
+            self._last_step = time.monotonic()
+            return not self._stopping
+
+    def _hand_over(self, batch: list[Episode] | None, busy: bool) -> None:
+        with self._change:
+            if batch is not None:
+                self._batch, self._wanted = batch, False
+                self._change.notify_all()
+            elif not (busy or self._wanted or self._pauses or self._stopping):
+                self._change.wait(_POLL_INTERVAL)

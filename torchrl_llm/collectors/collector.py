@@ -1,0 +1,335 @@
+"""The one collector of whole episodes: :class:`ConversationCollector`.
+
+It deals tickets, forms batches and keeps TorchRL's interface; an executor plays. The collectors of this package are this one
+with an executor each.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torchrl.collectors import BaseCollector
+from torchrl.data import ReplayBuffer
+from torchrl.envs import EnvBase
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.weight_update import WeightSyncScheme
+
+from torchrl_llm import keys
+from torchrl_llm.collectors._background import BackgroundThread
+from torchrl_llm.collectors._lockstep import base_env
+from torchrl_llm.collectors._queue import EpisodeQueue, FaultPolicy, RolloutExecutor
+from torchrl_llm.data import rows_from_episodes
+from torchrl_llm.envs.env import GEMEnv
+from torchrl_llm.episode import Episode
+from torchrl_llm.interrupts import interruptible
+from torchrl_llm.modules.policy import TurnPolicy
+from torchrl_llm.stops import share_stop_ids
+
+logger = logging.getLogger(__name__)
+
+
+class ConversationCollector(BaseCollector):
+    """Delivers batches of whole episodes as rows ``[B]`` (:mod:`torchrl_llm.keys`), whole groups, in the order dealt.
+
+    Frames are turns. Subclasses make the executor. The arguments are documented at
+    :class:`~torchrl_llm.collectors.TurnCollector` and :class:`~torchrl_llm.collectors.AsyncTurnCollector`.
+
+    Attributes:
+        batch_size, group_size: episodes of a batch, and of a group.
+        max_staleness: how many versions old a token may be at delivery.
+        background: whether a thread plays while the caller trains.
+        runs_here: whether the policy of this process plays.
+        fault_policy: what failed environments cost.
+    """
+
+    init_random_frames = 0
+    runs_here = True
+    env: Any
+    policy: Any
+    engine_timeout = 600.0
+    """Seconds without a sign of life from the background thread (one step of the policy) after which it is given up."""
+    interruptible: Callable[[Callable[[], TensorDictBase]], TensorDictBase] = staticmethod(interruptible)
+    """Calls the collection of a batch; a trainer of several ranks puts in what they agree by (:mod:`torchrl_llm.interrupts`)."""
+    _executor: RolloutExecutor
+
+    def __init__(
+        self,
+        env: EnvBase | Callable[[], EnvBase],
+        policy: Callable[[TensorDictBase], TensorDictBase],
+        *,
+        batch_size: int,
+        max_staleness: int = 0,
+        max_faults: int = 16,
+        keep_failed: bool = False,
+        background: bool = False,
+        total_frames: int = -1,
+        total_batches: int = -1,
+        replay_buffer: ReplayBuffer | None = None,
+        postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
+        exploration_type: ExplorationType = ExplorationType.RANDOM,
+        weight_sync_schemes: dict[str, WeightSyncScheme] | None = None,
+        pre_collect_hook: Callable[[], None] | None = None,
+        post_collect_hook: Callable[[TensorDictBase], None] | None = None,
+    ) -> None:
+        super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
+        self.env = env if isinstance(env, EnvBase) else env()
+        if len(self.env.batch_size) != 1:
+            raise ValueError(f"The environment's batch size is {self.env.batch_size}; expected one dimension [N].")
+        base = base_env(self.env)
+        self.group_size = base.group_size if isinstance(base, GEMEnv) else 1
+        if batch_size < 1 or batch_size % self.group_size:
+            raise ValueError(f"batch_size is {batch_size}; expected a multiple of the group size {self.group_size}.")
+        self._check(max_staleness=(max_staleness >= 0, max_staleness, ">= 0"))
+        self.policy = policy
+        if isinstance(base, GEMEnv) and isinstance(policy, TurnPolicy):
+            _check_turn_end(base, policy)
+        share_stop_ids(self.env, policy)
+        self.batch_size = self.requested_frames_per_batch = batch_size
+        self.max_staleness, self.background = max_staleness, background
+        self.total_frames, self.total_batches = total_frames, total_batches
+        self.replay_buffer, self.postproc, self.exploration_type = replay_buffer, postproc, exploration_type
+        self.closed = False
+        self._frames, self._iter = 0, -1
+        self.fault_policy = FaultPolicy(max_faults, keep_failed)
+        self._queue = EpisodeQueue(
+            self._draw,
+            lambda episode: self._executor.release(episode),
+            group_size=self.group_size,
+            faults=self.fault_policy,
+        )
+        self._thread: BackgroundThread | None = None
+        self._weight_sync_schemes = weight_sync_schemes
+        for model_id, scheme in (weight_sync_schemes or {}).items():
+            if not scheme.initialized_on_sender:
+                scheme.init_on_sender(model_id=model_id, context=self)
+            if not scheme.synchronized_on_sender:
+                scheme.connect()
+
+    def _check(self, **settings: tuple[bool, Any, str]) -> None:
+        for name, (holds, given, expected) in settings.items():
+            if not holds:
+                raise ValueError(f"{type(self).__name__}: {name} is {given!r}; expected {expected}.")
+
+    # ------------------------------------------------------------------ iteration
+
+    def iterator(self) -> Iterator[TensorDictBase | None]:
+        """Yield batches, or ``None`` for each batch written to the replay buffer, until a limit is reached."""
+        while not self._reached_limit():
+            batch = self.rollout()
+            if self.replay_buffer is None:
+                yield batch
+            else:
+                self.replay_buffer.extend(batch)
+                yield None
+
+    def rollout(self) -> TensorDictBase:
+        """Collect one batch ``[B]`` (whatever the limits say) and return it; the replay buffer is left alone."""
+        if self.closed:
+            raise RuntimeError("The collector was shut down. Make a new one.")
+        if self.pre_collect_hook is not None:
+            self.pre_collect_hook()
+        with torch.no_grad(), set_exploration_type(self.exploration_type):
+            batch = self.interruptible(self._collect)
+        self._frames += int(batch[keys.TURN_MASK].sum())
+        self._iter += 1
+        if self.postproc is not None:
+            batch = self.postproc(batch)
+        if self.post_collect_hook is not None:
+            self.post_collect_hook(batch)
+        return batch
+
+    def __len__(self) -> int:
+        if self.total_batches < 0:
+            raise TypeError("The number of batches is unknown; pass total_batches to fix it.")
+        return self.total_batches
+
+    def _reached_limit(self) -> bool:
+        return 0 <= self.total_frames <= self._frames or 0 <= self.total_batches <= self._iter + 1
+
+    def _collect(self) -> TensorDictBase:
+        try:
+            episodes = self._next_batch()
+        except BaseException as error:
+            self._after_error(error)
+            raise
+        rows = rows_from_episodes(episodes)
+        return rows if self.env.device is None else rows.to(self.env.device)
+
+    def _next_batch(self) -> list[Episode]:
+        if self.background:
+            if self._thread is None:
+                self._thread = BackgroundThread(self._step, self._executor.wake, self.exploration_type)
+            return self._thread.fetch(self.engine_timeout)
+        while (batch := self._step(wanted=True)[0]) is None:
+            pass
+        return batch
+
+    def _step(self, wanted: bool) -> tuple[list[Episode] | None, bool]:
+        """A step of play; a batch if it is ``wanted`` and complete, and whether anything is in flight."""
+        if wanted and (batch := self._pop_batch()) is not None:
+            return batch, True
+        # While the caller trains, one more update lies between a ticket dealt now and its batch.
+        self._queue.limit = (self.max_staleness + wanted) * self.batch_size
+        busy = self._executor.step()
+        return (self._pop_batch() if wanted else None), busy
+
+    def _pop_batch(self) -> list[Episode] | None:
+        version = self.policy.policy_version if isinstance(self.policy, TurnPolicy) else 0
+        return self._queue.pop_batch(self.batch_size, version, self.max_staleness)
+
+    def _draw(self) -> Episode:
+        index = self.env.draw()
+        return Episode(index, *self.env.tickets[index][:3])
+
+    def _after_error(self, error: BaseException) -> None:
+        # Requests and calls are still in flight, and the thread is gone. An interrupt is its catcher's business.
+        if isinstance(error, Exception):
+            self.shutdown(raise_on_error=False)
+
+    @property
+    def _greedy(self) -> bool:
+        return self.exploration_type in (ExplorationType.DETERMINISTIC, ExplorationType.MODE)
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Inside, the background thread asks nothing of the policy (for an evaluation between batches); what is in flight stays.
+
+        Without a background thread nothing runs between batches anyway.
+        """
+        return nullcontext() if self._thread is None else self._thread.paused(self.engine_timeout)
+
+    # ------------------------------------------------------------------ what a trainer asks
+
+    @property
+    def logprobs_match_trainer(self) -> bool:
+        """Whether a scorer computes the very log-probs that are recorded; see :attr:`TurnPolicy.exact`."""
+        return bool(self.policy.exact) if isinstance(self.policy, TurnPolicy) else True
+
+    def metrics(self) -> dict[str, float]:
+        """What happened so far, by the names of :data:`torchrl_llm.record.METRICS`."""
+        return {"data/dropped": float(self.dropped.total()), "data/faults": float(self.faults.total())}
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Episodes dealt and not delivered: "stale", or of a group with an "error", a "timeout" or a "context"."""
+        return Counter(self._queue.dropped)
+
+    @property
+    def faults(self) -> Counter[str]:
+        """Episodes whose environment failed, by "error", "timeout" and "context"."""
+        return Counter(self.fault_policy.counts)
+
+    @property
+    def in_flight(self) -> int:
+        """What environments and policy work on between batches."""
+        return self._executor.in_flight
+
+    # ------------------------------------------------------------------ what TorchRL asks of a collector
+
+    def stats(self) -> dict[str, int | float | bool]:
+        """TorchRL's counters, and those of :attr:`dropped` and :attr:`faults`."""
+        counts = {f"dropped/{reason}": n for reason, n in self.dropped.items()}
+        return super().stats() | counts | {f"faults/{reason}": n for reason, n in self.faults.items()}
+
+    def getattr_rb(self, attr: str) -> Any:
+        """An attribute of the replay buffer."""
+        return getattr(self.replay_buffer, attr)
+
+    def set_seed(self, seed: int, static_seed: bool = False) -> int:
+        """Seed the tickets and deal from the first; what is in flight is forgotten. Returns the next seed, as TorchRL does."""
+        with self.paused():
+            self._forget()
+            return int(self.env.set_seed(seed, static_seed=static_seed))
+
+    def state_dict(self) -> OrderedDict:
+        """The counters, and the first ticket not delivered: those in flight are dealt again.
+
+        With ``max_staleness=0`` and between batches nothing is in flight, and a run goes on exactly.
+        """
+        with self.paused():
+            counts = {"dropped": dict(self._queue.dropped), "faults": dict(self.fault_policy.counts)}
+            return OrderedDict(env_state_dict=self._env_state(), frames=self._frames, iter=self._iter, **counts)
+
+    def load_state_dict(self, state_dict: OrderedDict, **kwargs: Any) -> None:
+        """Go on with the ticket that comes next in ``state_dict``; what is in flight is forgotten."""
+        with self.paused():
+            self._forget()
+            self._load_env_state(state_dict["env_state_dict"])
+            self._frames, self._iter = state_dict["frames"], state_dict["iter"]
+            self._queue.dropped = Counter(state_dict["dropped"])
+            self.fault_policy.counts = Counter(state_dict["faults"])
+
+    def _forget(self) -> None:
+        self._executor.clear()
+        self._queue.clear()
+
+    def _env_state(self) -> OrderedDict:
+        dealt = self.env.num_dealt
+        first = next((episode.index for episode in self._queue.episodes.values()), dealt - dealt % self.group_size)
+        return OrderedDict(tickets=asdict(self.env.tickets), num_dealt=first, slots=[])
+
+    def _load_env_state(self, state: OrderedDict) -> None:
+        self.env.load_state_dict(state)
+
+    def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
+        """Stop playing, cancel what the policy was asked, let the threads end, close the environment.
+
+        A second call does nothing. Environments that hang are left behind, without the global random generators if they
+        had them; the policy stays open.
+
+        Args:
+            timeout: seconds to wait for the policy's step in the background, and for calls of environments; default 10,
+                or ``step_timeout`` if that is less.
+            close_env: close the environment; default True.
+            raise_on_error: raise if something does not stop; otherwise it is logged. Default True.
+        """
+        if self.closed:
+            return
+        timeout = 10.0 if timeout is None else timeout
+        stopped = self._thread is None or self._thread.stop(timeout)
+        self._executor.close(timeout)
+        if stopped and isinstance(self.policy, TurnPolicy) and self.policy.pending:
+            _cancel(self.policy)
+        self.closed = True
+        if close_env and not self.env.is_closed:
+            self.env.close(raise_if_closed=raise_on_error)
+        if not stopped:
+            message = "The policy's step has not come back; its thread was left behind. Close the policy's engine."
+            if raise_on_error:
+                raise TimeoutError(message)
+            logger.error(message)
+
+    def _maybe_fallback_update(self, policy_or_weights: Any = None, *, model_id: str | None = None) -> None:
+        # The policy is in this process: without weights given it already has them.
+        if policy_or_weights is not None:
+            weights = self._extract_weights_if_needed(policy_or_weights, model_id or "policy")
+            TensorDict.from_module(self.policy).data.update_(weights.data)
+        if isinstance(self.policy, TurnPolicy):
+            self.policy.weights_changed()
+
+
+def _cancel(policy: TurnPolicy) -> None:
+    try:
+        policy.cancel()
+    except Exception:
+        # An engine that died has nothing to cancel; its own error is the one to be seen.
+        logger.exception("The policy could not cancel its requests.")
+
+
+def _check_turn_end(env: GEMEnv, policy: TurnPolicy) -> None:
+    """Say so if the policy stops at some ids, but not at the one that the environment's chat template ends a turn with."""
+    formatter, stops = env.formatter, policy.stop_ids
+    if not stops or not formatter.end_of_turn_ids or formatter.end_of_turn_ids[0] in stops:
+        return
+    end, names = formatter.end_of_turn_ids[0], formatter.tokenizer.convert_ids_to_tokens
+    logger.warning(
+        "The chat template ends a turn with %r (id %d), where the policy does not stop: its stop ids are %s. Responses will "
+        "run on to max_output_tokens. Pass SamplingConfig(stop_ids=%s).",
+        names(end), end, dict(zip(stops, names(list(stops)), strict=True)), tuple(sorted({end, *stops})),
+    )  # fmt: skip

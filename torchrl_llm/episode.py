@@ -1,0 +1,104 @@
+"""The record of what was played: :class:`Episode`, from the environment to the row.
+
+Collectors write it, :func:`torchrl_llm.data.rows_from_episodes` reads it. It holds every token once, so it needs no more
+memory than the row that it becomes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrl_llm.keys import StopReason
+
+
+class Turn(NamedTuple):
+    """A response, and where it stands.
+
+    Attributes:
+        start: tokens of the context before it.
+        segment: how often the context was cut and rebuilt before.
+        tokens: ``[m]`` int64, the sampled ids.
+        log_probs: ``[m]``, under the distribution really sampled from.
+        versions: ``[m]`` int64, the weights that sampled each token.
+    """
+
+    start: int
+    segment: int
+    tokens: npt.NDArray[np.int64]
+    log_probs: npt.NDArray[np.floating]
+    versions: npt.NDArray[np.int64]
+
+
+@dataclass(eq=False)
+class Episode:
+    """One episode, as far as it was played.
+
+    Attributes:
+        index: the place of its ticket among the tickets; -1: not known.
+        episode_id, group_id, env_id: what the ticket says.
+        task_id: of the task that it names; ``None``: not known.
+        turns: the responses.
+        rewards: of the turns that the environment has answered.
+        contexts: the tokens of each segment that is over, int64: up to its last response, and with the last feedback for the
+            last segment.
+        stop_reason: why it ended, or that it runs.
+        terminated, truncated: how it ended; neither while it runs.
+        success: whether it ended in success.
+        oldest: the lowest version of the weights that sampled a token; ``None`` before the first.
+    """
+
+    index: int
+    episode_id: int
+    group_id: int
+    env_id: int
+    task_id: int | None = None
+    turns: list[Turn] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    contexts: list[npt.NDArray[np.int64]] = field(default_factory=list)
+    stop_reason: int = StopReason.RUNNING
+    terminated: bool = False
+    truncated: bool = False
+    success: bool = False
+    oldest: int | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the last turn was played."""
+        return self.terminated or self.truncated
+
+    @property
+    def awaits_reward(self) -> bool:
+        """Whether the environment has the last response, and has not answered it."""
+        return len(self.turns) > len(self.rewards)
+
+    @property
+    def length(self) -> int:
+        """Tokens of its row: those of the segments, with one column of padding between them."""
+        return sum(map(len, self.contexts)) + max(0, len(self.contexts) - 1)
+
+    def is_stale(self, oldest: int) -> bool:
+        """Whether a token was sampled with weights older than the version ``oldest``."""
+        return self.oldest is not None and self.oldest < oldest
+
+    def add(self, turn: Turn) -> None:
+        """Record the response of the next turn."""
+        self.turns.append(turn)
+        if len(turn.versions):
+            oldest = int(turn.versions.min())
+            self.oldest = oldest if self.oldest is None else min(self.oldest, oldest)
+
+    def end_segment(self, context: npt.NDArray[np.int64]) -> None:
+        """Record that the context ``[l]`` before the last response is cut after it: what follows is another segment."""
+        self.contexts.append(np.concatenate([context, self.turns[-1].tokens]))
+
+    def end(
+        self, context: npt.NDArray[np.int64], stop_reason: int, *, terminated: bool, truncated: bool, success: bool
+    ) -> None:
+        """Record the last context ``[l]`` and how the episode ended."""
+        self.contexts.append(context)
+        self.stop_reason, self.success = stop_reason, success
+        self.terminated, self.truncated = terminated, truncated
