@@ -6,7 +6,7 @@ import inspect
 import pkgutil
 import re
 import sys
-from dataclasses import MISSING, Field, fields
+from dataclasses import fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -18,9 +18,10 @@ from sphinx.util import inspect as sphinx_inspect
 
 import torchrl_llm
 from torchrl_llm import keys
-from torchrl_llm.options import describe, options_of
+from torchrl_llm.options import describe, meanings, options_of
 from torchrl_llm.record import METRICS
 from torchrl_llm.trainers import RunConfig, TrainerConfig
+from torchrl_llm.trainers.config import shown_default
 
 project = "torchrl_llm"
 author = "torchrl_llm contributors"
@@ -86,18 +87,11 @@ def _metrics_table() -> str:
     return "\n\n".join(parts)
 
 
-def _default(field: Field) -> str:
-    if field.default is not MISSING:
-        return f"`{field.default!r}`" if not hasattr(field.default, "parts") else f"`{field.default}`"
-    return f"`{field.default_factory()!r}`" if field.default_factory is not MISSING else "required"
-
-
 def _settings_table(config: type, *, without: tuple[str, ...] = ()) -> str:
-    """The fields of a dataclass with the meaning that its docstring gives them."""
-    attributes = inspect.cleandoc(config.__doc__ or "").partition("Attributes:\n")[2]
-    meaning = dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE))
+    """The fields of a dataclass with the meaning that the docstrings below them give."""
+    meaning = meanings(config)
     rows = [
-        f"| `{field.name}` | {_cell(describe(options_of(config)[field.name].hint))} | {_default(field)} | {_cell(meaning[field.name])} |"
+        f"| `{field.name}` | {_cell(describe(options_of(config)[field.name].hint))} | `{shown_default(field.name)}` | {_cell(meaning[field.name])} |"
         for field in fields(config)
         if field.name not in without
     ]

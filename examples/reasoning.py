@@ -8,9 +8,7 @@ The questions are arithmetic made offline, divided into train and test; ``model_
 is often wrong. For your own, change ``splits`` and ``reward_fn``. The report goes to ``--output-dir``.
 """
 
-import json
 import logging
-import time
 from dataclasses import replace
 from functools import partial
 
@@ -18,18 +16,7 @@ from arithmetic import arithmetic_splits, make_student
 from transformers.utils.logging import disable_progress_bar
 
 from torchrl_llm.envs import PromptDatasetEnv
-from torchrl_llm.record.report import comparison_table, conversations_text, plot_learning_curve, write_json
-from torchrl_llm.trainers import (
-    Evaluation,
-    Interrupted,
-    Run,
-    RunConfig,
-    build_run,
-    catch_signals,
-    interruptible,
-    parse_run_config,
-    resume_command,
-)
+from torchrl_llm.trainers import Run, RunConfig, build_run, parse_run_config, run_and_report
 
 
 def reward_fn(completion: str, answer: str, question: str) -> float:
@@ -38,24 +25,8 @@ def reward_fn(completion: str, answer: str, question: str) -> float:
 
 
 def main(config: RunConfig) -> dict:
-    """Train as ``config`` says; returns what ``result.json`` holds."""
-    started = time.perf_counter()
-    with catch_signals(resume_command(config)):
-        run = interruptible(partial(build, config))
-        before = after = None
-        try:
-            before = evaluate_before(run)
-            if before is not None:
-                print(f"before training: {before.success:.3f} of the held-out questions answered", flush=True)
-            run.trainer.train()
-            after = run.final_evaluation()
-            return report(run, before, after, time.perf_counter() - started, stop_reason=run.trainer.stop_reason)
-        except Interrupted as interrupted:
-            stop_reason = f"interrupted by {interrupted.name}"
-            report(run, before, after, time.perf_counter() - started, stop_reason=stop_reason)
-            raise
-        finally:
-            run.close()
+    """Evaluate, train, evaluate, report; returns what ``result.json`` holds."""
+    return run_and_report(config, partial(build, config))
 
 
 def build(config: RunConfig) -> Run:
@@ -74,52 +45,6 @@ def with_student(config: RunConfig, rows: list[dict[str, str]]) -> RunConfig:
         model.save_pretrained(model_path)
         tokenizer.save_pretrained(tokenizer_path)
     return replace(config, model_path=str(model_path), tokenizer_path=str(tokenizer_path))
-
-
-def evaluate_before(run: Run) -> Evaluation | None:
-    """Ask the untrained model; a resumed run reads what it found, and one from another run's checkpoint has none."""
-    path = run.config.output_dir / "evaluation_before.json"
-    if run.trainer.iteration:
-        return Evaluation(**json.loads(path.read_text())) if path.exists() else None
-    run.begin()
-    before = run.final_evaluation()
-    write_json(before.figures(), path)
-    return before
-
-
-def report(
-    run: Run, before: Evaluation | None, after: Evaluation | None, seconds: float, *, stop_reason: str | None
-) -> dict:
-    """Write ``result.json``, ``learning_curve.png`` and ``conversations_after.md``, of an interrupted run what there is."""
-    config, out = run.config, run.config.output_dir
-    result = {
-        "algo": config.algo,
-        "seed": config.seed,
-        "accuracy_before": before and before.success,
-        "accuracy_after": after and after.success,
-        "accuracy_ci95": after and after.success_ci95,
-        "evaluation_tasks": after and after.tasks,
-        "evaluation_task_overlap": after and after.task_overlap,
-        "evaluation_faults": after and after.faults,
-        "episodes": run.trainer.episodes,
-        "iterations": run.trainer.iteration,
-        "stop_reason": stop_reason,
-        "wall_s": round(seconds, 1),
-    }
-    write_json(result, out / "result.json")
-    if after is not None:
-        (out / "conversations_after.md").write_text(conversations_text(after.rows, run.tokenizer, count=6))
-    if run.trainer.history:
-        plot_learning_curve(
-            run.trainer.history,
-            out / "learning_curve.png",
-            title=f"{config.algo} on {config.env_name}",
-            before=before and before.metrics("evaluation"),
-        )
-    evaluations = {name: each for name, each in (("before", before), ("after", after)) if each is not None}
-    table = f"\n\n{comparison_table(evaluations)}\n" if evaluations else ""
-    print(f"\n{config.algo}: {stop_reason}{table}\nreport: {out}/", flush=True)
-    return result
 
 
 if __name__ == "__main__":

@@ -7,11 +7,14 @@ losses and estimators refuse the same values in the same words. The command line
 
 from __future__ import annotations
 
+import ast
 import difflib
 import inspect
+import textwrap
 import types
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from itertools import pairwise
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
@@ -37,6 +40,7 @@ __all__ = [
     "check_value",
     "describe",
     "fits",
+    "meanings",
     "nearest",
     "options_of",
 ]  # ConfigError is documented with the settings
@@ -273,6 +277,26 @@ def options_of(cls: type) -> dict[str, Option]:
         if all(each.kind is not each.VAR_KEYWORD for each in parameters):
             break
     found.pop("self", None)
+    return found
+
+
+def meanings(cls: type) -> dict[str, str]:
+    """What the docstrings below the fields of a dataclass, and of its bases, say of them.
+
+    Args:
+        cls: a dataclass whose source is at hand.
+
+    Returns:
+        The meaning of each field that has one, on one line.
+    """
+    found: dict[str, str] = {}
+    # Python throws these strings away (PEP 258 was never built in), so they are read from the source, as Sphinx does.
+    for base in filter(is_dataclass, reversed(cls.__mro__)):
+        (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
+        for field, said in pairwise(definition.body):  # type: ignore[attr-defined]
+            match field, said:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = " ".join(text.split())
     return found
 
 

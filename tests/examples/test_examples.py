@@ -17,6 +17,7 @@ from tensordict.nn import TensorDictModule
 
 from torchrl_llm.testing.tiny import load_tiny_model
 from torchrl_llm.trainers import build_run, parse_run_config
+from torchrl_llm.trainers.report import RunReport
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES, CONFIGS = ROOT / "examples", ROOT / "examples" / "configs"
@@ -75,13 +76,14 @@ class TestMultiturn:
         rewards = list(csv.reader((out / "csv" / "scalars" / "rollout" / "reward.csv").open()))
         assert len(rewards) == 2
         assert list((out / "tensorboard").rglob("events.*"))
+        assert parse_run_config([f"--config={out / 'config.yaml'}"]).as_json() == config.as_json()
 
     def test_names_no_file_that_is_not_there(self, tmp_path, capsys):
         """Interrupted in the evaluation before training."""
         out = tmp_path / "run"
         run = build_run(parse_run_config([f"--config={CONFIGS / 'tiny_ppo_llm.yaml'}", f"--output-dir={out}", *QUICK]))
         run.begin()
-        load(EXAMPLES / "multiturn.py").report(run, None, None, 0.0, 0.0, stop_reason="interrupted")
+        RunReport(print).write(run, "interrupted")
         run.close()
         assert f"report: {out}/ (result.json)\n" in capsys.readouterr().out
 

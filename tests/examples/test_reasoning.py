@@ -49,7 +49,7 @@ class TestReasoning:
         changes = ["--max-iterations=3", "--resume", '--accept-changes=["max_iterations"]']
         second = quick.main(settings(tmp_path / "run", *longer, *changes))
         assert second["iterations"] == 3
-        assert second["accuracy_before"] == first["accuracy_before"]
+        assert second["success_before"] == first["success_before"]
 
     def test_training_is_never_rewarded_with_a_test_answer(self, quick, tmp_path, monkeypatch):
         rows = {
@@ -79,5 +79,5 @@ class TestReasoning:
             "--progress=false",
         ]
         result = script.main(settings(tmp_path / "run", *arguments))
-        assert result["accuracy_before"] < 0.6
-        assert result["accuracy_after"] > result["accuracy_before"] + 0.12
+        assert result["success_before"] < 0.6
+        assert result["success_after"] > result["success_before"] + 0.12

@@ -15,13 +15,13 @@ import threading
 from importlib import import_module
 
 PHASES = {
-    "build": ("torchrl_llm.trainers.build", "load_models"),
-    "before": ("torchrl_llm.trainers.build", "Run.final_evaluation"),
+    "build": ("torchrl_llm.trainers.run", "load_models"),
+    "before": ("torchrl_llm.trainers.run", "Run.final_evaluation"),
     "rollout": ("torchrl_llm.trainers.trainer", "LLMTrainer.collect"),
     "update": ("torchrl_llm.trainers.trainer", "LLMTrainer.update"),
     "evaluation": ("torchrl_llm.trainers.trainer", "LLMTrainer.evaluate"),
     "save": ("torchrl_llm.trainers.checkpoint", "CheckpointStore.save"),
-    "after": ("torchrl_llm.trainers.build", "Run.final_evaluation"),
+    "after": ("torchrl_llm.trainers.run", "Run.final_evaluation"),
 }
 """What is called then."""
 

@@ -22,7 +22,8 @@ from torchrl.checkpoint import Checkpoint, CheckpointError
 from torchrl_llm.envs import Tickets
 from torchrl_llm.testing.environments import Faulty
 from torchrl_llm.trainers import Callback, ConfigError, build_run, verify
-from torchrl_llm.trainers.checkpoint import config_changes, rewind_csv
+from torchrl_llm.trainers.checkpoint_parts import config_changes
+from torchrl_llm.trainers.loggers import rewind_csv
 
 RUN = {
     "epochs": 2,
@@ -368,7 +369,7 @@ PHASES = {
     "update": ("torchrl_llm.trainers.update", "Updater", "step", 6),
     "evaluation": ("torchrl_llm.envs.env", "GEMEnv", "_step", 12),
     "logging": ("torchrl_llm.trainers.saving", "RunSaver", "save_if_due", 2),
-    "saving": ("torchrl_llm.trainers.checkpoint", "State", "save", 8),
+    "saving": ("torchrl_llm.trainers.checkpoint_parts", "State", "save", 8),
     "publishing": ("torchrl.checkpoint", "CheckpointRotation", "prune", 2),
 }
 """Where a run is killed: module, class and method that is called then, and before how many of its calls, about two

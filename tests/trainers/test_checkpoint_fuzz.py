@@ -20,7 +20,7 @@ from torchrl_llm.modules import load_actor_critic
 from torchrl_llm.modules.weights import WeightsError
 from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.trainers import build_run, verify
-from torchrl_llm.trainers.checkpoint import _write_sums
+from torchrl_llm.trainers.checkpoint_files import write_sums
 
 SETTINGS = RUN | {"max_iterations": 2, "lora_r": 2, "kl_coeff": 0.0}
 
@@ -110,7 +110,7 @@ class TestPickles:
     """Planted by one who can make sums: none is read, wherever it is."""
 
     def load(self, run, path: Path, mark: Path) -> None:
-        _write_sums(path)
+        write_sums(path)
         before = digest(run)
         with pytest.raises((CheckpointError, WeightsError)):
             run.checkpoints.resume(run.trainer, path)
@@ -196,7 +196,7 @@ class TestResumed:
         (last / "manifest.json").write_text(json.dumps(manifest) if damage != "manifest" else "{}")
         if damage == "planted":
             (next((last / "components").glob("*-optimizer")) / "more.pickle").write_bytes(b"")
-        _write_sums(last)
+        write_sums(last)
         before = contents(folder)
         with pytest.raises(CheckpointError, match="pickle" if damage == "planted" else "manifest|iteration 0"):
             build_run(small_config(tmp_path, "LLMPPO", **SETTINGS, resume=True))

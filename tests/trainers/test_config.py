@@ -9,7 +9,14 @@ import pytest
 
 from torchrl_llm.modules import SamplingConfig
 from torchrl_llm.options import options_of
-from torchrl_llm.trainers import ConfigError, RunConfig, TrainerConfig, parse_run_config, resume_command
+from torchrl_llm.trainers import (
+    ConfigError,
+    RunConfig,
+    TrainerConfig,
+    parse_run_config,
+    resume_command,
+    save_run_config,
+)
 from torchrl_llm.trainers.config import LOSSES
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "configs"
@@ -163,7 +170,7 @@ class TestRunConfig:
 
         settings = options_of(RunConfig)
         different = ("clip_value", "kl_kind", "granularity")  # 0 is off; the settings offer fewer choices
-        for cls in (SamplingConfig, TrainerConfig, *(loss for loss, _ in LOSSES.values())):
+        for cls in (SamplingConfig, TrainerConfig, *LOSSES.values()):
             for name, option in options_of(cls).items():
                 if name in settings and name not in different:
                     assert without_none(option.hint) == without_none(settings[name].hint), name
@@ -328,6 +335,30 @@ class TestParseRunConfig:
             assert start >= 0, name
             # More than the type and the default: the sentence of the docstring.
             assert len(text[start : start + 200].split("(type")[0]) > len(name) + 17, name
+
+
+class TestSaveRunConfig:
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {},
+            {"algo": "GRPO", "group_size": 4, "baseline": "leave_one_out", "scale": "none", "clip_epsilon": (0.1, 0.3)},
+            {"algo": "LLMREINFORCE", "env_name": ["a", "b"], "env_weights": [1.0, 2.5], "lora_targets": ["q_proj"]},
+            {"lr_actor": 5e-6, "max_grad_norm": float("inf"), "max_steps": 10**9, "mixed_precision": "no"},
+            {"wandb": True, "wandb_project": "1e5", "system_prompt": "yes: no\n# 'a' \"b\"\n ü \U0001f600 \t", "device": "null"},
+            {"chat_template_kwargs": {"date": "2024-07-26", "n": "010", "x": "1e3", "y": 1e-5, "z": None, "on": ["1:30", 7]}},
+        ],
+    )  # fmt: skip
+    def test_what_is_saved_is_read_again(self, tmp_path, settings):
+        config = RunConfig(**settings)
+        save_run_config(config, tmp_path / "config.yaml")
+        again = parse_run_config([f"--config={tmp_path / 'config.yaml'}"])
+        assert again.as_json() == config.as_json()
+        assert repr(again.chat_template_kwargs) == repr(config.chat_template_kwargs)
+
+    def test_how_a_run_starts_is_left_out(self, tmp_path):
+        save_run_config(RunConfig(resume=True, accept_changes=["seed"]), tmp_path / "config.yaml")
+        assert parse_run_config([f"--config={tmp_path / 'config.yaml'}", "--overwrite"]).resume is False
 
 
 class TestResumeCommand:

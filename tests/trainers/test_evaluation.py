@@ -21,7 +21,7 @@ from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.trainers import RunConfig, build_run, evaluate
-from torchrl_llm.trainers.build import _make_env
+from torchrl_llm.trainers.build import make_environment
 
 
 @pytest.fixture
@@ -270,7 +270,9 @@ class TestLimits:
     def options(self, tokenizer):
         def options(**given):
             config, make = RunConfig(model_path="tiny", num_envs=2, **given), partial(GEMEnv, StopOrGo)
-            return {stream: _make_env(config, tokenizer, make, stream=stream) for stream in ("train", "eval", "test")}
+            return {
+                stream: make_environment(config, tokenizer, make, stream=stream) for stream in ("train", "eval", "test")
+            }
 
         return options
 

@@ -25,8 +25,9 @@ from transformers import AutoModelForCausalLM
 
 from torchrl_llm import keys
 from torchrl_llm.trainers import ConfigError, RunConfig
-from torchrl_llm.trainers.build import _check_sharding
-from torchrl_llm.trainers.checkpoint import redealt, verify
+from torchrl_llm.trainers.build import check_sharding
+from torchrl_llm.trainers.checkpoint_files import verify
+from torchrl_llm.trainers.checkpoint_parts import redealt
 from torchrl_llm.trainers.fsdp import check_plugin
 
 SCRIPT = Path(__file__).with_name("ranks_run.py")
@@ -167,9 +168,9 @@ class TestSettings:
     )
     def test_settings_that_sharded_weights_do_not_go_with(self, tmp_path, given):
         config = RunConfig(algo="LLMPPO", model_path="tiny", max_model_len=256, output_dir=tmp_path, **given)
-        _check_sharding(config, SimpleNamespace(sharded=False, world_size=2))
+        check_sharding(config, SimpleNamespace(sharded=False, world_size=2))
         with pytest.raises(ConfigError, match=f"{next(iter(given))} is .* over 2 processes"):
-            _check_sharding(config, SimpleNamespace(sharded=True, world_size=2))
+            check_sharding(config, SimpleNamespace(sharded=True, world_size=2))
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from torchrl.checkpoint import CheckpointError
 from torchrl_llm.envs import EnvironmentFault, GEMEnv, NotAppendOnlyError
 from torchrl_llm.modules import AdapterError
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer, tiny_model_path
-from torchrl_llm.trainers import ConfigError, RunConfig, build, build_run
+from torchrl_llm.trainers import ConfigError, RunConfig, build, build_run, loggers
 
 BASE = {
     "model_path": "tiny",
@@ -193,11 +193,11 @@ def logged(config: RunConfig, env: Any) -> Any:
         asked.append((kind, {**options.get("wandb_kwargs", {}), "id": None}))
         return get_logger("csv", str(config.output_dir), "csv")
 
-    get_logger, build.get_logger = build.get_logger, recorder
+    get_logger, loggers.get_logger = loggers.get_logger, recorder
     try:
-        build.make_loggers(config)
+        loggers.make_loggers(config)
     finally:
-        build.get_logger = get_logger
+        loggers.get_logger = get_logger
     return {"asked": asked}
 
 

@@ -1,10 +1,13 @@
 """Where model and tokenizer are: a wrong path is one sentence."""
 
+import ast
 import re
 import traceback
+from pathlib import Path
 
 import pytest
 
+import torchrl_llm
 from torchrl_llm.trainers import ConfigError, RunConfig, build_run
 
 
@@ -33,3 +36,16 @@ class TestPaths:
     def test_a_folder_without_a_model(self, tmp_path):
         with pytest.raises(ConfigError, match=r"model_path is .*no folder that transformers can load"):
             build_run(RunConfig(model_path=str(tmp_path), output_dir=tmp_path))
+
+
+def test_the_library_imports_nothing_of_testing():
+    package = Path(torchrl_llm.__file__).parent
+    imported = {
+        f"{path.relative_to(package)}: {name}"
+        for path in package.rglob("*.py")
+        if path.parent != package / "testing"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+    }
+    assert not [each for each in imported if "torchrl_llm.testing" in each or each.endswith(": testing")]

@@ -28,7 +28,7 @@ from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 from torchrl_llm.trainers import Callback, ConfigError, LLMTrainer, RunConfig, build_run, make_objective, verify
 from torchrl_llm.trainers.build import _worker_policy
 from torchrl_llm.trainers.checkpoint import NOT_EVALUATED
-from torchrl_llm.trainers.config import GRPO_ONLY, PPO_ONLY, REINFORCE_ONLY, SHARED
+from torchrl_llm.trainers.config import LOSSES, loss_settings
 from torchrl_llm.trainers.schedule import lr_factor
 
 SMALL = {
@@ -575,7 +575,7 @@ class TestOptions:
         """No field between the first and the last of them is forgotten by ``make_objective``."""
         names = [field.name for field in fields(RunConfig)]
         mine = names[names.index("gamma") : names.index("lr_actor")]
-        assert set(mine) == {*SHARED, *PPO_ONLY, *REINFORCE_ONLY, *GRPO_ONLY} - {"lr_critic"}
+        assert set(mine) == {name for algo in LOSSES for name in loss_settings(algo)} - {"group_size"}
 
     @pytest.mark.parametrize(("choice", "top_p", "scored"), [("sampler", 0.8, False), ("scorer", 1.0, True)])
     def test_old_log_probs(self, tmp_path, choice, top_p, scored):

@@ -8,7 +8,8 @@ environments.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
@@ -17,6 +18,8 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 import numpy as np
 
 from torchrl_llm.options import Checked, Count, Natural, Positive, Share
+
+logger = logging.getLogger(__name__)
 
 Stream = Literal["train", "eval", "test"]
 
@@ -284,3 +287,50 @@ class SeenTasks:
         if len(self) >= self.limit:
             tasks = tasks[tasks <= self.tasks[-1]]
         return float(np.isin(tasks, self.tasks).mean()) if len(tasks) else float("nan")
+
+
+def continued(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of an environment that continues a stream which another number of workers has dealt from.
+
+    All new workers begin with the same round of groups, the first one behind every group dealt: no group is dealt twice,
+    and a few groups may be left out.
+
+    Args:
+        old: the states of the earlier workers' environments (``GEMEnv.state_dict()``; of a transformed environment what is
+            in ``"base"`` counts).
+        new: the state of a new worker's fresh environment.
+
+    Returns:
+        The new state, with the first ticket to deal and the success rates of the first of ``old``.
+
+    Examples:
+        >>> tickets = {"group_size": 2, "worker": 0, "num_workers": 1, "success": None}
+        >>> new = {"tickets": tickets | {"worker": 1, "num_workers": 2}, "num_dealt": 0}
+        >>> continued([{"tickets": tickets, "num_dealt": 5}], new)["num_dealt"]
+        4
+    """
+    if "base" in new:
+        return {**new, "base": continued(old, new["base"])}
+    dealt = [_innermost(state) for state in old]
+    tickets = new["tickets"]
+    workers = tickets["num_workers"]
+    round_ = -(-max(map(_groups_dealt, dealt)) // workers)
+    logger.warning(
+        "%d processes go on with what %d began: from group %d, and not in the same bytes",
+        workers, len(old), round_ * workers,
+    )  # fmt: skip
+    tickets = {**tickets, "success": dealt[0]["tickets"]["success"]}
+    return {**new, "tickets": tickets, "num_dealt": round_ * tickets["group_size"]}
+
+
+def _innermost(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    while "base" in state:
+        state = state["base"]
+    return state
+
+
+def _groups_dealt(env: Mapping[str, Any]) -> int:
+    """How many of all workers' groups come before the first one behind those that ``env`` has dealt."""
+    tickets = env["tickets"]
+    rounds = -(-env["num_dealt"] // tickets["group_size"])
+    return max(0, tickets["worker"] + (rounds - 1) * tickets["num_workers"] + 1)

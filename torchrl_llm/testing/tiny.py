@@ -9,24 +9,14 @@ Nothing here needs a network.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from torchrl_llm.tiny import tiny_model_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM
 
-
-def tiny_model_path() -> Path:
-    """The directory of the shipped model, in the format of transformers.
-
-    Returns:
-        An absolute path that ``from_pretrained`` takes.
-
-    Examples:
-        >>> sorted(path.name for path in tiny_model_path().glob("*.safetensors"))
-        ['model.safetensors']
-    """
-    return Path(__file__).resolve().parent / "tiny_guess"
+__all__ = ["load_tiny_model", "load_tiny_tokenizer", "random_model", "tiny_model_path"]
 
 
 def load_tiny_model() -> Qwen2ForCausalLM:

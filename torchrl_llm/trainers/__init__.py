@@ -1,14 +1,19 @@
 """The training loop, written out, and what it needs: settings, evaluation, checkpoints, callbacks."""
 
 from torchrl_llm.interrupts import Interrupted, catch_signals, interruptible
+from torchrl_llm.options import ConfigError
 from torchrl_llm.record import Evaluation
-from torchrl_llm.trainers.build import Run, build_run, make_objective
+from torchrl_llm.trainers.build import make_objective
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar
-from torchrl_llm.trainers.checkpoint import CheckpointStore, verify
-from torchrl_llm.trainers.cli import parse_run_config, resume_command
-from torchrl_llm.trainers.config import ConfigError, RunConfig, TrainerConfig
+from torchrl_llm.trainers.checkpoint import CheckpointStore
+from torchrl_llm.trainers.checkpoint_files import verify
+from torchrl_llm.trainers.cli import parse_run_config, resume_command, save_run_config
+from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import evaluate
+from torchrl_llm.trainers.report import run_and_report
+from torchrl_llm.trainers.run import Run, build_run
+from torchrl_llm.trainers.settings import TrainerConfig
 from torchrl_llm.trainers.trainer import LLMTrainer
 
 __all__ = [
@@ -30,5 +35,7 @@ __all__ = [
     "make_objective",
     "parse_run_config",
     "resume_command",
+    "run_and_report",
+    "save_run_config",
     "verify",
 ]

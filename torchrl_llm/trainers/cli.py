@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import inspect
 import json
 import re
 import shlex
@@ -14,8 +13,8 @@ from typing import Any, NoReturn
 
 import yaml
 
-from torchrl_llm.options import ConfigError, IdleError, check_value, describe, fits, nearest, options_of
-from torchrl_llm.trainers.config import RunConfig, TrainerConfig
+from torchrl_llm.options import ConfigError, IdleError, check_value, describe, fits, meanings, nearest, options_of
+from torchrl_llm.trainers.config import RunConfig, shown_default
 
 
 def parse_run_config(argv: Sequence[str] | None = None, *, description: str | None = None) -> RunConfig:
@@ -176,6 +175,40 @@ _Loader.add_implicit_resolver(
 )
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that YAML 1.1 or :class:`_Loader` would read as something else."""
+
+
+_Dumper.yaml_implicit_resolvers = {
+    first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *_Loader.yaml_implicit_resolvers.get(first, [])]
+    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *_Loader.yaml_implicit_resolvers}
+}
+
+_FOR_THIS_START = ("resume", "resume_from", "accept_changes", "overwrite")
+"""Settings that say what to do with a folder now. In a file that is read again they would be of the time before."""
+
+
+def save_run_config(config: RunConfig, path: str | Path) -> None:
+    """Write the settings to a file that ``--config`` reads, but those that say how the run starts (``resume``, ``overwrite``).
+
+    Args:
+        config: the settings.
+        path: the file; one that is there is replaced, at once or not at all.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_run_config(RunConfig(algo="GRPO", group_size=4), path := f"{folder}/config.yaml")
+        ...     parse_run_config(["--config", path]) == RunConfig(algo="GRPO", group_size=4)
+        True
+    """
+    settings = {name: value for name, value in config.as_json().items() if name not in _FOR_THIS_START}
+    path = Path(path)
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True), encoding="utf-8")
+    new.replace(path)
+
+
 def _settings_of(path: Path) -> Iterator[tuple[str, Any]]:
     """The fields of a file; errors name its lines."""
     known = options_of(RunConfig)
@@ -223,19 +256,13 @@ def _parser(description: str | None) -> _Parser:
         argument_default=argparse.SUPPRESS,
     )  # fmt: skip
     parser.add_argument("--config", action=_File, metavar="FILE", help="a YAML file of the fields below")
-    meaning = {**_meanings(TrainerConfig), **_meanings(RunConfig)}
+    meaning = meanings(RunConfig)
     for name, option in options_of(RunConfig).items():
-        said = f"{meaning[name]} (type: {describe(option.hint)}; default: {option.default})".replace("%", "%%")
+        said = f"{meaning[name]} (type: {describe(option.hint)}; default: {shown_default(name)})".replace("%", "%%")
         bare: dict[str, Any] = {"nargs": "?", "const": "true"} if option.hint is bool else {}
         flag = parser.add_argument(f"--{name}", action=_Flag, metavar="VALUE", help=said, **bare)
         flag.hint = option.hint  # type: ignore[attr-defined]
     return parser
-
-
-def _meanings(config: type) -> dict[str, str]:
-    """What the docstring says of each field."""
-    attributes = inspect.cleandoc(config.__doc__ or "").partition("Attributes:\n")[2]
-    return dict(re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", attributes, re.MULTILINE))
 
 
 def _underscored(argv: Sequence[str]) -> list[str]:

@@ -5,6 +5,7 @@
     runs/multiturn/
         torchrl_llm.json                        the mark
         torchrl_llm.lock                        locked while a process runs here
+        config.yaml                             its settings, for --config
         checkpoints/  csv/  result.json  ...    the run
         previous-1/                             an earlier run, or a branch that was given up; with a mark of its own
 
@@ -33,8 +34,10 @@ from pathlib import Path
 from torchrl.checkpoint import Checkpoint
 from torchrl.record.loggers import Logger
 
-from torchrl_llm.trainers.checkpoint import LINKS, CheckpointStore, is_checkpoint, rewind_csv
+from torchrl_llm.trainers.checkpoint import LINKS, CheckpointStore
+from torchrl_llm.trainers.checkpoint_files import is_checkpoint
 from torchrl_llm.trainers.config import ConfigError, RunConfig
+from torchrl_llm.trainers.loggers import rewind_csv
 
 try:
     import fcntl
@@ -56,7 +59,7 @@ _REPORT = (
     *("merged", "result.json", "evaluation_before.json", "learning_curve.png"),
     *("conversations_before.md", "conversations_after.md"),
 )
-_NAMES = ("checkpoints", "csv", "tensorboard", "wandb", "wandb_id", *_REPORT)
+_NAMES = ("config.yaml", "checkpoints", "csv", "tensorboard", "wandb", "wandb_id", *_REPORT)
 """What a run writes."""
 
 _WORK = ("csv/scalars/**/*.csv", *_REPORT)
@@ -64,6 +67,7 @@ _WORK = ("csv/scalars/**/*.csv", *_REPORT)
 
 _FILES = (
     *("csv/scalars/*/*.csv", "csv/texts/hparams[0-9]*.txt", "tensorboard/**/events.out.tfevents.*", "wandb_id"),
+    "config.yaml",
     *("merged/model*.safetensors", "merged/model.safetensors.index.json", "merged/chat_template.jinja"),
     *(
         f"merged/{name}.json"

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from transformers import AutoConfig, AutoTokenizer
 
 from torchrl_llm.options import nearest
-from torchrl_llm.testing.tiny import tiny_model_path
+from torchrl_llm.tiny import tiny_model_path
 from torchrl_llm.trainers.config import ConfigError, RunConfig
 
 _T = TypeVar("_T")

@@ -1,0 +1,169 @@
+"""The files of a checkpoint: their sums, what may be among them, and how a folder is put in place of another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torchrl.checkpoint import Checkpoint, CheckpointError
+
+SUCCESS = "evaluation_success"
+"""The metric, in a checkpoint's manifest, that the best one is chosen by."""
+
+NAME = re.compile(r"checkpoint-(\d{12})")
+"""How :class:`torchrl.checkpoint.CheckpointRotation` names a checkpoint: by its iteration."""
+
+_SUMS = "sums.json"
+_PICKLES = {".pickle", ".pkl", ".pt", ".pth", ".bin", ".ckpt", ".joblib"}
+_METADATA = {SUCCESS, "iteration", "steps", "config", "environment"}
+
+
+def verify(path: str | Path) -> dict[str, Any]:
+    """Check that a checkpoint holds exactly what was saved: every file against its sum, and no file besides.
+
+    Args:
+        path: the checkpoint's folder, or a link to it.
+
+    Returns:
+        Its manifest.
+
+    Raises:
+        CheckpointError: a file is missing, cut short or changed, was not saved, or is a link or a pickle; the message names it.
+    """
+    path = Path(path)
+    try:
+        sums = _read_sums(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} is no whole checkpoint, or one of an earlier version of this library (its weights load with init_from): "
+            f"{path / _SUMS} cannot be read: {error}"
+        ) from error
+    _check_files(path, sums)
+    try:
+        manifest = Checkpoint.manifest(path)
+    except (CheckpointError, OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path / 'manifest.json'} is no manifest of a checkpoint: {error}") from error
+    _check_metadata(path, manifest.get("metadata"))
+    return manifest
+
+
+def _read_sums(path: Path) -> dict[str, str]:
+    sums = json.loads((path / _SUMS).read_text())
+    if not isinstance(sums, dict):
+        raise ValueError(f"{path / _SUMS} holds no sums.")
+    return sums
+
+
+def write_sums(path: Path) -> None:
+    sums = {name: _sha256(path / name) for name in _files(path) if name != _SUMS}
+    (path / _SUMS).write_text(json.dumps(sums, indent=1))
+
+
+def _files(path: Path) -> list[str]:
+    """The files below ``path``, and the links, which are not followed."""
+    found = [file for file in path.rglob("*") if file.is_symlink() or not file.is_dir()]
+    return sorted(file.relative_to(path).as_posix() for file in found)
+
+
+def foreign_files(path: Path) -> list[str]:
+    """What a checkpoint's folder holds that was not saved with it; all that a folder holds that is no checkpoint."""
+    try:
+        saved = {_SUMS, *_read_sums(path)}
+    except (OSError, ValueError):
+        saved = set()
+    return [name for name in _files(path) if name not in saved]
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is a folder that holds a checkpoint, whole or damaged, and nothing that was not saved with it."""
+    return path.is_dir() and not path.is_symlink() and (path / _SUMS).is_file() and not foreign_files(path)
+
+
+def _check_files(path: Path, sums: Mapping[str, str]) -> None:
+    for name in _files(path):
+        file = path / name
+        if file.is_symlink():
+            raise CheckpointError(f"{file} is a link: a checkpoint holds files only. Remove it, or put the file there.")
+        if file.suffix in _PICKLES:
+            raise CheckpointError(f"{file} is a pickle, which can run any code: a checkpoint holds none. Remove it.")
+    for name in foreign_files(path):
+        raise CheckpointError(f"{path / name} was not saved with the checkpoint: remove it.")
+    for name, expected in sums.items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing: the checkpoint is damaged.")
+        if _sha256(file) != expected:
+            raise CheckpointError(f"{file} is not what was saved (its SHA-256 differs): the checkpoint is damaged.")
+
+
+def same_sums(first: Path, second: Path) -> bool:
+    try:
+        return _read_sums(first) == _read_sums(second)
+    except (OSError, ValueError):
+        return False
+
+
+def _check_metadata(path: Path, metadata: Any) -> None:
+    lacking = sorted(_METADATA - set(metadata)) if isinstance(metadata, Mapping) else sorted(_METADATA)
+    if lacking:
+        raise CheckpointError(
+            f"{path / 'manifest.json'} lacks {lacking} in its metadata: no run of this library saved it."
+        )
+    name = NAME.fullmatch(path.resolve().name)
+    if name and int(name[1]) != metadata["iteration"]:
+        raise CheckpointError(f"{path} was saved at iteration {metadata['iteration']}: give the folder its name back.")
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def publish(place: Path, write: Callable[[Path], None]) -> None:
+    """Write a checkpoint beside its place, its sums last, and move it there: it is there whole or not at all.
+
+    Args:
+        place: the checkpoint's folder; a checkpoint that is there is replaced.
+        write: writes everything but the sums into the folder that it gets, which does not exist yet.
+
+    Raises:
+        CheckpointError: ``place`` holds files that are no checkpoint's.
+    """
+    check_replaceable(place)
+    stage = place.parent / f".{place.name}.stage-{uuid.uuid4().hex}"
+    try:
+        write(stage / place.name)
+        write_sums(stage / place.name)
+        old = place.parent / f".{place.name}.old-{uuid.uuid4().hex}"
+        if place.exists():
+            place.replace(old)
+        (stage / place.name).replace(place)
+        if old.exists():
+            shutil.rmtree(old)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def check_replaceable(place: Path) -> None:
+    """Refuse to write over anything but a checkpoint, or nothing."""
+    recover(place)
+    folder = place.is_dir() and not place.is_symlink()
+    foreign = foreign_files(place) if folder else [place.name] if os.path.lexists(place) else []
+    if foreign:
+        raise CheckpointError(
+            f"{place} holds what this library did not save as a checkpoint ({', '.join(foreign[:3])}), and saving would "
+            "delete it: choose another folder, or empty it."
+        )
+
+
+def recover(place: Path) -> None:
+    """Bring back, or delete, what a crash between the two steps of a replacement has left."""
+    for old in place.parent.glob(f".{place.name}.old-*"):
+        shutil.rmtree(old) if place.exists() else old.replace(place)

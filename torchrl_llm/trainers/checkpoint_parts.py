@@ -1,0 +1,164 @@
+"""What a checkpoint holds besides weights: the states of the optimizer, the collectors and the rest of a run."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import tensordict
+import torch
+from torchrl.checkpoint import Checkpoint, CheckpointError, StateDictCheckpointAdapter
+
+from torchrl_llm.envs.tasks import continued
+from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.trainers.fsdp import shard_like
+
+
+class State(StateDictCheckpointAdapter):
+    """Saves a ``state_dict`` as JSON and one archive of tensors, and reads nothing else.
+
+    An archive, because it is written and not mapped: where a disk is full, writing to a mapped file ends the process (SIGBUS).
+    """
+
+    def __init__(self) -> None:
+        super().__init__("archive")
+
+    def load(self, component: Any, path: Path, **options: Any) -> None:
+        """Read them into ``component``.
+
+        Raises:
+            CheckpointError: there are other files, which TorchRL would read instead.
+            RuntimeError: the archive holds a pickle.
+        """
+        expected = {self.state_archive, self.schema_filename}
+        found = {file.name for file in path.iterdir()}
+        if found != expected:
+            raise CheckpointError(f"{path} holds {sorted(found)}; expected {sorted(expected)}.")
+        tensordict.load(path / self.state_archive, allow_pickle=False)  # TorchRL's own call allows them
+        super().load(component, path, **options)
+
+
+class Optimizer:
+    """The optimizer of all ranks as one component of a checkpoint, in the same format however its state is shared out.
+
+    Args:
+        optimizer: this rank's.
+        distributed: all ranks; each calls :meth:`gather` before the first one saves, and loads.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, distributed: Distributed) -> None:
+        self.optimizer, self.distributed = optimizer, distributed
+        self._state: dict[str, Any] = {}
+
+    def gather(self) -> None:
+        """Bring the state together on the first rank."""
+        self._state = self.distributed.full_state(self.optimizer.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`gather` found."""
+        return self._state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the state, or this rank's part of it."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        state = {
+            index: {name: shard_like(parameters[int(index)], value) for name, value in values.items()}
+            for index, values in state_dict["state"].items()
+        }
+        self.optimizer.load_state_dict(state_dict | {"state": state})
+
+
+class Collectors:
+    """The collectors of all ranks as one component of a checkpoint.
+
+    Args:
+        collector: this rank's.
+        distributed: all ranks; each calls :meth:`gather` before the first one saves, and loads.
+        state: what to save instead of the collector's state now; ``None``: that.
+    """
+
+    def __init__(self, collector: Any, distributed: Distributed, state: dict[str, Any] | None = None) -> None:
+        self.collector, self.distributed, self.state = collector, distributed, state
+        self._states: list[dict[str, Any]] = []
+
+    def gather(self) -> None:
+        """Bring the states together on the first rank."""
+        self._states = self.distributed.all_gather([self.collector.state_dict() if self.state is None else self.state])
+
+    def state_dict(self) -> dict[str, Any]:
+        """What :meth:`gather` found, by rank."""
+        return {str(rank): state for rank, state in enumerate(self._states)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with this rank's next ticket; if the number of ranks has changed, with one that no rank has dealt."""
+        if len(state_dict) == self.distributed.world_size:
+            state = state_dict[str(self.distributed.rank)]
+        else:
+            state = redealt(list(state_dict.values()), self.collector.state_dict())
+        self.collector.load_state_dict(state)
+
+
+def redealt(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a fresh collector that continues the collectors of another number of processes.
+
+    Args:
+        old: states of all collectors of the earlier run.
+        new: the state of one of this run.
+
+    Returns:
+        The new state, with the first ticket to deal and what the old ones have learnt
+        (:func:`torchrl_llm.envs.tasks.continued`).
+    """
+    env = continued([state["env_state_dict"] for state in old], new["env_state_dict"])
+    return {**new, "env_state_dict": env, "iter": old[0]["iter"]}
+
+
+def states_of(**components: Any) -> Checkpoint:
+    """A checkpoint of what has a ``state_dict``, of which no pickle is read."""
+    checkpoint = Checkpoint()
+    for name, component in components.items():
+        checkpoint.register(name, component, adapter=State())
+    return checkpoint
+
+
+def environment() -> dict[str, Any]:
+    """Versions, threads and git revision: what must be the same for a run to go on in the same bytes."""
+    packages = ("torch", "torchrl", "tensordict", "transformers", "peft", "accelerate", "torchrl_llm")
+    versions = {}
+    for name in packages:
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return {"versions": versions, "threads": torch.get_num_threads(), "git_revision": _git_revision()}
+
+
+def _git_revision() -> str | None:
+    """The commit of this library, where it runs from its own repository (and not from one that it is installed in)."""
+    here = Path(__file__)
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(here.parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", here.name)
+        return git("rev-parse", "HEAD")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def config_changes(
+    saved: Mapping[str, Any], present: Mapping[str, Any], *, ignore: Sequence[str] = ()
+) -> dict[str, tuple[Any, Any]]:
+    """The settings that differ: name -> (saved, present). A setting that only one of them has counts as ``None``.
+
+    Examples:
+        >>> config_changes({"seed": 1, "output_dir": "a"}, {"seed": 2, "output_dir": "b"}, ignore=["output_dir"])
+        {'seed': (1, 2)}
+    """
+    names = [name for name in {**saved, **present} if name not in ignore]
+    return {name: (saved.get(name), present.get(name)) for name in names if saved.get(name) != present.get(name)}

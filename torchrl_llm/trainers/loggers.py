@@ -1,0 +1,59 @@
+"""Where a run's metrics go: CSV files, TensorBoard, Weights & Biases; and what a resumed run writes again."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+
+from torchrl.record.loggers import Logger, TensorboardLogger, get_logger
+
+from torchrl_llm.trainers.config import RunConfig
+
+
+def make_loggers(config: RunConfig) -> list[Logger]:
+    """CSV always, TensorBoard and Weights & Biases by flag."""
+    where = config.output_dir
+    loggers = [get_logger("csv", str(where), "csv")]
+    if config.tensorboard:
+        loggers.append(get_logger("tensorboard", str(where), "tensorboard"))
+    if config.wandb:
+        kwargs = {"project": config.wandb_project, "id": _wandb_id(where), "resume": "allow"}
+        loggers.append(get_logger("wandb", str(where), where.name, wandb_kwargs=kwargs))
+    for target in loggers:
+        target.log_hparams({name: str(value) for name, value in vars(config).items()})
+    return loggers
+
+
+def rewind_tensorboard(target: Logger, steps: int) -> None:
+    """Tell TensorBoard to drop what it has after ``steps``: the resumed run writes it again. Other loggers stay as they are."""
+    if isinstance(target, TensorboardLogger):
+        # An event file is only appended to; a session that starts at a step hides what was logged after it.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+
+        start = SessionLog(status=SessionLog.START)
+        target.experiment.file_writer.add_event(Event(step=steps + 1, session_log=start))
+
+
+def _wandb_id(where: Path) -> str:
+    """The run's id at Weights & Biases, drawn once and kept in its folder: a resumed run continues there."""
+    path = where / "wandb_id"
+    if not path.exists():
+        where.mkdir(parents=True, exist_ok=True)
+        path.write_text(uuid.uuid4().hex[:8])
+    return path.read_text()
+
+
+def rewind_csv(directory: str | Path, steps: int) -> None:
+    """Drop the rows that TorchRL's ``CSVLogger`` wrote after ``steps``: the resumed run writes them again.
+
+    Args:
+        directory: the logger's folder; its ``scalars/**/*.csv`` have lines ``step,value``.
+        steps: the last step to keep. A line that a crash has cut short is dropped too.
+    """
+    for path in sorted(Path(directory).glob("scalars/**/*.csv")):
+        lines = path.read_text().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith("\n") and int(line.partition(",")[0]) <= steps]
+        if kept != lines:
+            new = path.with_name(f".{path.name}.new")
+            new.write_text("".join(kept))
+            new.replace(path)

@@ -1,0 +1,153 @@
+"""The report of a run with an evaluation before and after it: ``result.json``, a learning curve, sample episodes.
+
+What the scripts in ``examples/`` share: :func:`run_and_report` is their whole course, from building to closing.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torchrl_llm.interrupts import Interrupted, catch_signals, interruptible
+from torchrl_llm.record.report import comparison_table, conversations_text, plot_learning_curve, write_json
+from torchrl_llm.trainers.cli import resume_command
+from torchrl_llm.trainers.config import RunConfig
+from torchrl_llm.trainers.evaluation import Evaluation
+from torchrl_llm.trainers.run import Run
+
+# At once, also into a pipe: a run is watched, and may be killed.
+_PRINT = partial(print, flush=True)
+
+_COUNT = 6
+"""Sample episodes in a report: enough to see how the model plays, and short enough to read."""
+
+
+def run_and_report(
+    config: RunConfig, build: Callable[[], Run], *, say: Callable[[str], None] = _PRINT
+) -> dict[str, Any]:
+    """Build a run, evaluate, train, evaluate, and write the report to ``config.output_dir``.
+
+    Ctrl-C and SIGTERM end the run in good order: it is saved, the report says how far it came, and a line how to go on.
+
+    Args:
+        config: the settings of the run.
+        build: makes it, such as ``partial(build_run, config)``.
+        say: gets the lines for the terminal; default: printed.
+
+    Returns:
+        What ``result.json`` holds; of several processes the main one writes it, and the others return an empty dictionary.
+
+    Raises:
+        Interrupted: by a signal, after the report of what there is.
+    """
+    report = RunReport(say)
+    with catch_signals(resume_command(config)):
+        run = interruptible(build)
+        try:
+            report.before = evaluate_before(run)
+            if report.before is not None and run.trainer.distributed.is_main:
+                say(f"before training, {report.before.episodes} episodes: win rate {report.before.success:.3f}")
+            run.trainer.train()
+            report.after = run.final_evaluation()
+            return report.write(run, run.trainer.stop_reason)
+        except Interrupted as interrupted:
+            report.write(run, f"interrupted by {interrupted.name}")
+            raise
+        finally:
+            run.close()
+            run.trainer.accelerator.end_training()
+
+
+def evaluate_before(run: Run) -> Evaluation | None:
+    """Evaluate the untrained model.
+
+    A resumed run reads what it found in ``evaluation_before.json``. A run that continues a checkpoint of another folder has no
+    such evaluation: ``None``.
+    """
+    run.begin()
+    path = run.config.output_dir / "evaluation_before.json"
+    if run.config.resume and path.exists():
+        return Evaluation(**json.loads(path.read_text()))
+    if run.trainer.iteration:
+        return None
+    before = run.final_evaluation()
+    if run.trainer.distributed.is_main:
+        _write_conversations(run, before, "before")
+        write_json(before.figures(), path)
+    return before
+
+
+@dataclass
+class RunReport:
+    """What a report is made of, besides the run.
+
+    Attributes:
+        say: gets the lines for the terminal.
+        before: the evaluation before training; ``None``: there is none.
+        after: the evaluation after training; ``None``: there is none (yet).
+        started: seconds of wall clock and of CPU when the report was begun, which ``wall_s`` and ``cpu_s`` count from.
+    """
+
+    say: Callable[[str], None]
+    before: Evaluation | None = None
+    after: Evaluation | None = None
+    started: tuple[float, float] = field(default_factory=lambda: (time.perf_counter(), time.process_time()))
+
+    def write(self, run: Run, stop_reason: str | None) -> dict[str, Any]:
+        """Write the report on the main process, of an interrupted run what there is; return what ``result.json`` holds."""
+        if not run.trainer.distributed.is_main:
+            return {}
+        out, title = run.config.output_dir, f"{run.config.algo} on {run.config.env_name}"
+        if run.trainer.history:
+            before = None if self.before is None else self.before.metrics("evaluation")
+            plot_learning_curve(run.trainer.history, out / "learning_curve.png", title=title, before=before)
+        result = self._result(run, stop_reason)
+        write_json(result, out / "result.json")
+        if self.after is not None:
+            _write_conversations(run, self.after, "after")
+            if run.config.export_merged:
+                run.models.export_merged(out / "merged", run.tokenizer)
+        evaluations = {
+            name: each for name, each in (("before", self.before), ("after", self.after)) if each is not None
+        }
+        table = f"\n\n{comparison_table(evaluations)}\n" if evaluations else ""
+        self.say(f"\n{title}: {stop_reason}{table}")
+        wanted = ("result.json", "learning_curve.png", "conversations_before.md", "conversations_after.md")
+        self.say(f"report: {out}/ ({', '.join(name for name in wanted if (out / name).exists())})")
+        return result
+
+    def _result(self, run: Run, stop_reason: str | None) -> dict[str, Any]:
+        before, after, (wall, cpu) = self.before, self.after, self.started
+        return {
+            "algo": run.config.algo,
+            "seed": run.config.seed,
+            "env_name": run.config.env_name,
+            "success_before": before and before.success,
+            "success_before_ci95": before and before.success_ci95,
+            "success_after": after and after.success,
+            "success_ci95": after and after.success_ci95,
+            "reward_before": before and before.reward,
+            "reward_after": after and after.reward,
+            "turns_before": before and before.turns,
+            "turns_after": after and after.turns,
+            "evaluation_tasks": after and after.tasks,
+            "evaluation_task_overlap": after and after.task_overlap,
+            "evaluation_faults": after and after.faults,
+            "episodes": run.trainer.episodes,
+            "iterations": run.trainer.iteration,
+            "stop_reason": stop_reason,
+            "wall_s": round(time.perf_counter() - wall, 1),
+            "cpu_s": round(time.process_time() - cpu, 1),
+            "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        }
+
+
+def _write_conversations(run: Run, evaluation: Evaluation, when: str) -> None:
+    kwargs = run.config.chat_template_kwargs
+    text = conversations_text(evaluation.rows, run.tokenizer, count=_COUNT, chat_template_kwargs=kwargs)
+    (run.config.output_dir / f"conversations_{when}.md").write_text(f"# Conversations {when} training\n\n{text}")

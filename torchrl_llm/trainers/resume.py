@@ -1,0 +1,114 @@
+"""Where a run starts: its folder and the checkpoint that it continues, checked before anything is built."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torchrl.record.loggers import Logger
+
+from torchrl_llm.interrupts import run_begins
+from torchrl_llm.trainers.build import adamw_options
+from torchrl_llm.trainers.callbacks import Callback
+from torchrl_llm.trainers.checkpoint_parts import config_changes, environment
+from torchrl_llm.trainers.cli import save_run_config
+from torchrl_llm.trainers.config import HOW_TO_RUN, ConfigError, RunConfig
+from torchrl_llm.trainers.loggers import make_loggers, rewind_tensorboard
+from torchrl_llm.trainers.run_folder import RunFolder
+from torchrl_llm.trainers.trainer import LLMTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def find_start(config: RunConfig, folder: RunFolder) -> Path | None:
+    """The checkpoint to continue, if any; ``folder`` and the checkpoint are checked, and nothing is changed."""
+    folder.check()
+    checkpoints = folder.checkpoints
+    latest = checkpoints.latest()
+    if not config.resume:
+        if latest is not None and not config.overwrite:
+            raise ConfigError(
+                f"{config.output_dir} holds a run already (checkpoint {latest}): resume=true goes on with it, overwrite=true "
+                "replaces it, or choose another output_dir."
+            )
+        return None
+    if config.resume_from is None:
+        start = latest
+    else:
+        start = config.resume_from.resolve()
+        if start.parent == checkpoints.directory.resolve():
+            start = checkpoints.directory / start.name
+        elif latest is not None:
+            raise ConfigError(
+                f"resume_from is {config.resume_from}, but {config.output_dir} holds another run (checkpoint {latest}): "
+                "resume=true without resume_from goes on with that one, or choose another output_dir."
+            )
+    if start is not None:
+        manifest = checkpoints.verify(start)
+        if "optimizer" not in manifest["components"]:
+            raise ConfigError(
+                f"{start} holds weights only (save_optimizer=False): start a run from them with init_from."
+            )
+        _check_same(config, manifest["metadata"], start)
+    return start
+
+
+def _check_same(config: RunConfig, saved: dict[str, Any], start: Path) -> None:
+    changes = config_changes(saved["config"], config.as_json(), ignore=[*HOW_TO_RUN, *config.accept_changes])
+    if changes:
+        listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in changes.items())
+        raise ConfigError(
+            f"The settings are not those of {start}: {listed}. Use the old ones, or name those that are meant to differ "
+            f"in accept_changes: {list(changes)}."
+        )
+    present = environment()
+    different = [name for name in present if saved["environment"].get(name) != present[name]]
+    if different:
+        logger.warning(
+            "resuming %s under another %s: the run goes on, but not in the same bytes", start, " and ".join(different)
+        )
+
+
+class Opening(Callback):
+    """Opens the run's folder and its loggers when training begins; building a run changes nothing on disk."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, start: Path | None) -> None:
+        self.config, self.folder, self.start, self.opened = config, folder, start, False
+        self.until_close = False  # the folder stays locked when training ends, because the caller writes there
+
+    def on_start(self, trainer: LLMTrainer) -> None:
+        if self.opened:
+            trainer.distributed.on_main(self.folder.lock)
+        else:
+            self.opened = True
+            trainer.distributed.on_main(lambda: self._open(trainer))
+            run_begins()
+
+    def on_end(self, trainer: LLMTrainer) -> None:
+        if not self.until_close:
+            self.folder.close()
+
+    def _open(self, trainer: LLMTrainer) -> None:
+        loggers = self.folder.open(self.start, trainer.logged_steps, self._begin_files)
+        if self.start is not None:
+            for target in loggers:
+                rewind_tensorboard(target, trainer.logged_steps)
+        trainer.loggers = (*loggers, *trainer.loggers)  # the caller may have added some since the run was built
+
+    def _begin_files(self) -> list[Logger]:
+        """What the folder gets first; if this fails, it is given back as it was."""
+        save_run_config(self.config, self.config.output_dir / "config.yaml")
+        return make_loggers(self.config)
+
+
+def accept_changes(config: RunConfig, trainer: LLMTrainer, saved: dict[str, Any]) -> None:
+    """Apply the settings that ``config.accept_changes`` names and that the checkpoint's state has overwritten."""
+    for group in trainer.optimizer.param_groups:
+        group |= adamw_options(config)
+    if saved["seed"] != config.seed:  # a second resume finds the new seed in its checkpoint
+        trainer.generator.manual_seed(config.seed)
+        # The next tasks are of the new seed; the counter goes on, so that ids stay unique.
+        env = trainer.collector.env
+        env.tickets = replace(env.tickets, seed=config.seed)

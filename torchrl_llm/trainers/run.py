@@ -1,0 +1,302 @@
+"""A run made from its settings: :func:`build_run` and :class:`Run`.
+
+What it is made of are plain TorchRL parts (:mod:`torchrl_llm.trainers.build`): replace any of them and build
+:class:`~torchrl_llm.trainers.LLMTrainer` yourself (``examples/custom_loop.py`` does without it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchrl.checkpoint import CheckpointError
+
+from torchrl_llm.envs import GEMEnv, SeenTasks, resolve_env
+from torchrl_llm.modules import ActorCritic, TurnPolicy
+from torchrl_llm.objectives import TurnPolicyLoss
+from torchrl_llm.optional import running_ray
+from torchrl_llm.trainers.build import (
+    check_sharding,
+    load_models,
+    make_accelerator,
+    make_collector,
+    make_environment,
+    make_evaluator,
+    make_objective,
+    make_optimizer,
+    make_policy,
+    make_replay_buffer,
+    make_sampling,
+    make_workers,
+)
+from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReference
+from torchrl_llm.trainers.checkpoint import CheckpointStore
+from torchrl_llm.trainers.checkpoint_files import verify
+from torchrl_llm.trainers.checkpoint_parts import Optimizer, states_of
+from torchrl_llm.trainers.config import ConfigError, RunConfig
+from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.trainers.evaluation import Evaluation, evaluate
+from torchrl_llm.trainers.resume import Opening, accept_changes, find_start
+from torchrl_llm.trainers.run_folder import RunFolder
+from torchrl_llm.trainers.sources import load_tokenizer, model_path
+from torchrl_llm.trainers.trainer import LLMTrainer
+from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
+
+MakeLoss = Callable[[RunConfig, ActorCritic], TurnPolicyLoss]
+"""Makes a run's loss: ``make_loss(config, models)``, see :func:`build_run`."""
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What :func:`build_run` made.
+
+    Attributes:
+        config: the settings.
+        tokenizer: the model's.
+        models: actor, critic and reference.
+        policy: plays; shares the actor's weights, or gets them from ``weight_sync``.
+        weight_sync: brings the actor's weights to the policy's engine, or to the workers on Ray; ``None`` where they are shared.
+        trainer: the loop.
+        checkpoints: where the trainer saves.
+        evaluation_env: what evaluations during the run play.
+        make_env: makes an environment for a ticket stream: ``make_env(stream="test")``.
+        opening: the callback behind :meth:`begin`.
+    """
+
+    config: RunConfig
+    tokenizer: Any
+    models: ActorCritic
+    policy: TurnPolicy
+    weight_sync: EngineWeightSync | RayWeightSync | None
+    trainer: LLMTrainer
+    checkpoints: CheckpointStore
+    evaluation_env: GEMEnv
+    make_env: Callable[..., GEMEnv]
+    opening: Opening
+
+    def begin(self) -> None:
+        """Make ``config.output_dir`` this run's, as ``trainer.train()`` does first: an earlier run there is moved aside.
+
+        To be called before something is written there; to build a run changes nothing. A second call does nothing. No other
+        process may run there before :meth:`close`, or, where this was not called, before ``trainer.train()`` ends.
+        """
+        self.opening.until_close = True
+        self.opening.on_start(self.trainer)
+
+    def final_evaluation(self, *, greedy: bool = False) -> Evaluation:
+        """Play ``config.final_episodes`` tickets that nothing else uses."""
+        env = self.make_env(stream="test")
+        try:
+            with self.trainer.playing():
+                return evaluate(
+                    env,
+                    self.policy,
+                    self.config.final_episodes,
+                    greedy=greedy,
+                    distributed=self.trainer.distributed,
+                    seen_tasks=self.trainer.seen_tasks,
+                )
+        finally:
+            env.close()
+
+    def save_checkpoint(self, path: str | Path, *, lora_only: bool = True, save_optimizer: bool = True) -> Path:
+        """Save the run to ``path``, beside what the trainer saves by itself.
+
+        Args:
+            path: the checkpoint's folder. A checkpoint that it held is replaced, once the new one is whole; a folder that
+                holds anything else is refused.
+            lora_only: with LoRA write adapters only; ``False`` adds the actor as one whole model in ``merged/``, which
+                transformers and vLLM load. Without LoRA whole models are written anyway.
+            save_optimizer: and all else that a resume needs; ``False`` writes weights and tokenizer only.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: ``path`` holds files that are no checkpoint's.
+        """
+        return self.checkpoints.save_to(path, self.trainer, lora_only=lora_only, save_optimizer=save_optimizer)
+
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        *,
+        load_optimizer: bool = True,
+        overwrite_reference_adapter: bool = False,
+        overwrite_critic_adapter: bool = False,
+        merge_lora_configs: bool = False,
+    ) -> None:
+        """Take weights, and the optimizer's state, from a checkpoint; counters and tickets stay (``resume`` is exact).
+
+        Args:
+            path: what :meth:`save_checkpoint` or the trainer saved.
+            load_optimizer: read the optimizer's state, if the checkpoint has one and its parameters are the ones here.
+            overwrite_reference_adapter, overwrite_critic_adapter, merge_lora_configs: see
+                :meth:`~torchrl_llm.modules.ActorCritic.load_pretrained`. Merged adapters begin with a fresh optimizer.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged, or has no optimizer to load.
+        """
+        if merge_lora_configs and self.trainer.distributed.world_size > 1:
+            raise ConfigError(
+                "load_checkpoint(merge_lora_configs=True) makes new parameters, but several processes share the old ones "
+                "already: start a run with init_from and merge_lora_configs."
+            )
+        load_optimizer = load_optimizer and not merge_lora_configs
+        manifest = verify(path)
+        if load_optimizer and "optimizer" not in manifest["components"]:
+            raise CheckpointError(f"{path} has no optimizer: pass load_optimizer=False.")
+        with self.trainer.distributed.full_state_on_cpu(read=True):
+            self.models.load_pretrained(
+                path,
+                overwrite_reference_adapter=overwrite_reference_adapter,
+                overwrite_critic_adapter=overwrite_critic_adapter,
+                merge_lora_configs=merge_lora_configs,
+            )
+        if load_optimizer:
+            states_of(optimizer=Optimizer(self.trainer.optimizer, self.trainer.distributed)).load(path)
+        elif merge_lora_configs:
+            self.trainer.replace_optimizer(make_optimizer(self.config, self.models))
+        if self.weight_sync is None:
+            self.policy.weights_changed()
+        else:
+            self.weight_sync.send()
+
+    def close(self) -> None:
+        """Shut collector, environments, engine and loggers down, and release the folder; a second call does nothing."""
+        self.trainer.close()
+        self.evaluation_env.close(raise_if_closed=False)
+        if self.weight_sync is not None:
+            self.weight_sync.close()
+        self.policy.close()
+        self.opening.folder.close()
+
+
+def build_run(
+    config: RunConfig,
+    *,
+    env: Any = None,
+    make_env: Callable[..., GEMEnv] | None = None,
+    make_loss: MakeLoss | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Run:
+    """Build model, environment, policy, collector, buffer, loss, optimizer, loggers and the trainer.
+
+    Args:
+        config: the settings.
+        env: what :class:`~torchrl_llm.envs.GEMEnv` plays instead of ``config.env_name``: a factory of text environments.
+        make_env: makes the environments of all streams from the keyword arguments of ``GEMEnv``, such as
+            ``partial(PromptDatasetEnv, splits, reward_fn)``; default ``GEMEnv`` itself. Excludes ``env``.
+        make_loss: makes the loss, ``make_loss(config, models)``, of ``models.actor`` and ``models.critic``;
+            :meth:`RunConfig.loss_options` gives it the loss's settings. Default: :func:`make_objective`.
+        callbacks: added to the progress bar.
+
+    Returns:
+        A :class:`Run`.
+
+    Raises:
+        ConfigError: settings that contradict each other or an earlier run; both ``env`` and ``make_env``; a loss of other
+            networks than ``models``.
+        ImportError, RuntimeError: with ``collector="ray"``, Ray is not installed, or not running.
+    """
+    if env is not None and make_env is not None:
+        raise ConfigError("build_run got env and make_env: the second decides what is played, so leave env out.")
+    if config.env_weights is not None and make_env is not None:
+        raise ConfigError(
+            f"env_weights={config.env_weights} does nothing with build_run(make_env=...), which decides what is played: leave it "
+            "out, or give make_env the weights."
+        )
+    if config.collector == "ray":
+        running_ray()  # before the models are loaded
+    accelerator = make_accelerator(config)
+    distributed = Distributed.of(accelerator)
+    check_sharding(config, distributed)
+    folder = RunFolder(config)
+    start = distributed.on_main(lambda: find_start(config, folder))  # before the models are loaded
+    tokenizer = load_tokenizer(config)
+    path = model_path(config)
+    if make_env is None:
+        names = [config.env_name] if isinstance(config.env_name, str) else config.env_name
+        # Ids are resolved here: workers on Ray may not have registered the family.
+        sources = env or [resolve_env(name) for name in names]
+        make_env = partial(GEMEnv, sources, weights=config.env_weights, divide=True)
+    make_env = partial(
+        make_environment, config, tokenizer, make_env, worker=distributed.rank, num_workers=distributed.world_size
+    )
+    make_train_env = partial(make_env, stream="train", group_size=config.group_size)
+    train_env, evaluation_env = make_train_env(), make_env(stream="eval")
+    _check_mixture(config, train_env)
+    sampling = make_sampling(config, path, train_env)
+    models = load_models(config, path, tokenizer, sampling, device=accelerator.device)
+    policy, weight_sync = make_policy(config, path, tokenizer, sampling, models)
+    replay_buffer = make_replay_buffer(config)
+    workers = None
+    if isinstance(weight_sync, RayWeightSync):
+        workers = make_workers(config, make_train_env, tokenizer, sampling, models, weight_sync)
+    collector = make_collector(config, train_env, policy, replay_buffer, distributed, workers)
+    loss = (make_loss or make_objective)(config, models)
+    checkpoints = CheckpointStore(
+        folder.checkpoints.directory,
+        models=models,
+        tokenizer=tokenizer,
+        config=config.as_json(),
+        keep_last=config.keep_checkpoints,
+        on_save=folder.settle,
+    )
+    opening = Opening(config, folder, start)
+    seen_tasks = SeenTasks()
+    trainer = LLMTrainer(
+        collector=collector,
+        replay_buffer=replay_buffer,
+        policy=policy,
+        loss=loss,
+        optimizer=make_optimizer(config, models),
+        config=config,
+        reference=models.reference,
+        weight_sync=weight_sync,
+        evaluator=make_evaluator(config, policy, evaluation_env, distributed, seen_tasks),
+        checkpoints=checkpoints if config.save_checkpoints else None,
+        callbacks=[opening, *_callbacks(config, models, callbacks, progress=config.progress and distributed.is_main)],
+        accelerator=accelerator,
+        seen_tasks=seen_tasks,
+    )
+    if start is not None:
+        manifest = checkpoints.resume(trainer, start)
+        accept_changes(config, trainer, manifest["metadata"]["config"])
+        policy.drop_cache()
+        if config.accept_changes:
+            trainer.reconsider()
+    if weight_sync is not None:
+        # The engine has the weights of model_path so far. This is no update: the version stays.
+        policy.policy_version -= 1
+        weight_sync.send()
+    return Run(
+        config=config,
+        tokenizer=tokenizer,
+        models=models,
+        policy=policy,
+        weight_sync=weight_sync,
+        trainer=trainer,
+        checkpoints=checkpoints,
+        evaluation_env=evaluation_env,
+        make_env=make_env,
+        opening=opening,
+    )
+
+
+def _check_mixture(config: RunConfig, env: GEMEnv) -> None:
+    """Refuse settings of a mixture where one environment is played."""
+    given = [name for name in ("adaptive_tasks", "env_weights") if getattr(config, name)]
+    if given and env.tickets.num_tasks < 2:
+        raise ConfigError(
+            f"{' and '.join(given)} chooses among environments, and {env.names[0]!r} is the only one: leave it out, or play a "
+            "mixture."
+        )
+
+
+def _callbacks(config: RunConfig, models: ActorCritic, own: Sequence[Callback], *, progress: bool) -> list[Callback]:
+    refresh = [RefreshReference(models, config.refresh_reference)] if config.refresh_reference else []
+    return [*refresh, *([ProgressBar(config.algo)] if progress else []), *own]

@@ -1,0 +1,397 @@
+"""The settings of a run by the part that reads them. Each field is documented where it is declared.
+
+:class:`~torchrl_llm.trainers.RunConfig` puts the parts together under flat names; ``--help`` and the tables of the
+documentation show the docstrings of the fields (:func:`torchrl_llm.options.meanings`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+from torchrl_llm.options import (
+    Bound,
+    Checked,
+    ConfigError,
+    Count,
+    Idle,
+    MinP,
+    Natural,
+    NonNegative,
+    Positive,
+    PositiveShare,
+    Range,
+    Ratio,
+    Share,
+    Temperature,
+)
+
+Algorithm = Literal["LLMPPO", "LLMREINFORCE", "GRPO"]
+OldLogProbs = Literal["auto", "sampler", "scorer"]
+
+
+def require(holds: bool, message: str) -> None:
+    """Raise :class:`ConfigError` with ``message`` unless ``holds``."""
+    if not holds:
+        raise ConfigError(message)
+
+
+@dataclass(kw_only=True)
+class TrainerConfig(Checked):
+    """What :class:`~torchrl_llm.trainers.LLMTrainer` itself reads."""
+
+    epochs: Count = 1
+    """Passes over each batch."""
+    minibatch_size: Count | None = None
+    """Conversations per optimizer step; None takes the whole batch in one step."""
+    max_tokens: Count = 16_384
+    """Tokens (padding included) of one forward and backward pass. It bounds memory and never changes the gradient."""
+    old_log_probs: OldLogProbs = "auto"
+    """What ratios are taken against: the "sampler"'s log-probs, or those that the "scorer" gives the tokens before the
+    update (one more forward pass); "auto" takes the sampler's where they are the scorer's anyway."""
+    critic_warmup: Natural = 0
+    """Iterations at the start in which only the critic learns, of a shared trunk its head alone (LLMPPO)."""
+    dynamic_sampling: Natural = 0
+    """0 is off; else learn only from groups that the estimator gives an advantage (GRPO: those that differ), and
+    collect up to this many batches an iteration until there are enough of them."""
+    overlong_filter: bool = False
+    """Leave conversations that a limit of length cut out of the update; credit still counts them."""
+    overlong_penalty: NonNegative = 0.0
+    """Taken from the reward of a response that reaches max_output_tokens, less of it before; 0 is off."""
+    overlong_buffer: Count | None = None
+    """Tokens before the limit over which that penalty grows; None takes the whole length."""
+    max_grad_norm: Annotated[float, Range("(0, inf]")] = 1.0
+    """Gradients are clipped to this 2-norm, actor and critic apart."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """The learning rates' course after the warm-up, over ``max_steps``."""
+    warmup_fraction: Share = 0.0
+    """Share of ``max_steps`` over which the learning rates rise from 0."""
+    min_lr_fraction: Share = 0.0
+    """The cosine schedule ends at this share of the learning rate."""
+    max_steps: Count = 100_000
+    """Turns to play in training; the run ends with the iteration that reaches it."""
+    max_iterations: Count | None = None
+    """Cap on iterations; None sets none."""
+    max_seconds: Positive | None = None
+    """Cap on wall-clock time, checked between iterations; None sets none."""
+    stop_at_success: PositiveShare | None = None
+    """End the run when the sampled evaluation's success rate reaches this; None never does."""
+    evaluation_interval: Natural = 10
+    """Iterations between evaluations; 0 evaluates only before and after the run."""
+    checkpoint_interval: Natural = 10
+    """Iterations between checkpoints; 0 saves only after the best evaluation and at the end."""
+    seed: Natural = 0
+    """Of minibatch order (and, in :class:`RunConfig`, of everything else)."""
+
+    idle: ClassVar[tuple[Idle, ...]] = (
+        Idle(("overlong_buffer",), {"overlong_penalty": (0,)}, "set overlong_penalty"),
+        Idle(("min_lr_fraction",), {"schedule": ("constant",)}, 'set schedule to "cosine"'),
+        Idle(("schedule", "min_lr_fraction"), {"warmup_fraction": (1,)}, "let the warm-up end earlier"),
+        Idle(("stop_at_success",), {"evaluation_interval": (0,)}, "set evaluation_interval to 1 or more"),
+    )
+
+    def __post_init__(self) -> None:
+        require(
+            self.max_iterations is None or self.critic_warmup <= self.max_iterations,
+            f"critic_warmup={self.critic_warmup} is more than max_iterations={self.max_iterations}: the policy would never "
+            "learn. Lower the first or raise the second.",
+        )
+
+
+@dataclass(kw_only=True)
+class WeightsConfig(Checked):
+    """The weights that a run begins with. A resumed run has those of its checkpoint, so none of these can be changed."""
+
+    algo: Algorithm = "LLMPPO"
+    """The algorithm."""
+    critic_trunk: Literal["separate", "shared"] = "separate"
+    """The critic has a "separate" adapter (or copy of the model), or is a head on the "shared" trunk of the actor
+    (LLMPPO)."""
+    lora_r: Annotated[int, Range("[0, inf)", "0 trains all weights")] = 16
+    """Rank of the LoRA adapters; 0 trains all weights, with 16 bytes of memory for each."""
+    lora_alpha: Count | None = None
+    """LoRA's scale is lora_alpha / lora_r; None takes 2 * lora_r."""
+    lora_targets: list[str] | str = "all-linear"
+    """Names of the linear modules that get adapters, as a list; or "all-linear", or a regular expression that matches
+    whole module paths. Of a multimodal model those of its language model only."""
+    init_from: Path | None = None
+    """A checkpoint (or what ActorCritic.save_pretrained wrote) whose weights the run starts from."""
+    init_reference: bool = False
+    """With init_from, the reference of the KL is the checkpoint's actor, not the base model."""
+    init_critic: bool = False
+    """With init_from, the critic starts as the checkpoint's actor, with a fresh head."""
+    merge_lora_configs: bool = False
+    """With init_from, accept a checkpoint of other LoRA settings, by merging them."""
+
+
+@dataclass(kw_only=True)
+class ModelConfig(Checked):
+    """The model, and how it computes."""
+
+    model_path: str = "Qwen/Qwen2.5-0.5B-Instruct"
+    """A directory, or a model id of a hub, in transformers format. "tiny" is the small model that comes with the
+    package."""
+    tokenizer_path: str | None = None
+    """Where the tokenizer is; None takes model_path."""
+    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
+    """Of the base weights; "auto" takes the checkpoint's. Adapters and heads are float32. Where all weights train
+    (lora_r=0) they are kept in float32, and this is what training computes in."""
+    device: str | None = None
+    """Torch device of model and training, such as cpu; None lets accelerate choose. Another one than accelerate's
+    choice is an error."""
+    mixed_precision: Literal["no", "bf16", "fp16"] | None = None
+    """Autocast of the training forward passes; None is that of dtype (the checkpoint's, if "auto") where all weights
+    train, else "no"."""
+    attn_implementation: str | None = None
+    """As in transformers ("sdpa", "eager", "flash_attention_2"); None takes its default."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass to save memory."""
+    compile: bool = False
+    """torch.compile the layers for scoring and training; generation is not compiled."""
+    quantization: Literal["nf4"] | None = None
+    """"nf4" keeps the linear layers of the base in 4 bits (with LoRA and bitsandbytes)."""
+    refresh_reference: Natural = 0
+    """Make the reference what the actor is, every so many iterations; 0 never does."""
+
+
+@dataclass(kw_only=True)
+class EnvConfig(Checked):
+    """The environment and the text that the model reads."""
+
+    env_name: str | list[str] = "game:GuessTheNumber-v0-easy"
+    """Id of a GEM environment, or a list of ids (a mixture); a label where build_run is told what to play."""
+    env_weights: list[Positive] | None = None
+    """How often each environment of a mixture is dealt, relative to each other; None deals them in turn."""
+    adaptive_tasks: bool = False
+    """Deal those environments of a mixture more often that are won about half of the time: env_weights count times p
+    (1 - p) + 0.05 for a recent success rate p, which changes between batches."""
+    num_envs: Count = 16
+    """Environment slots played side by side, by each process and by each of its workers on Ray."""
+    max_turns: Count | None = None
+    """Our own cap on turns (truncation); None leaves it to the environment."""
+    max_model_len: Count = 1024
+    """Longest context in tokens, the last response included."""
+    overflow: Literal["truncate", "slide"] = "truncate"
+    """What happens when it is full: "truncate" ends the conversation, "slide" drops its oldest turns."""
+    success_reward: float | None = None
+    """An episode is a success if it terminates with at least this reward, and its environment does not say
+    info["success"]; None takes 1."""
+    system_prompt: str | None = None
+    """Put before the first message; None adds none."""
+    template: Literal["chat", "raw"] = "chat"
+    """"chat" for the tokenizer's chat template, "raw" for plain concatenation (base models)."""
+    history: Literal["refuse", "append"] = "refuse"
+    """What to do with a template that renders earlier turns anew: "refuse" it, or "append", which keeps what was
+    sampled and seen."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the chat template, such as enable_thinking."""
+
+
+@dataclass(kw_only=True)
+class SamplingSettings(Checked):
+    """The fields of :class:`~torchrl_llm.modules.SamplingConfig` that a run can set; its stop ids are the model's."""
+
+    temperature: Temperature = 1.0
+    """Sampling temperature in training."""
+    top_k: Natural = 0
+    """Keep the likeliest tokens; 0 keeps all."""
+    top_p: PositiveShare = 1.0
+    """Keep the smallest set of tokens of this mass; 1 keeps all."""
+    min_p: MinP = 0.0
+    """Drop tokens less likely than this times the likeliest; 0 keeps all."""
+    repetition_penalty: Positive = 1.0
+    """1 is off."""
+    min_output_tokens: Natural = 0
+    """Responses cannot end earlier."""
+    max_output_tokens: Count = 64
+    """Responses are cut here."""
+
+
+@dataclass(kw_only=True)
+class EngineConfig(Checked):
+    """vLLM's engine (``policy="vllm"``). ``None`` takes the default of ``torchrl_llm.modules.load_engine``."""
+
+    engine_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
+    """Of the engine's weights; None takes dtype."""
+    tensor_parallel_size: Count | None = None
+    """GPUs that share the engine's model."""
+    gpu_memory_utilization: PositiveShare | None = None
+    """The engine's share of the GPU's memory."""
+    kv_cache_memory_bytes: Count | None = None
+    """Size of the engine's KV cache."""
+    enforce_eager: bool | None = None
+    """No graph capture in the engine."""
+    prefix_caching: bool | None = None
+    """The engine keeps the keys and values of earlier turns."""
+    engine_process: bool | None = None
+    """Run the engine in a process of its own."""
+    sleep_mode: bool | None = None
+    """The engine gives its GPU memory to the trainer during updates."""
+    weight_sync: Literal["adapter", "reload", "shared_memory", "nccl"] | None = None
+    """How weights get into the engine: "adapter", "reload", "shared_memory" or "nccl"; None takes the fastest that is
+    correct."""
+
+
+@dataclass(kw_only=True)
+class RayConfig(Checked):
+    """Workers on Ray (``collector="ray"``)."""
+
+    ray_workers: Count | None = None
+    """How many workers play; None takes 2."""
+    ray_worker_cpus: NonNegative | None = None
+    """CPUs that each asks Ray for; None takes 1."""
+    ray_worker_gpus: NonNegative | None = None
+    """GPUs that each asks Ray for, and plays on; None takes none."""
+
+
+@dataclass(kw_only=True)
+class RolloutConfig(Checked):
+    """How batches are collected."""
+
+    policy: Literal["hf", "vllm"] = "hf"
+    """Who plays: "hf", the model itself, or "vllm", an engine that gets the weights after every update."""
+    collector: Literal["turn", "async", "ray"] = "turn"
+    """"turn" plays each batch with a turn of all slots at a time; "async" lets no episode wait for another; "ray" does
+    so on workers, of a Ray that is running."""
+    max_staleness: Natural | None = None
+    """Updates that the weights of a token may be behind those it trains; 0 is on-policy (not for collector="turn")."""
+    env_threads: Natural | None = None
+    """Threads that environments run in; None takes one a slot with a step_timeout or a collector other than "turn",
+    else none."""
+    step_timeout: Positive | None = None
+    """Seconds that an environment may take for a step, in training and in evaluation; its episode is cut then. None
+    takes 60 with a collector other than "turn" (and env_threads other than 0), else no limit."""
+    max_faults: Natural | None = None
+    """Episodes whose environment may fail in one batch, where their groups are dropped and others played; in one
+    evaluation, where they count as not won; and in a row. None takes 16."""
+    batch_size: Count = 32
+    """Conversations per iteration, all groups and all processes together."""
+    group_size: Count = 1
+    """Conversations per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for."""
+
+
+@dataclass(kw_only=True)
+class LossConfig(Checked):
+    """The options of the algorithm's loss and estimator; ``None`` takes the default that is declared there."""
+
+    gamma: Share | None = None
+    """Discount per turn."""
+    keep_discount: bool | None = None
+    """Weigh turn k by gamma^k, as the gradient of the discounted return does."""
+    clip_advantage: Positive | None = None
+    """Bound on the absolute value of advantages."""
+    kl_coeff: NonNegative | None = None
+    """Weight of the KL to the reference model (AgileRL's beta); 0 needs no reference."""
+    kl_in: Literal["loss", "reward"] | None = None
+    """The KL in the "loss" or in the "reward"."""
+    kl_kind: Literal["k2", "k3"] | None = None
+    """The KL in the loss: "k3" or "k2"."""
+    clipping: Literal["ppo", "cispo", "none"] | None = None
+    """"ppo", "cispo" (every token keeps its gradient), or "none"."""
+    clip_epsilon: NonNegative | tuple[NonNegative, NonNegative] | None = None
+    """How far the ratio may move from 1, one number or [low, high]."""
+    dual_clip: Ratio | None = None
+    """Ratio beyond which a negative advantage has no gradient either ("ppo")."""
+    ratio_level: Literal["token", "turn", "sequence"] | None = None
+    """Importance ratio per "token", "turn" or "sequence"."""
+    ratio_reduction: Literal["sum", "mean"] | None = None
+    """A unit's log-ratio is the "sum" of its tokens' or their "mean"."""
+    unit_weight: Literal["by_tokens", "equal"] | None = None
+    """A unit counts "by_tokens", or all units are "equal"."""
+    weighting: Literal["token", "turn", "sequence", "constant"] | None = None
+    """What counts equally in the loss: "token", "turn", "sequence", or "constant"."""
+    weight_constant: Positive | None = None
+    """Tokens per conversation of weighting="constant"."""
+    entropy_coeff: NonNegative | None = None
+    """Weight of the entropy bonus."""
+    sampler_correction: Literal["truncate", "mask", "reject"] | None = None
+    """For samplers whose log-probs are not the trainer's: "truncate", "mask" or "reject". None takes none, but with
+    max_staleness "truncate"."""
+    sampler_bounds: Bound | tuple[Bound, Bound] | None = None
+    """Its cap ("truncate"), or [low, high]; None takes 2 where max_staleness asks for the correction."""
+    sampler_level: Literal["token", "turn", "sequence"] | None = None
+    """What has one such weight: "token", "turn" or "sequence"."""
+    sampler_reduction: Literal["sum", "mean"] | None = None
+    """A unit's weight is that of the "sum" or of the "mean" of its tokens' log-ratios."""
+    lmbda: Share | None = None
+    """Lambda of the turn-level GAE (LLMPPO)."""
+    critic_coeff: NonNegative | None = None
+    """Weight of the critic's term (LLMPPO)."""
+    clip_value: NonNegative | None = None
+    """How far a value may move from the old one; 0 sets no bound (LLMPPO)."""
+    granularity: Literal["turn", "token"] | None = None
+    """Credit per "turn" or per "token" (LLMPPO)."""
+    value_reduction: Literal["first", "mean", "last"] | None = None
+    """The value of a turn: "first" (unbiased), "mean" or "last" (LLMPPO)."""
+    whiten: bool | None = None
+    """Whiten the advantages over the batch (LLMPPO)."""
+    normalise_over: Literal["batch", "none"] | None = None
+    """Normalise returns over the "batch", or "none" (LLMREINFORCE)."""
+    credit: Literal["episode", "turn"] | None = None
+    """Compare the returns of the "episode", or those from each "turn" on (GRPO)."""
+    baseline: Literal["mean", "leave_one_out"] | None = None
+    """The group's "mean", or "leave_one_out" (GRPO; with scale="none")."""
+    scale: Literal["std", "none"] | None = None
+    """Divide by the group's "std", or "none" (GRPO)."""
+
+
+@dataclass(kw_only=True)
+class OptimConfig(Checked):
+    """AdamW."""
+
+    lr_actor: NonNegative = 5e-6
+    """Learning rate of the policy."""
+    lr_critic: NonNegative | None = None
+    """Learning rate of the critic (LLMPPO); None takes lr_actor."""
+    weight_decay: NonNegative = 0.0
+    """AdamW's."""
+    adam_beta2: Annotated[float, Range("[0, 1)")] = 0.999
+    """AdamW's second moment decay."""
+
+
+@dataclass(kw_only=True)
+class ReportConfig(Checked):
+    """Evaluation and metrics."""
+
+    evaluation_episodes: Count = 256
+    """Conversations per evaluation, the same held-out tasks each time."""
+    evaluation_greedy: bool = False
+    """Evaluate greedy decoding too, each task once."""
+    final_episodes: Count = 512
+    """Conversations of the evaluations before and after the run, on tickets used for nothing else."""
+    tensorboard: bool = False
+    """Log to TensorBoard too."""
+    wandb: bool = False
+    """Log to Weights & Biases too."""
+    wandb_project: str = "torchrl_llm"
+    """Its project."""
+
+
+@dataclass(kw_only=True)
+class OutputConfig(Checked):
+    """What is written where, and how a run starts. None of these changes a number of the run."""
+
+    output_dir: Path = Path("runs/multiturn")
+    """Where metrics, checkpoints and the report go."""
+    save_checkpoints: bool = True
+    """Write checkpoints to output_dir/checkpoints: the newest, and the best by evaluation."""
+    keep_checkpoints: Count = 2
+    """How many of the newest are kept."""
+    export_merged: bool = False
+    """Write the trained actor as one whole model to output_dir/merged at the end."""
+    resume: bool = False
+    """Go on from the newest checkpoint in output_dir, in the same bytes as if the run had never stopped; from the
+    start if there is none."""
+    resume_from: Path | None = None
+    """The checkpoint to go on from, instead of the newest; newer ones are moved aside."""
+    accept_changes: list[str] = field(default_factory=list)
+    """Names of settings that may differ from those of the checkpoint, and take effect from there; any other change is
+    an error, and those of the weights themselves (algo, critic_trunk, init_*, lora_*) cannot be accepted."""
+    overwrite: bool = False
+    """Start anew in an output_dir that holds a run already; it is moved aside, and deleted when the new run has a
+    whole checkpoint."""
+    progress: bool = True
+    """Show a progress bar."""
