@@ -13,7 +13,6 @@ from trained import make_models, play, train
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, RayTurnCollector, TurnCollector
-from torchrl_llm.data import turns_to_rows
 from torchrl_llm.modules import EngineError, TokenScorer
 from torchrl_llm.testing.tiny import load_tiny_model, tiny_model_path
 from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync, WeightSyncError, merged_tensors
@@ -62,7 +61,7 @@ class TestThirdEngine:
         try:
             for _ in range(batches):
                 scorers[engine.policy_version] = scorer_of(models)
-                rows = turns_to_rows(collector.rollout())
+                rows = collector.rollout()
                 actions = rows[keys.TURN_IDS] >= 0
                 for version in rows[keys.POLICY_VERSION][actions].unique().tolist():
                     with torch.no_grad():

@@ -56,7 +56,7 @@ class CollectorView:
     @property
     def logprobs_match_trainer(self) -> bool:
         """Whether a scorer computes the log-probs that its workers record."""
-        return getattr(self._collector, "exact", True)
+        return getattr(self._collector, "logprobs_match_trainer", True)
 
     @property
     def env_names(self) -> tuple[str, ...]:
