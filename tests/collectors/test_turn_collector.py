@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -377,8 +378,7 @@ class TestTurnEnd:
         self, make, says, stop_ids, said, caplog
     ):
         policy = says(one_or_five)
-        if stop_ids is not None:
-            policy.stop_ids = stop_ids
+        policy.sampling = replace(policy.sampling, stop_ids=stop_ids)
         TurnCollector(make(), policy, batch_size=1)
         assert ("ends a turn with '<|im_end|>' (id 2)" in caplog.text) == said
         assert ("Pass SamplingConfig(stop_ids=(0, 2))" in caplog.text) == said

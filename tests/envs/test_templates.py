@@ -22,7 +22,6 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
-from torchrl_llm.data import turns_to_rows
 from torchrl_llm.envs import ChatFormatter, GEMEnv, NotAppendOnlyError
 from torchrl_llm.envs.chat import History
 from torchrl_llm.keys import StopReason
@@ -251,8 +250,7 @@ class TestFuzz:
         batch = min(CONVERSATIONS, 250)
         collector = TurnCollector(env, policy, batch_size=batch, total_batches=-(-CONVERSATIONS // batch))
         reasons: set[int] = set()
-        for turns in collector:
-            rows = turns_to_rows(turns)
+        for rows in collector:
             assert len(rows) == batch
             for row, episode in zip(rows, rows[keys.EPISODE_ID].tolist(), strict=True):
                 self.check(row, policy.seen.pop(episode))
@@ -301,8 +299,7 @@ class TestFuzz:
         env = make_env(tokenizer, style.history, num_envs=8, max_model_len=300)
         ends = env.formatter.end_of_turn_ids
         sampling = SamplingConfig(max_output_tokens=RESPONSE, temperature=0.8, stop_ids=ends)
-        (turns,) = TurnCollector(env, HFPolicy(model, tokenizer, sampling), batch_size=16, total_batches=1)
-        rows = turns_to_rows(turns)
+        (rows,) = TurnCollector(env, HFPolicy(model, tokenizer, sampling), batch_size=16, total_batches=1)
         log_prob = TokenScorer(model, sampling)(rows)[keys.LOG_PROB].detach()
         assert float(log_prob.min()) < -2
         torch.testing.assert_close(log_prob, rows[keys.SAMPLE_LOG_PROB], rtol=0, atol=1e-5)
@@ -346,8 +343,7 @@ class TestPadding:
         assert (tokenizer.pad_token_id == tokenizer.eos_token_id) == (pad == "<|im_end|>")
         env = make_env(tokenizer)
         policy = Babbler(env.formatter)
-        (turns,) = TurnCollector(env, policy, batch_size=32, total_batches=1)
-        rows = turns_to_rows(turns)
+        (rows,) = TurnCollector(env, policy, batch_size=32, total_batches=1)
         for row, episode in zip(rows, rows[keys.EPISODE_ID].tolist(), strict=True):
             TestFuzz.check(row, policy.seen[episode])
         inner = [x for seen in policy.seen.values() for _, response in seen for x in response[:-1]]
@@ -376,8 +372,7 @@ class TestContextBudget:
         tokenizer = byte_tokenizer()
         env = make_env(tokenizer, env=lambda: Talker(words), num_envs=1, max_model_len=400, **kwargs)
         policy = Babbler(env.formatter)
-        (turns,) = TurnCollector(env, policy, batch_size=4, total_batches=1)
-        rows = turns_to_rows(turns)
+        (rows,) = TurnCollector(env, policy, batch_size=4, total_batches=1)
         for row, episode in zip(rows, rows[keys.EPISODE_ID].tolist(), strict=True):
             TestFuzz.check(row, policy.seen[episode])
         return rows
