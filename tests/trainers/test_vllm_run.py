@@ -60,7 +60,7 @@ class TestRun:
     def test_a_sync_that_does_not_take_ends_the_run(self, tmp_path):
         run = build_run(small_config(tmp_path, max_iterations=3, lr_actor=0.1, **VLLM))
         try:
-            run.weight_sync._send_tensors = lambda *_, **__: None  # nothing is sent
+            run.weight_sync._load = lambda *_, **__: None  # nothing is sent
             with pytest.raises(WeightSyncError, match="canary"):
                 run.trainer.train()
             assert run.trainer.iteration == 0
