@@ -278,7 +278,7 @@ class RunConfig(
 
         Examples:
             >>> RunConfig(algo="GRPO", group_size=4, kl_coeff=0.0).loss_options()
-            {'group_size': 4, 'kl_coeff': 0.0}
+            {'kl_coeff': 0.0, 'group_size': 4}
         """
         stock = LOSSES[self.algo]
         if loss_class is not None and not issubclass(loss_class, stock):
