@@ -95,7 +95,7 @@ class Run:
     checkpoints: CheckpointStore
     evaluation_env: GEMEnv
     make_env: Callable[..., GEMEnv]
-    opening: _Opening
+    opening: Any
 
     def begin(self) -> None:
         """Make ``config.output_dir`` this run's, as ``trainer.train()`` does first: an earlier run there is moved aside.
