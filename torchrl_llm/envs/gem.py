@@ -254,6 +254,11 @@ class GEMEnv(EnvBase):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(device=device or "cpu", batch_size=(num_envs,))
+        if hasattr(env, "step") and not callable(env):
+            raise TypeError(
+                f"GEMEnv got an environment, a {type(env).__name__}; expected its class or another function that makes one: "
+                "every slot plays one of its own."
+            )
         envs = [env] if isinstance(env, str) or callable(env) else list(env)
         self._check_sizes(envs, num_envs, group_size, max_model_len, max_output_tokens, max_turns, on_done)
         if max_faults < 0:

@@ -253,6 +253,8 @@ def build_run(
         workers = Workers(make_train_env, partial(_worker_policy, config, tokenizer, sampling, lora), weight_sync)
     collector = make_collector(config, train_env, policy, replay_buffer, ranks, workers)
     loss = (make_loss or make_objective)(config, models)
+    if not isinstance(loss, TurnPolicyLoss):
+        raise ConfigError(f"make_loss(config, models) returned a {type(loss).__name__}; expected a TurnPolicyLoss.")
     checkpoints = CheckpointStore(
         folder.checkpoints.directory,
         models=models,
