@@ -84,7 +84,7 @@ test-interrupt: $(VENV)/.test $(RAY)/.test ## send SIGINT and SIGTERM to a run a
 	INTERRUPTS=10 $(RUN) $(BIN)/python -m pytest -n 2 --timeout=3000 tests/trainers/test_interrupts.py -k "Script and not ray" -q
 	INTERRUPTS=10 $(RUN) $(RAY)/bin/python -m pytest --timeout=3000 tests/trainers/test_interrupts.py -m ray -q
 
-test-models: $(VENV)/.test ## try every causal language model type of transformers, tiny; writes docs/results/architectures.md (about 20 minutes)
+test-models: $(VENV)/.test ## try every causal language model type of transformers, tiny; writes docs/results/architectures.md (about 4 minutes)
 	$(RUN) $(BIN)/python benchmarks/small_models/architectures.py --table docs/results/architectures.md
 
 lint: $(VENV)/.test ## ruff: format and lint

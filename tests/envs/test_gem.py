@@ -452,6 +452,19 @@ class TestErrors:
         with pytest.raises(ValueError, match=next(iter(wrong))):
             make(**wrong)
 
+    def test_an_environment_instead_of_its_class(self, make):
+        with pytest.raises(TypeError, match="an environment, a Faulty; expected its class"):
+            make(Faulty("nan"))
+
+    @pytest.mark.parametrize("reward", [None, "1.0", [1.0]], ids=["none", "text", "list"])
+    def test_a_reward_that_is_no_number(self, make, says, reward):
+        class Pays(Faulty):
+            def step(self, action):
+                return ("Go on.", reward, False, False, {})
+
+        with pytest.raises(EnvironmentFault, match=r"step\(\) returned the reward .*; expected a number"):
+            play(make(lambda: Pays("nan"), max_faults=0), says("x"), 1)
+
 
 class TestInterop:
     def test_serial_env_deals_disjoint_tickets(self, make, says):

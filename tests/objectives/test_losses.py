@@ -317,6 +317,14 @@ class TestTurnPolicyLoss:
         expected = ((rows["theta"] - rows["old_log_prob"]) * rows["advantage"])[action].mean()
         close(out["loss_objective"], -expected, atol=1e-6)
 
+    def test_an_objective_of_another_shape_is_refused(self):
+        class Mean(TurnPolicyLoss):
+            def objective(self, log_ratio, advantage):
+                return (log_ratio * advantage).mean()
+
+        with pytest.raises(ValueError, match=r"Mean.objective returned the shape \[\]; expected that of log_ratio"):
+            Mean(table_actor())(make_rows(LAYOUT))
+
     def test_nothing_is_written_into_the_rows(self):
         rows = make_rows(LAYOUT)
         before = rows.clone()

@@ -405,6 +405,12 @@ class TestParts:
                 make_loss=lambda config, _: make_objective(config, other.models),
             )
 
+    def test_a_function_that_makes_no_loss_is_an_error(self, tmp_path):
+        with pytest.raises(
+            ConfigError, match=r"make_loss\(config, models\) returned a NoneType; expected a TurnPolicyLoss"
+        ):
+            build_run(small_config(tmp_path), make_loss=lambda config, models: None)
+
     def test_a_parameter_that_nothing_steps_is_an_error(self, tmp_path):
         class Learned(CountedLoss):
             def __init__(self, *args, **options):

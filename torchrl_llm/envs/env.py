@@ -156,6 +156,11 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(device=device or "cpu", batch_size=(num_envs,))
+        if hasattr(env, "step") and not callable(env):
+            raise TypeError(
+                f"GEMEnv got an environment, a {type(env).__name__}; expected its class or another function that makes one: "
+                "every slot plays one of its own."
+            )
         sources: Sequence[Any] = [env] if isinstance(env, str | EnvSpec) or callable(env) else env
         specs = [resolve_env(source) for source in sources]
         self._check_sizes(specs, num_envs, group_size, max_model_len, max_output_tokens)

@@ -80,6 +80,9 @@ class TextStep(NamedTuple):
         if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[0], str)):
             raise TypeError(f"step() returned {result!r:.200}; expected (text, reward, terminated, truncated, info)")
         text, reward, terminated, truncated, info = result
+        # Numbers of numpy and torch are rewards too; text that reads as a number is none.
+        if reward is None or isinstance(reward, str) or not hasattr(reward, "__float__"):
+            raise TypeError(f"step() returned the reward {reward!r:.50}; expected a number")
         if not math.isfinite(reward):
             raise ValueError(f"step() returned the reward {reward!r}; expected a finite number")
         if terminated not in (True, False) or truncated not in (True, False):

@@ -348,7 +348,13 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         token_ratio = log_prob - old
         log_ratio = F.pool_log_ratio(token_ratio, turn_ids, self.ratio_level, self.ratio_reduction)
         advantage = self._frozen(tensordict, "advantage", "Run the value estimator first.")
-        gain = self._unit_weight(weight, turn_ids) * correction * self.objective(log_ratio, advantage)
+        objective = self.objective(log_ratio, advantage)
+        if objective.shape != turn_ids.shape:
+            raise ValueError(
+                f"{type(self).__name__}.objective returned the shape {list(objective.shape)}; expected that of log_ratio, "
+                f"{list(turn_ids.shape)}: one term a token, which the loss weighs and sums."
+            )
+        gain = self._unit_weight(weight, turn_ids) * correction * objective
         out = TensorDict({"loss_objective": -gain.sum()})
         self._diagnose(out, weight, token_ratio.detach(), log_ratio.detach(), advantage)
         if self.kl_coeff:

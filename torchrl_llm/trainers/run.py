@@ -238,6 +238,8 @@ def build_run(
         workers = make_workers(config, make_train_env, tokenizer, sampling, models, weight_sync)
     collector = make_collector(config, train_env, policy, replay_buffer, distributed, workers)
     loss = (make_loss or make_objective)(config, models)
+    if not isinstance(loss, TurnPolicyLoss):
+        raise ConfigError(f"make_loss(config, models) returned a {type(loss).__name__}; expected a TurnPolicyLoss.")
     checkpoints = CheckpointStore(
         folder.checkpoints.directory,
         models=models,
