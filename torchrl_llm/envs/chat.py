@@ -107,7 +107,7 @@ class ChatFormatter(Checked):
     A template that rewrites history (drops earlier thinking, leaves out old turns) cannot be equalled: the policy would be
     trained on what it did not see, or would see what it did not say. It is refused, unless ``history="append"`` asks to
     keep everything that was sampled and seen. The consequence: contexts hold what the template would have removed. They are
-    longer, and they differ from those of a server that renders each turn anew; serve the trained model as it was trained.
+    longer, and they differ from those of a server that renders each turn again; serve the trained model as it was trained.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -230,7 +230,7 @@ class ChatFormatter(Checked):
         own = self._added.findall(before) + self._added.findall(after)
         if len(self._added.findall(text)) == len(own):
             ids = self._with_added_tokens(text)
-            # A tokenizer that normalises text may find control tokens that are not spelled out in it.
+            # A tokenizer that normalizes text may find control tokens that are not spelled out in it.
             if self._controls(ids) == self.tokenizer.convert_tokens_to_ids(own):
                 return ids
         return self._encode_around(before, message, after)

@@ -14,7 +14,8 @@ from torchrl_llm.objectives.estimators import (
     TurnVTrace,
 )
 from torchrl_llm.objectives.grpo import LLMGRPOLoss
-from torchrl_llm.objectives.loss import TurnPolicyLoss, merge, total, write_loss_weights
+from torchrl_llm.objectives.loss import TurnPolicyLoss
+from torchrl_llm.objectives.micro_batches import merge, total, write_loss_weights
 from torchrl_llm.objectives.ppo import LLMPPOLoss
 from torchrl_llm.objectives.reinforce import LLMReinforceLoss
 

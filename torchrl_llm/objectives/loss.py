@@ -1,17 +1,12 @@
-"""What the policy losses share: :class:`TurnPolicyLoss`, and the helpers of a training loop around it.
+"""What the policy losses share: :class:`TurnPolicyLoss`.
 
-A loss is a **weighted sum** over tokens, and the weights belong to the optimizer batch: :func:`write_loss_weights`
-writes them once, before the batch is split. The gradient then does not depend on how the rows are cut into
-micro-batches, padded or ordered. Micro-batches are added, never averaged: :func:`total` is what to call ``backward``
-on, and :func:`merge` puts the figures of the micro-batches together again.
-
-The maths is in :mod:`torchrl_llm.objectives.functional`; the three algorithms in ``ppo.py``, ``reinforce.py``,
-``grpo.py``.
+A loss is a **weighted sum** over tokens, and the weights belong to the optimizer batch
+(:mod:`~torchrl_llm.objectives.micro_batches`). The maths is in :mod:`torchrl_llm.objectives.functional`; the three algorithms
+are in ``ppo.py``, ``reinforce.py`` and ``grpo.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
@@ -34,9 +29,6 @@ from torchrl_llm.options import Bound, Checked, Idle, NonNegative, Positive, Rat
 UnitWeight = Literal["by_tokens", "equal"]
 Clipping = Literal["ppo", "cispo", "none"]
 KLPlace = Literal["loss", "reward"]
-
-AVERAGED = ("ESS", "explained_variance")
-"""Outputs that :func:`merge` averages by the micro-batches' shares of the weight; all others are sums."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -61,7 +53,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
       these are);
     - ``ESS``: the effective sample size of the pooled ratios, in (0, 1].
 
-    All but ``ESS`` are weighted sums: over the micro-batches of a batch they add up to the batch's figure.
+    All but ``ESS`` are weighted sums: over the micro-batches of a batch they add up to the batch's value.
 
     Args:
         actor: reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"`` and writes ``"log_prob"`` ``[B, L]`` and
@@ -112,7 +104,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         >>> old = torch.where(ids >= 0, torch.tensor(0.5).log(), 0.0)
         >>> rows = TensorDict({"turn_ids": ids, "sample_log_prob": old, "advantage": (ids >= 0).float()}, [1])
         >>> out = policy_loss(rows)
-        >>> total(out).backward()
+        >>> out["loss_objective"].backward()
         >>> out["loss_objective"].item(), policy_loss.actor_network.module.logit.grad.item()
         (-1.0, -0.5)
     """
@@ -374,7 +366,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         """Terms of a subclass; they write into ``out``."""
 
     def _frozen(self, tensordict: TensorDictBase, name: str, hint: str = "") -> Tensor:
-        """A figure ``[B, L]`` that the loss takes as given: without gradient, and 0 off actions."""
+        """A value ``[B, L]`` that the loss takes as given: without gradient, and 0 off actions."""
         action = self._get(tensordict, "turn_ids") >= 0
         return torch.where(action, self._get(tensordict, name, hint).detach(), 0.0)
 
@@ -421,57 +413,3 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         out["clip_fraction"] = (weight * clipped).sum()
         out["ESS"] = F.effective_sample_size(log_ratio, weight)
         out["weight"] = weight.sum()
-
-
-def write_loss_weights(
-    batch: TensorDictBase, loss_module: TurnPolicyLoss, process_group: dist.ProcessGroup | None = None
-) -> TensorDictBase:
-    """Write every weight that ``loss_module`` reads into an optimizer batch, before it is split into micro-batches.
-
-    Args:
-        batch: ``[B]`` rows with ``"turn_ids"``: all that one optimizer step sees on this rank.
-        loss_module: whose weights (``"loss_weight"``; ``"critic_weight"`` too for PPO).
-        process_group: count over all ranks of this group; losses are then summed over the ranks.
-
-    Returns:
-        ``batch``.
-    """
-    weights = loss_module.weights(batch.get(loss_module.tensor_keys.turn_ids), process_group)
-    for name, weight in weights.items():
-        batch.set(getattr(loss_module.tensor_keys, name), weight)
-    return batch
-
-
-def total(losses: TensorDictBase) -> Tensor:
-    """The sum of the entries whose name starts with ``loss_``: what to call ``backward`` on.
-
-    Examples:
-        >>> out = {"loss_objective": torch.tensor(1.0), "loss_kl": torch.tensor(0.5), "kl": torch.tensor(9.0)}
-        >>> total(TensorDict(out))
-        tensor(1.5000)
-    """
-    terms = [value for key, value in losses.items() if key.startswith("loss_")]
-    if not terms:
-        raise ValueError(f"Expected entries named loss_*; got {sorted(losses.keys())}.")
-    return torch.stack(terms).sum()
-
-
-@torch.no_grad()
-def merge(outputs: Sequence[TensorDictBase]) -> TensorDict:
-    """The figures of an optimizer batch from the outputs of its micro-batches, detached.
-
-    Sums, but for ``ESS`` and ``explained_variance``, which are averaged by ``"weight"``: an approximation, exact for
-    one micro-batch.
-
-    Examples:
-        >>> half = torch.tensor(0.5)
-        >>> outputs = [TensorDict({"kl": x, "ESS": x, "weight": half}) for x in torch.tensor([0.2, 0.4])]
-        >>> figures = merge(outputs)
-        >>> round(figures["kl"].item(), 4), round(figures["ESS"].item(), 4)
-        (0.6, 0.3)
-    """
-    if not outputs:
-        raise ValueError("merge needs the output of at least one micro-batch; got none.")
-    stacked = TensorDict.stack([output.detach() for output in outputs])
-    share = stacked["weight"] / stacked["weight"].sum().clamp_min(torch.finfo(torch.float32).tiny)
-    return TensorDict({key: ((share * x) if key in AVERAGED else x).sum(0) for key, x in stacked.items()})

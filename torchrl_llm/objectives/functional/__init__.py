@@ -4,7 +4,7 @@ Everything here is vectorized, keeps no state, draws no random number and accumu
 episodes, ``T`` turns, ``L`` tokens. ``turn_ids [B, L]`` is -1 wherever a token is not an action, and the action
 mask is always ``turn_ids >= 0``. Entries off a mask are never read: they may hold anything, NaN included.
 
-Five modules: ``turns`` (between tokens and turns), ``credit`` (returns, advantages, normalization), ``surrogate`` (what is
+Six modules: ``turns`` (between tokens and turns), ``credit`` (returns, advantages), ``normalize``, ``surrogate`` (what is
 maximized, and how tokens are weighted), ``statistics`` (metrics without a gradient) and ``ids`` (whether episode and group ids
 are consistent). No TensorDict appears here: :mod:`torchrl_llm.objectives.estimators` and
 :mod:`torchrl_llm.objectives.loss` read and write them.
@@ -12,24 +12,26 @@ are consistent). No TensorDict appears here: :mod:`torchrl_llm.objectives.estima
 
 from torchrl_llm.objectives.functional._common import check_choice, importance_ratio
 from torchrl_llm.objectives.functional.credit import (
-    SPREAD_TOLERANCE,
     discount,
     episode_return,
-    group_relative,
-    masked_whiten,
     overlong_penalty,
-    rebn,
-    standardize,
     token_gae,
     token_rewards,
     turn_gae,
     turn_returns,
     turn_vtrace,
 )
-from torchrl_llm.objectives.functional.credit import Baseline as Baseline
-from torchrl_llm.objectives.functional.credit import Partial as Partial
-from torchrl_llm.objectives.functional.credit import Scale as Scale
 from torchrl_llm.objectives.functional.ids import episode_fault, group_fault
+from torchrl_llm.objectives.functional.normalize import (
+    SPREAD_TOLERANCE,
+    group_relative,
+    masked_whiten,
+    rebn,
+    standardize,
+)
+from torchrl_llm.objectives.functional.normalize import Baseline as Baseline
+from torchrl_llm.objectives.functional.normalize import Partial as Partial
+from torchrl_llm.objectives.functional.normalize import Scale as Scale
 from torchrl_llm.objectives.functional.statistics import effective_sample_size, explained_variance
 from torchrl_llm.objectives.functional.surrogate import KLKind as KLKind
 from torchrl_llm.objectives.functional.surrogate import RatioLevel as RatioLevel

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm.objectives.functional._common import check_shapes, masked
-from torchrl_llm.objectives.functional.credit import SPREAD_TOLERANCE
+from torchrl_llm.objectives.functional.normalize import SPREAD_TOLERANCE
 
 
 def effective_sample_size(log_ratio: Tensor, weight: Tensor) -> Tensor:

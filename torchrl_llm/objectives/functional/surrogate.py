@@ -35,7 +35,7 @@ def pool_log_ratio(
         log_ratio: ``[B, L]``, new minus old log-prob.
         turn_ids: ``[B, L]`` int64, -1 off actions.
         level: the unit: each token by itself, the turn, or the sequence (all action tokens of the row).
-        reduction: ``"sum"`` gives the ratio of the unit's probabilities, ``"mean"`` its length-normalised (geometric
+        reduction: ``"sum"`` gives the ratio of the unit's probabilities, ``"mean"`` its length-normalized (geometric
             mean) form, as in GSPO (Zheng et al., 2025, arXiv:2507.18071, eq. 7). Without effect at ``level="token"``.
 
     Returns:

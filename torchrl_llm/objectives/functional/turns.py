@@ -89,7 +89,7 @@ def _turn_edge(x: Tensor, turn_ids: Tensor, num_turns: int, edge: Literal["first
 
 
 def turn_first(x: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
-    """The figure at each turn's first action token, ``[B, T]``; 0 without a token. Arguments as :func:`turn_sum`.
+    """The value at each turn's first action token, ``[B, T]``; 0 without a token. Arguments as :func:`turn_sum`.
 
     On token-aligned values (index i is the value of the prefix before token i) this is the value of the state in which
     the turn was played.
@@ -102,7 +102,7 @@ def turn_first(x: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
 
 
 def turn_last(x: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
-    """The figure at each turn's last action token, ``[B, T]``; 0 without a token. Arguments as :func:`turn_sum`.
+    """The value at each turn's last action token, ``[B, T]``; 0 without a token. Arguments as :func:`turn_sum`.
 
     Examples:
         >>> turn_last(torch.tensor([[9.0, 1.0, 2.0, 9.0, 5.0]]), torch.tensor([[-1, 0, 0, -1, 2]]), 3)
@@ -126,7 +126,7 @@ def turn_reduce(x: Tensor, turn_ids: Tensor, num_turns: int, reduction: ValueRed
 
 
 def turn_to_token(x: Tensor, turn_ids: Tensor) -> Tensor:
-    """Give every action token the figure of its turn.
+    """Give every action token the value of its turn.
 
     Args:
         x: ``[B, T]``.
