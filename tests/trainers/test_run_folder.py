@@ -610,7 +610,7 @@ class TestCheckpointsElsewhere:
 
     def test_checkpoints_of_an_unmarked_folder_are_refused(self, linked):
         (linked / MARK).unlink()
-        with pytest.raises(ConfigError, match="holds config.yaml, checkpoints, csv"):
+        with pytest.raises(ConfigError, match=r"holds config\.yaml, checkpoints, csv"):
             build_run(config(linked, overwrite=True, model_path="none"))
 
     def test_a_run_is_replaced(self, linked, elsewhere):
