@@ -58,7 +58,7 @@ html_math_renderer = "mathml"
 
 # Every reference into this package must resolve. Those into other packages stay plain text: no inventory is fetched.
 nitpicky = True
-nitpick_ignore_regex = [(r"py:.*", r"(?!torchrl_llm\.).*"), (r"py:.*", r".*\.(_AcceptedKeys|interrupts\.T)")]
+nitpick_ignore_regex = [(r"py:.*", r"(?!torchrl_llm\.).*"), (r"py:.*", r".*\.(_AcceptedKeys|T)")]
 
 
 def _cell(text: str) -> str:
@@ -98,7 +98,7 @@ def _settings_table(config: type, *, without: tuple[str, ...] = ()) -> str:
     return "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])
 
 
-ROOMS = {
+PACKAGES = {
     "keys": (),
     "episode": (),
     "interrupts": (),
@@ -111,7 +111,7 @@ ROOMS = {
     "objectives": ("functional",),
     "collectors": (),
     "weight_update": (),
-    "trainers": (),
+    "trainers": ("base", "protocols", "resume", "run_folder", "saving", "scoring", "update"),
     "record": ("report",),
     "testing": ("enumerable", "environments", "policies", "probes", "tiny", "tokenizers"),
 }
@@ -134,9 +134,17 @@ def _reference(module: str) -> str:
     """The reference of one module: its docstring, a table of what is public, the members, the constants."""
     loaded = import_module(module)
     public = {name: getattr(loaded, name) for name in getattr(loaded, "__all__", ())}
-    members = [name for name, value in public.items() if inspect.isclass(value) or inspect.isfunction(value)]
-    constants = [name for name, value in public.items() if name not in members and not inspect.ismodule(value)]
-    lines = [f".. automodule:: {module}", "   :members:", f"   :exclude-members: {', '.join([*HERE, *constants])}"]
+    package = ".".join(module.split(".")[:2])
+    callables = {name: value for name, value in public.items() if inspect.isclass(value) or inspect.isfunction(value)}
+    # What another package makes is documented there: two descriptions of one thing are an error.
+    members = [name for name, value in callables.items() if value.__module__.startswith(package)]
+    others = [name for name in callables if name not in members]
+    constants = [name for name, value in public.items() if name not in callables and not inspect.ismodule(value)]
+    lines = [
+        f".. automodule:: {module}",
+        "   :members:",
+        f"   :exclude-members: {', '.join([*HERE, *constants, *others])}",
+    ]
     lines += ["   :undoc-members:"] if module.endswith(".keys") else []
     if members:
         lines += ["", "   .. autosummary::", "      :nosignatures:", "", *(f"      {name}" for name in members), ""]
@@ -152,18 +160,18 @@ def _reference(module: str) -> str:
 
 
 def _write_reference(folder: Path) -> None:
-    """One page a room, from its ``__all__``; the other modules of the room are only made known, to be referred to."""
+    """One page a package, from its ``__all__``; the other modules of the package are only made known, to be referred to."""
     folder.mkdir(exist_ok=True)
-    for room, parts in ROOMS.items():
-        package = f"torchrl_llm.{room}"
+    for name, parts in PACKAGES.items():
+        package = f"torchrl_llm.{name}"
         pages = [package, *(f"{package}.{part}" for part in parts)]
         text = "\n\n".join(
-            f"{name}\n{('-' if part else '=') * len(name)}\n\n{_reference(name)}" for part, name in enumerate(pages)
+            f"{page}\n{('-' if part else '=') * len(page)}\n\n{_reference(page)}" for part, page in enumerate(pages)
         )
         for found in pkgutil.iter_modules(getattr(import_module(package), "__path__", [])):
             if found.name not in parts and not found.name.startswith("_"):
                 text += f"\n\n.. py:module:: {package}.{found.name}"
-        path = folder / f"{room}.rst"
+        path = folder / f"{name}.rst"
         if not path.exists() or path.read_text() != text + "\n":
             path.write_text(text + "\n")
 

@@ -22,7 +22,15 @@ from typing import Any, Protocol, TypeVar
 import torch.distributed as dist
 
 # What scripts use is offered by torchrl_llm.trainers.
-__all__ = ["AllReduceMax", "children_ignore_sigint", "held", "run_begins"]
+__all__ = [
+    "AllReduceMax",
+    "Interrupted",
+    "catch_signals",
+    "children_ignore_sigint",
+    "held",
+    "interruptible",
+    "run_begins",
+]
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -305,7 +305,7 @@ def load_actor_critic(
             overwritten too.
         tokenizer: checked against the model's vocabulary if given.
         sampling: how the policy samples; scores are of the same distribution. Where ``min_output_tokens`` needs stop ids that
-            it does not give, they are decided as a policy's (:func:`~torchrl_llm.modules.sampling.decide_stop_ids`).
+            it does not give, they are decided as a policy's (``decide_stop_ids`` of ``modules.sampling``).
         entropy: the actor's scorer writes the entropy as well.
         dtype: of the base weights: a torch dtype, its name, or ``"auto"`` (the checkpoint's, as ``None``).
         device: where to put everything.

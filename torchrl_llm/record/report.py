@@ -34,7 +34,7 @@ def comparison_table(evaluations: Mapping[str, Evaluation]) -> str:
     episodes whose environment failed; "-" where it is unknown.
 
     Args:
-        evaluations: label -> :class:`~torchrl_llm.trainers.Evaluation`.
+        evaluations: label -> :class:`~torchrl_llm.record.Evaluation`.
     """
     width = max(len("weights"), *(len(label) for label in evaluations))
     lines = [f"{'weights':<{width}}  win rate  95 % interval    turns  return  episodes  tasks  trained on  faults"]
@@ -138,7 +138,7 @@ def draw_learning_curve(
     """Success in training and on held-out tasks over turns played, with the 95 % interval of the latter.
 
     Args:
-        history: the metrics of each iteration (:attr:`torchrl_llm.trainers.LLMTrainer.history`).
+        history: the metrics of each iteration (``LLMTrainer.history``).
         title: of the plot.
         before: the metrics of an evaluation before training, ``Evaluation.metrics("evaluation")``; the point at 0 turns.
             Default none.

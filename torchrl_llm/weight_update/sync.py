@@ -159,7 +159,7 @@ class EngineWeightSync(WeightSync):
       weights are sent with the first sync and after one that failed, if they are not quantized.
     - ``"reload"``: all weights, LoRA merged, to an engine in this process.
     - ``"shared_memory"``: all weights, LoRA merged, to an engine in processes of its own on this host.
-    - ``"nccl"``: all weights, LoRA merged, to an engine on other GPUs; see :class:`~torchrl_llm.modules.vllm.NCCLTransfer`.
+    - ``"nccl"``: all weights, LoRA merged, to an engine on other GPUs; see ``modules.vllm.NCCLTransfer``.
 
     ``"auto"`` takes ``"nccl"`` where the engine has been made for it; else ``"adapter"`` where the engine can serve it,
     except on CPUs, where merged weights are served 2.6 times as fast; else one of the other two.

@@ -43,7 +43,7 @@ _LIKELIEST = 8  # log-probs per prompt of a parity check
 class VLLMPolicy(TurnPolicy):
     """Samples responses with a vLLM engine.
 
-    The same keys and the same meaning as :class:`~torchrl_llm.modules.hf.HFPolicy`: ids depend on the weights, the prompt
+    The same keys and the same meaning as :class:`~torchrl_llm.modules.HFPolicy`: ids depend on the weights, the prompt
     and ``(seed, episode_id, turn)``, never on the neighbours in the batch; log-probs are those of the sampled distribution,
     in float32; nothing comes from the model's ``generation_config`` but its list of end tokens. The noise is vLLM's own, so
     the two policies sample different responses from the same distribution. Three differences: with greedy decoding the
