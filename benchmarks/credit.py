@@ -113,7 +113,7 @@ def _group(baseline: str, scale: str = "none", **options: Any) -> dict[str, Any]
     return {"baseline": baseline, "scale": scale, **options}
 
 
-_RETURNS = {"gamma": 1.0, "normalise_over": "none"}
+_RETURNS = {"gamma": 1.0, "normalize_over": "none"}
 
 ESTIMATORS = [
     Estimator("returns to go", LLMReinforceLoss, _RETURNS),

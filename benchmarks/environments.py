@@ -205,7 +205,7 @@ SUCCESS = {
     "rg": "full score of the answer",
     "MathEnv": "an equal answer",
     "MathVisualEnv": "an equal answer",
-    "QaEnv": "the answer, normalised",
+    "QaEnv": "the answer, normalized",
     "CodeEnv": "all tests passed",
 }
 

@@ -310,7 +310,7 @@ OMP_NUM_THREADS=1 python benchmarks/rollout.py --responses short --output runs/r
 python benchmarks/report.py --rollout runs/rollout
 ```
 
-{episodes} episodes of GuessTheNumber over {slots} slots, the same tickets for everyone, in turns on one machine; prefix caches are dropped
+{episodes} episodes of GuessTheNumber over {slots} slots, the same tasks for everyone, in turns on one machine; prefix caches are dropped
 before each, and all vLLM contenders delivered the same ids, which the script checks. *instant* is the game itself; in *slow* each of its
 calls takes 30 ms on average, log-normal with sigma 1.
 

@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/rollout.py --output runs/rollout/varied.json
     OMP_NUM_THREADS=1 python benchmarks/rollout.py --responses short --output runs/rollout/short.json
 
-Everyone plays the same 256 tickets of GuessTheNumber, float32, over 32 slots, in turns on one machine; prefix caches are
+Everyone plays the same 256 tasks of GuessTheNumber, float32, over 32 slots, in turns on one machine; prefix caches are
 dropped before each:
 
 - ``stock``: :class:`VLLMPolicy` in TorchRL's ``Collector``: batches of 32 whose finished slots idle, environments called one
@@ -119,7 +119,7 @@ class Round:
 
 
 def measure(play: Callable[[], Iterable[TensorDictBase]], clock: Clock) -> Round:
-    """Play the tickets once."""
+    """Play the tasks once."""
     clock.seconds.clear()
     wall, cpu = time.perf_counter(), time.process_time()
     played = play()
@@ -158,7 +158,7 @@ class Stock:
         next(self._iterator)  # the first batch resets twice
 
     def set_seed(self, seed: int) -> None:
-        """Deal from the first ticket again."""
+        """Deal from the first task again."""
         self._collector.set_seed(seed)
 
     def rollouts(self) -> list[TensorDictBase]:
@@ -325,12 +325,12 @@ def make_world(
         "hf": TurnCollector(make_env(num_threads=threads), hf, **size),
     }
     clock.time(collectors["async"]._executor.pool, "finished", "waits")
-    tickets = collectors["async"].env.tickets
-    return World(name, factory, collectors, [tickets[i].seed for i in range(episodes)])
+    task_sampler = collectors["async"].env.task_sampler
+    return World(name, factory, collectors, [task_sampler[i].seed for i in range(episodes)])
 
 
 def play(collector: Any) -> list[TensorDictBase]:
-    """The batches of all tickets, from the first."""
+    """The batches of all tasks, from the first."""
     collector.set_seed(0)
     return collector.rollouts() if isinstance(collector, Stock) else [collector.rollout()]
 

@@ -4,7 +4,7 @@
 
 Every worker has an engine that sleeps (:class:`~torchrl_llm.testing.policies.SleepingPolicy`): a step takes 20 ms for any
 number of requests up to 8 slots, and adds a token to each. So two CPUs do for four workers, and what is measured is everything but
-the engine: dealing, messages, collating, and slots that wait. Conversations have 1 to 4 turns of 8 to 16 tokens, which their ticket
+the engine: dealing, messages, collating, and slots that wait. Conversations have 1 to 4 turns of 8 to 16 tokens, which their task
 tells. The worlds:
 
 - ``on_policy``: ``max_staleness=0``, a batch of 16 conversations for each slot: 128 with one worker, 512 with four. Nothing is in

@@ -143,7 +143,7 @@ def _reference(module: str) -> str:
     lines = [
         f".. automodule:: {module}",
         "   :members:",
-        f"   :exclude-members: {', '.join([*HERE, *constants, *others])}",
+        f"   :exclude-members: {', '.join([*sorted(HERE), *constants, *others])}",
     ]
     lines += ["   :undoc-members:"] if module.endswith(".keys") else []
     if members:

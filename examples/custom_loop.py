@@ -58,7 +58,7 @@ def main(iterations: int = 100, lr: float = 1e-3, seed: int = 0) -> list[float]:
         storage=LazyTensorStorage(NUM_ENVS), transform=TurnsToSequence(max_model_len=256), batch_size=NUM_ENVS
     )
 
-    # Learn: score the action tokens in one forward, weight them by the normalised return of their turn.
+    # Learn: score the action tokens in one forward, weight them by the normalized return of their turn.
     loss = LLMReinforceLoss(TokenScorer(model, sampling), gamma=0.9, kl_coeff=0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
 

@@ -17,7 +17,7 @@ class SmoothClipLoss(LLMGRPOLoss):
     """GRPO with ``eps * tanh(log_ratio / eps) * advantage`` in place of the clipped ratio."""
 
     def objective(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        """``[B, L]``, to be maximised."""
+        """``[B, L]``, to be maximized."""
         return self.clip_high * (log_ratio / self.clip_high).tanh() * advantage
 
 

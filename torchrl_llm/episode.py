@@ -38,8 +38,8 @@ class Episode:
     """One episode, as far as it was played.
 
     Attributes:
-        index: the place of its ticket among the tickets; -1: not known.
-        episode_id, group_id, env_id: what the ticket says.
+        index: the place of its task among the tasks; -1: not known.
+        episode_id, group_id, env_id: what the task says.
         task_id: of the task that it names; ``None``: not known.
         turns: the responses.
         rewards: of the turns that the environment has answered.

@@ -1,7 +1,7 @@
 """Make the small model that the package ships: ``python benchmarks/small_models/make_tiny_guess.py --out DIR --seed 0``.
 
 Three parts, each from transcripts of real GEM games: a byte-level BPE with the game's fixed phrases as added tokens, a
-Qwen2 of about 0.14 M parameters, and behaviour cloning of scripted players that guess among the numbers the hints still
+Qwen2 of about 0.14 M parameters, and behavior cloning of scripted players that guess among the numbers the hints still
 allow, but forget the hints now and then. The clone keeps their entropy and their faults: reinforcement learning has room.
 
 Each fixed phrase is one token (as in SuperBPE, Liu et al., 2025, arXiv:2503.13423): a whole game takes about 80 tokens
@@ -189,7 +189,7 @@ def train_tokenizer(texts: list[str], *, vocab_size: int, frequent: int = 50, ma
 
 
 def make_model(tokenizer: Qwen2Tokenizer, recipe: Recipe, *, generator: torch.Generator) -> Qwen2ForCausalLM:
-    """A freshly initialised Qwen2 with tied embeddings, float32."""
+    """A freshly initialized Qwen2 with tied embeddings, float32."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden,
@@ -252,7 +252,7 @@ def clone_loss(model: Qwen2ForCausalLM, ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def clone(model: Qwen2ForCausalLM, data: Iterator[tuple[Tensor, Tensor]], recipe: Recipe) -> None:
-    """Behaviour cloning in place: AdamW, linear warm-up, cosine to zero."""
+    """Behavior cloning in place: AdamW, linear warm-up, cosine to zero."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, betas=(0.9, 0.98))
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer,

@@ -1,4 +1,4 @@
-"""adapt_tasks: what a mixture deals after it was played."""
+"""adapt_mixture: what a mixture deals after it was played."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 
-from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector, adapt_tasks
+from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector, adapt_mixture
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.testing.environments import Echo, Faulty, StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
@@ -36,11 +36,11 @@ class TestAdaptTasks:
     @pytest.mark.parametrize("group_size", [1, 2])
     def test_it_learns_from_the_success_of_whole_episodes(self, make, stops, kind, group_size):
         env = make(max_turns=2, group_size=group_size)
-        hook = partial(adapt_tasks, env)
+        hook = partial(adapt_mixture, env)
         collector = kind(env, stops, batch_size=40, post_collect_hook=hook)
         first, second = collector.rollout(), collector.rollout()
         collector.shutdown()
-        expected = env.tickets.__class__(num_tasks=2, group_size=group_size)
+        expected = env.task_sampler.__class__(num_tasks=2, group_size=group_size)
         for batch in (first, second):
             index = batch["episode_id"].tolist()
             played = [expected[i].env_id for i in index]
@@ -48,19 +48,19 @@ class TestAdaptTasks:
             won = [env_id == 0 and i % 5 < 2 for i, env_id in zip(index, played, strict=True)]
             assert 0 < sum(won) < len(won)
             expected = expected.learn(played, won)
-        assert env.tickets.success == expected.success
-        assert env.tickets.success[0] > env.tickets.success[1]
+        assert env.task_sampler.success == expected.success
+        assert env.task_sampler.success[0] > env.task_sampler.success[1]
 
     def test_a_failed_episode_says_nothing_of_its_environment(self, make, stops):
         env = make([StopOrGo, partial(Faulty, "raise")], max_faults=99)
-        hook = partial(adapt_tasks, env)
+        hook = partial(adapt_mixture, env)
         TurnCollector(env, stops, batch_size=8, post_collect_hook=hook, max_faults=99).rollout()
-        assert env.tickets.success[1] == 0.5
+        assert env.task_sampler.success[1] == 0.5
 
     def test_the_state_goes_on_with_the_next_task(self, make, stops):
         def collect():
             env = make(max_turns=2)
-            return TurnCollector(env, stops, batch_size=16, post_collect_hook=partial(adapt_tasks, env))
+            return TurnCollector(env, stops, batch_size=16, post_collect_hook=partial(adapt_mixture, env))
 
         one, other = collect(), collect()
         for _ in range(3):
@@ -68,17 +68,17 @@ class TestAdaptTasks:
         other.load_state_dict(one.state_dict())
         for _ in range(2):
             assert (one.rollout() == other.rollout()).all()
-        assert one.env.tickets.success == other.env.tickets.success
+        assert one.env.task_sampler.success == other.env.task_sampler.success
 
     def test_one_environment_is_no_mixture(self, make, stops):
         env = make([StopOrGo], max_turns=2)
         with pytest.raises(ValueError, match="'StopOrGo' is the only environment"):
-            adapt_tasks(env, TurnCollector(env, stops, batch_size=4).rollout())
+            adapt_mixture(env, TurnCollector(env, stops, batch_size=4).rollout())
 
     def test_running_episodes_are_not_changed(self, make, stops):
         env = make(max_turns=2)
         collector = AsyncTurnCollector(
-            env, stops, batch_size=4, max_staleness=2, post_collect_hook=partial(adapt_tasks, env)
+            env, stops, batch_size=4, max_staleness=2, post_collect_hook=partial(adapt_mixture, env)
         )
         with pytest.raises(RuntimeError, match="max_staleness=0"):
             list(islice(collector, 4))

@@ -42,7 +42,7 @@ def script(episode, turn, context):
 class Streaming(ScriptedPolicy):
     """Answers a request after 1 to ``delay`` polls, drawn by episode and turn; one version a token, as it is sampled."""
 
-    concurrent = True
+    owns_weights = True
 
     def __init__(self, *args, delay=5, seconds=0.0, **kwargs):
         super().__init__(*args, **kwargs)
@@ -224,7 +224,7 @@ class TestNoBarrier:
                 return super().step(action)
 
         env = make(First, num_envs=2)
-        first = env.tickets[0].seed
+        first = env.task_sampler[0].seed
 
         def others(episode, turn, context):
             if episode == 7:
@@ -264,7 +264,7 @@ class TestOnPolicy:
         collector = collect(make(num_envs=4, group_size=2), policy, batch_size=6, total_batches=4)
         for i, batch in enumerate(collector):
             assert collector.in_flight == 0
-            assert collector.env.num_dealt == 6 * (i + 1)
+            assert collector.env.num_sampled == 6 * (i + 1)
             assert versions(batch).unique().tolist() == [i]
             assert episodes(batch) == list(range(6 * i, 6 * i + 6))
             policy.weights_changed()
@@ -288,7 +288,7 @@ class TestStaleness:
         for batch in collector:
             age = policy.policy_version - versions(batch)
             assert 0 <= int(age.min()) <= int(age.max()) <= staleness
-            assert env.num_dealt - len(seen) <= (staleness + 1) * size
+            assert env.num_sampled - len(seen) <= (staleness + 1) * size
             seen += episodes(batch)
             assert batch[keys.TURN_MASK].sum(-1).tolist() == [length(episode) for episode in episodes(batch)]
             policy.weights_changed()
@@ -366,7 +366,7 @@ class TestStaleness:
                 break
             time.sleep(0.01)
         time.sleep(0.05)
-        assert collector.env.num_dealt <= 4 + 12
+        assert collector.env.num_sampled <= 4 + 12
         assert collector.in_flight == 0
         assert policy.most <= 12
 
@@ -418,7 +418,7 @@ class TestBackground:
 
 
 class Hangs(StopOrGo):
-    """Hangs in the first step of the first ticket, until told to go on."""
+    """Hangs in the first step of the first task, until told to go on."""
 
     def __init__(self, release, seed, draws=False):
         self.release, self.seed, self.draws = release, seed, draws
@@ -449,7 +449,7 @@ class TestFaults:
     @pytest.mark.parametrize("group", [1, 2])
     def test_an_environment_that_hangs_ends_its_group_only(self, make, says, collect, release, kind, group, caplog):
         env = make(num_envs=4, group_size=group)
-        seed = env.tickets[2].seed
+        seed = env.task_sampler[2].seed
         env = make(partial(kind, release, seed), num_envs=4, group_size=group)
         state = random.getstate()
         collector = collect(env, says(script), batch_size=8, step_timeout=0.3)
@@ -469,7 +469,7 @@ class TestFaults:
                 self.at = turn if seed == bad else 99
                 return super().reset(seed)
 
-        bad = make().tickets[5].seed
+        bad = make().task_sampler[5].seed
         env = make(partial(Sometimes, "raise"), num_envs=3, max_turns=4)
         collector = collect(env, says(lambda *_: "x"), batch_size=6, total_batches=2)
         batches = list(collector)
@@ -485,7 +485,7 @@ class TestFaults:
                 self.at = -1 if seed == bad else 99
                 return super().reset(seed)
 
-        bad = make(group_size=2, num_envs=2).tickets[2].seed
+        bad = make(group_size=2, num_envs=2).task_sampler[2].seed
         env = make(partial(Sometimes, "raise"), num_envs=2, group_size=2, max_turns=6, max_model_len=4096)
         collector = collect(env, says(script), batch_size=2, num_threads=0, max_staleness=1, background=False)
         executor, queue = collector._executor, collector._queue
@@ -539,7 +539,7 @@ class TestFaults:
 
 
 class TestState:
-    def test_a_new_collector_goes_on_with_the_next_ticket(self, make, says, collect):
+    def test_a_new_collector_goes_on_with_the_next_task(self, make, says, collect):
         def collector(seed):
             env = make(partial(Dice, turns=2), num_envs=3, seed=seed)
             return collect(env, says(script), batch_size=5, total_batches=3)
@@ -550,7 +550,7 @@ class TestState:
         assert sum(same(a, b) for a, b in zip(first, second, strict=True)) == 2
 
     @pytest.mark.parametrize("background", [False, True])
-    def test_tickets_in_flight_are_dealt_again(self, make, streams, collect, background):
+    def test_tasks_in_flight_are_dealt_again(self, make, streams, collect, background):
         def collector():
             env, policy = make(num_envs=6, group_size=2), streams(script)
             return collect(env, policy, batch_size=4, max_staleness=2, background=background)
@@ -565,7 +565,7 @@ class TestState:
         collector = collect(make(num_envs=6), streams(script), batch_size=4, max_staleness=2)
         collector.next()
         collector.set_seed(3)
-        first = collector.env.tickets.base
+        first = collector.env.task_sampler.base
         assert episodes(collector.next()) == [first, first + 1, first + 2, first + 3]
 
     @pytest.mark.parametrize("background", [False, True])
@@ -598,7 +598,7 @@ class TestState:
         before = random.getstate(), get_bit_generator(), np.random.get_state()[1].tolist()
         collector = collect(make(Late, num_envs=2), streams(script), batch_size=2, max_staleness=1)
         collector.rollout()
-        time.sleep(0.1)  # the next tickets are being reset
+        time.sleep(0.1)  # the next tasks are being reset
         assert collector.in_flight
         collector.shutdown()
         assert (random.getstate(), get_bit_generator(), np.random.get_state()[1].tolist()) == before

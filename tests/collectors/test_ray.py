@@ -213,7 +213,7 @@ class TestWeights:
             batch = collector.rollout()
             assert same(batch, barrier.rollout())
             assert versions(batch).unique().tolist() == [version]
-            assert collector._executor.canary_difference < 1e-4
+            assert collector._executor.parity_gap < 1e-4
             change()
             collector.update_policy_weights_()
         return sync, policy
@@ -237,7 +237,7 @@ class TestWeights:
         sync, _ = self.follow(collect, models.model, models.adapter, parts.make_hf, partial(shake, models.model))
         assert sync.merged
 
-    def test_the_canary_finds_another_base_at_a_worker(self, collect):
+    def test_the_parity_check_finds_another_base_at_a_worker(self, collect):
         models = parts.make_lora_models(lora=parts.LORA)
         policy = parts.make_hf(models.model, models.adapter)
         sync = RayWeightSync(models.model, models.adapter, policy=policy)
@@ -248,7 +248,7 @@ class TestWeights:
             num_workers=1,
             weight_sync_schemes={"policy": sync},
         )
-        with pytest.raises(WeightSyncError, match="canary") as caught:
+        with pytest.raises(WeightSyncError, match="parity check") as caught:
             collector.rollout()
         assert "rollout worker 0" in " ".join(caught.value.__notes__)
         assert collector.closed
@@ -327,13 +327,13 @@ class TestStaleness:
         for batch in collector:
             age = policy.policy_version - versions(batch)
             assert 0 <= int(age.min()) <= int(age.max()) <= staleness
-            assert collector.env.num_dealt - len(seen) <= (staleness + 1) * 8
+            assert collector.env.num_sampled - len(seen) <= (staleness + 1) * 8
             mixed += len(versions(batch).unique()) > 1
             seen += episodes(batch)
             turns += batch[keys.TURN_MASK].sum(-1).tolist()
             collector.update_policy_weights_()
         assert seen == list(range(64))
-        assert turns == [length(episode) for episode in seen], "short episodes are favoured"
+        assert turns == [length(episode) for episode in seen], "short episodes are favored"
         assert mixed
         assert not collector.dropped
 
@@ -382,7 +382,7 @@ class TestStaleness:
         for i in range(3):
             batch = collector.rollout()
             assert collector.in_flight == 0
-            assert collector.env.num_dealt == 8 * (i + 1)
+            assert collector.env.num_sampled == 8 * (i + 1)
             assert versions(batch).unique().tolist() == [i]
             collector.update_policy_weights_()
 
@@ -510,7 +510,7 @@ class TestErrors:
         assert "rollout worker 0" in notes
 
     def faulty(self, deed, bad, **kwargs):
-        seeds = {make_env(**kwargs).tickets[index].seed for index in bad}
+        seeds = {make_env(**kwargs).task_sampler[index].seed for index in bad}
         return partial(make_env, partial(Sometimes, seeds, deed), max_turns=8, **kwargs)
 
     @pytest.mark.parametrize(
@@ -593,7 +593,7 @@ class TestTorchRL:
 
 class TestState:
     @pytest.mark.parametrize("staleness", [0, 2])
-    def test_a_new_collector_with_other_workers_goes_on_with_the_next_ticket(self, collect, staleness):
+    def test_a_new_collector_with_other_workers_goes_on_with_the_next_task(self, collect, staleness):
         first = collect(make_policy=make_sleeper, max_staleness=staleness, num_workers=1)
         second = collect(partial(make_env, seed=9), make_policy=make_sleeper, max_staleness=staleness)
         first.rollout(), second.rollout(), second.rollout()

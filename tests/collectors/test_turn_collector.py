@@ -1,4 +1,4 @@
-"""TurnCollector: B tickets over N slots."""
+"""TurnCollector: B tasks over N slots."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class TestBatches:
     @pytest.mark.parametrize(
         ("slots", "size", "group"), [(4, 16, 1), (4, 16, 4), (8, 4, 2), (6, 10, 2), (1, 3, 1), (4, 4, 4)]
     )
-    def test_exactly_b_whole_conversations_in_ticket_order(self, make, says, slots, size, group):
+    def test_exactly_b_whole_conversations_in_task_order(self, make, says, slots, size, group):
         policy = says(one_or_five)
         collector = TurnCollector(make(num_envs=slots, group_size=group), policy, batch_size=size, total_batches=4)
         for i, batch in enumerate(collector):
@@ -242,7 +242,7 @@ class TestTorchRL:
 
 
 class TestState:
-    def test_a_new_collector_goes_on_with_the_next_ticket(self, make, says):
+    def test_a_new_collector_goes_on_with_the_next_task(self, make, says):
         def collector(seed):
             script = lambda episode, turn, context: "x"  # noqa: E731
             env = make(partial(Dice, turns=2), num_envs=3, group_size=1, seed=seed)
@@ -315,8 +315,8 @@ class TestFaults:
     @pytest.mark.parametrize("turn", [-1, 0, 2])
     @pytest.mark.parametrize("group", [1, 2])
     def test_both_collectors_deliver_the_same(self, make, says, turn, group):
-        tickets = make(num_envs=4, group_size=group).tickets
-        bad = {tickets[i].seed for i in (2, 9)}
+        task_sampler = make(num_envs=4, group_size=group).task_sampler
+        bad = {task_sampler[i].seed for i in (2, 9)}
         delivered = []
         for kind, options in ((TurnCollector, {}), (AsyncTurnCollector, {"num_threads": 0})):
             env = make(partial(self.Sometimes, turn, bad), num_envs=4, group_size=group, max_turns=4)
@@ -347,7 +347,7 @@ class TestFaults:
                     raise RuntimeError("once")
                 return super().reset(seed)
 
-        bad = make(num_envs=2, group_size=2).tickets[2].seed
+        bad = make(num_envs=2, group_size=2).task_sampler[2].seed
         collector = TurnCollector(make(Once, num_envs=2, group_size=2), says(lambda *_: "stop"), batch_size=6)
         assert episodes(collector.rollout()) == [0, 1, 4, 5, 6, 7]
         assert collector.dropped == {"error": 2}
@@ -361,7 +361,7 @@ class TestCounts:
                     self.at = 0 if seed == bad else 99
                     return super().reset(seed)
 
-            bad = make(num_envs=2, group_size=2).tickets[2].seed
+            bad = make(num_envs=2, group_size=2).task_sampler[2].seed
             env = make(partial(Sometimes, "raise"), num_envs=4, group_size=2, max_turns=2)
             return TurnCollector(env, says(one_or_five), batch_size=4)
 

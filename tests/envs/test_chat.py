@@ -175,7 +175,7 @@ class TestLookAlikes:
         newline, user, assistant = map(formatter._encode_plain, ("\n", "user\n\nhigher", "assistant\n"))
         assert merged == (*newline, START, *user, END, *newline, START, *assistant)
 
-    def test_a_tokenizer_that_normalises_text_makes_no_control_token_of_it(self):
+    def test_a_tokenizer_that_normalizes_text_makes_no_control_token_of_it(self):
         tokenizer = byte_tokenizer()
         tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
         tokenizer.add_tokens([AddedToken("<tool_call>", special=False, normalized=True)])

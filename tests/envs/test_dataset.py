@@ -29,7 +29,7 @@ from torchrl_llm.envs import (
     PromptDatasetEnv,
     PromptFormatter,
     RewardError,
-    RowTickets,
+    RowTaskSampler,
     read_rows,
     train_test_split,
 )
@@ -224,8 +224,8 @@ class TestEpochs:
         assert groups == [i // 3 for i in range(15)]
 
     def test_workers_share_an_epoch_without_overlap(self):
-        workers = [RowTickets(num_rows=6, group_size=2, worker=w, num_workers=3, seed=5) for w in range(3)]
-        dealt = Counter(tickets[i].seed for tickets in workers for i in range(4))
+        workers = [RowTaskSampler(num_rows=6, group_size=2, worker=w, num_workers=3, seed=5) for w in range(3)]
+        dealt = Counter(task_sampler[i].seed for task_sampler in workers for i in range(4))
         assert dealt == dict.fromkeys(range(6), 2)
 
     def test_a_run_goes_on_in_the_middle_of_an_epoch(self, make, deal):
@@ -389,8 +389,14 @@ class TestOptions:
         parameters = set(inspect.signature(GEMEnv.__init__).parameters) - {"self", "env"}
         assert parameters - {"divide"} == set(given)
         env = make(SPLITS, **given)
-        tickets = env.tickets
-        assert (tickets.group_size, tickets.stream, tickets.seed, tickets.worker, tickets.num_workers) == (
+        task_sampler = env.task_sampler
+        assert (
+            task_sampler.group_size,
+            task_sampler.stream,
+            task_sampler.seed,
+            task_sampler.worker,
+            task_sampler.num_workers,
+        ) == (
             2,
             "test",
             8,
@@ -516,7 +522,7 @@ class TestFaults:
             deal(make(reward_fn=reward_fn, batched=batched, shuffle=False), 1)
         assert isinstance(caught.value.cause, RewardError)
         assert isinstance(caught.value.cause.__cause__, KeyError)
-        assert (caught.value.ticket.seed, caught.value.turn) == (0, 0)
+        assert (caught.value.task_spec.seed, caught.value.turn) == (0, 0)
 
     @pytest.mark.parametrize("returned", [float("nan"), float("inf"), "1", None, 1j, [1.0, 2.0]])
     def test_what_is_no_finite_number_is_a_fault(self, make, deal, returned):
@@ -570,7 +576,7 @@ class TestFaults:
         assert "the first of 2 failed episodes" in str(caught.value.__notes__)
 
     def test_of_a_collector_too(self, make, says):
-        """One call that fails is within the collector's ``max_faults``; its rows are played again by other tickets."""
+        """One call that fails is within the collector's ``max_faults``; its rows are played again by other tasks."""
         failing = [True]
 
         def reward_fn(completions, answers, questions):

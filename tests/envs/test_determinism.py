@@ -34,7 +34,7 @@ class Deck(Dice):
         super().__init__(turns=2)
         self.marks = random.randrange(10**6), np.random.randint(10**6)
 
-    def _draw(self):
+    def _next_task(self):
         return f"{self.marks} {super()._draw()}"
 
 
@@ -171,14 +171,14 @@ class TestTheLaw:
         self, play, mixture, seed, group_size, slots, rounds, threads, barrier, staleness, latency, chance
     ):
         games, weights = mixture
-        ticket = {"seed": seed, "group_size": group_size, "weights": weights}
-        alone = play(games, **ticket)
+        task_spec = {"seed": seed, "group_size": group_size, "weights": weights}
+        alone = play(games, **task_spec)
         if latency is not None:
             games = [partial(Slow, game, mean=0.001, sigma=1.5, seed=latency) for game in games]
         random.seed(chance), np.random.seed(chance)
         with neighbour() if threads else nothing():
             how = {"slots": slots, "rounds": rounds, "threads": threads, "barrier": barrier, "staleness": staleness}
-            delivered = play(games, **how, **ticket)
+            delivered = play(games, **how, **task_spec)
         assert delivered == alone
 
     @settings(max_examples=10, phases=NO_SHRINKING)
@@ -190,14 +190,14 @@ class TestTheLaw:
     )
     def test_workers_play_together_what_one_plays_alone(self, play, mixture, seed, group_size, workers):
         games, weights = mixture
-        ticket = {"seed": seed, "group_size": group_size, "weights": weights}
+        task_spec = {"seed": seed, "group_size": group_size, "weights": weights}
         share = {"num_workers": len(workers), "groups": 2}
         shares = [
-            play(games, slots=slots, threads=threads, barrier=barrier, worker=worker, **share, **ticket)
+            play(games, slots=slots, threads=threads, barrier=barrier, worker=worker, **share, **task_spec)
             for worker, (slots, threads, barrier) in enumerate(workers)
         ]
         together = sorted(chain(*shares), key=lambda episode: episode[keys.EPISODE_ID][0])
-        assert together == play(games, groups=2 * len(workers), **ticket)
+        assert together == play(games, groups=2 * len(workers), **task_spec)
 
     @pytest.mark.parametrize(("threads", "barrier"), [(0, True), (3, True), (0, False)])
     def test_other_users_of_chance_see_no_game(self, play, threads, barrier):

@@ -110,7 +110,7 @@ class TestContexts:
         env = make([StopOrGo, EASY], num_envs=4, group_size=2, stream="eval", seed=3, max_turns=5)
         env.reset()
         for part in ("StopOrGo", EASY, "num_envs=4", "group_size=2", "stream='eval'", "seed=3", "max_model_len=2048",
-                     "max_output_tokens=32", "max_turns=5", "4 tickets dealt", "4 slots playing"):  # fmt: skip
+                     "max_output_tokens=32", "max_turns=5", "4 tasks dealt", "4 slots playing"):  # fmt: skip
             assert part in repr(env)
 
     def test_a_returned_observation_is_not_written_to_later(self, make, says):
@@ -307,7 +307,7 @@ class TestMixture:
 
 
 class TestFinishedSlots:
-    def test_refill_deals_the_next_tickets(self, make, says):
+    def test_refill_deals_the_next_tasks(self, make, says):
         rollout = play(make(StopOrGo, num_envs=2), says(lambda e, t, c: "stop" if t == e % 2 else "go"), 4)
         assert rollout["episode_id"].squeeze(-1).tolist() == [[0, 2, 3, 3], [1, 1, 4, 5]]
 
@@ -417,7 +417,7 @@ class TestErrors:
 
         env = make(Verbose, num_envs=2, max_model_len=300)
         batch = play(env, says("x"), 6)
-        seeds = {env.tickets[i].seed // 4 % 2 for i in batch[keys.EPISODE_ID].unique().tolist()}
+        seeds = {env.task_sampler[i].seed // 4 % 2 for i in batch[keys.EPISODE_ID].unique().tolist()}
         assert seeds == {0}
         assert env.faults["context"] > 0
         assert env.last_fault.stop_reason == StopReason.CONTEXT
@@ -425,15 +425,15 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("fault", "turn"), [("raise", -1), ("raise", 2), ("nan", 0), ("nan", 2), ("malformed", -1), ("malformed", 0)]
     )
-    def test_faults_carry_ticket_turn_and_cause(self, make, says, fault, turn):
+    def test_faults_carry_task_turn_and_cause(self, make, says, fault, turn):
         state = random.getstate()
         with pytest.raises(EnvironmentFault) as caught:
             play(make(partial(Faulty, fault, turn), seed=4, max_faults=0), says("x"), 4)
         error = caught.value
         assert error.turn == turn
-        assert error.ticket.episode_id == 0
+        assert error.task_spec.episode_id == 0
         assert isinstance(error.cause, {"raise": RuntimeError, "nan": ValueError, "malformed": TypeError}[fault])
-        assert str(error.ticket.seed) in str(error)
+        assert str(error.task_spec.seed) in str(error)
         assert random.getstate() == state
 
     @pytest.mark.parametrize(
@@ -467,7 +467,7 @@ class TestErrors:
 
 
 class TestInterop:
-    def test_serial_env_deals_disjoint_tickets(self, make, says):
+    def test_serial_env_deals_disjoint_tasks(self, make, says):
         workers = [partial(make, Dice, num_envs=2, worker=w, num_workers=2) for w in range(2)]
         env = SerialEnv(2, workers)
         check_env_specs(env)
@@ -505,9 +505,9 @@ class TestInterop:
         state = env.state_dict()
         other = make(Dice, num_envs=2, seed=3)
         other.load_state_dict(state)
-        assert other.tickets[0] == env.tickets[0]
+        assert other.task_sampler[0] == env.task_sampler[0]
         other.set_seed(8)
-        assert other.tickets == env.tickets
+        assert other.task_sampler == env.task_sampler
 
     def test_stock_collector(self, make, says):
         collector = Collector(
@@ -555,7 +555,7 @@ class TestInterop:
         )
         batches = list(collector)
         collector.shutdown()
-        # The collector resets twice before it starts: the tickets 0 and 1 are never played.
+        # The collector resets twice before it starts: the tasks 0 and 1 are never played.
         assert [batch["episode_id"].flatten().tolist() for batch in batches] == [[2, 2, 2]]
         assert batches[0]["next", "done"].flatten().tolist() == [False, False, True]
 
@@ -625,7 +625,7 @@ def hash_coin(episode, rate=0.3):
 
 
 def within_binomial_bound(count, total, rate=0.3):
-    """Four standard deviations: a right collector fails once in 16,000 choices of tickets, and these are fixed."""
+    """Four standard deviations: a right collector fails once in 16,000 choices of tasks, and these are fixed."""
     return abs(count - rate * total) < 4 * (total * rate * (1 - rate)) ** 0.5
 
 
@@ -652,7 +652,7 @@ class TestSingleSlots:
         assert all(slot.finished for slot in other.slots)
         assert (td.select(*other.observe().keys(True, True)) == other.observe()).all()
 
-    def test_draw_deals_the_next_ticket(self, make):
+    def test_draw_deals_the_next_task(self, make):
         env = make(Dice, num_envs=2)
         assert [env.draw(), env.draw()] == [0, 1]
         assert env.reset()["episode_id"].flatten().tolist() == [2, 3]
@@ -671,7 +671,7 @@ class TestSingleSlots:
         assert not env.observe()[keys.PROMPT].any()
         env.start(0, 5, env.open(0, 5))
         assert len(made) == 2
-        assert env.slots[0].ticket.episode_id == 5
+        assert env.slots[0].task_spec.episode_id == 5
 
 
 class Sometimes(Faulty):
@@ -719,7 +719,7 @@ class TestContainment:
 
     @pytest.mark.parametrize("fault", ["raise", "nan", "malformed"])
     def test_one_episode_ends_as_truncated_and_the_rest_go_on(self, make, says, fault, caplog):
-        bad = make(num_envs=2).tickets[1].seed
+        bad = make(num_envs=2).task_sampler[1].seed
         env = make(partial(Sometimes, fault, 1, [bad]), num_envs=2, max_turns=3)
         steps = env.rollout(3, says("x"), break_when_any_done=False)
         last = steps["next", "stop_reason"][..., 0]
@@ -738,8 +738,8 @@ class TestContainment:
         assert env.rollout(1, says("x"))["next", "stop_reason"].item() == reason
         assert env.faults == {reason.name.lower(): 1}
 
-    def test_a_reset_that_fails_deals_the_next_ticket(self, make):
-        seeds = [make().tickets[i].seed for i in (1, 2)]
+    def test_a_reset_that_fails_deals_the_next_task(self, make):
+        seeds = [make().task_sampler[i].seed for i in (1, 2)]
         env = make(partial(Sometimes, "raise", -1, seeds), num_envs=3)
         assert env.reset()["episode_id"].flatten().tolist() == [0, 3, 4]
         assert env.faults == {"error": 2}
@@ -752,7 +752,7 @@ class TestContainment:
         assert env.faults == {"error": 3}
 
     def test_an_episode_that_ends_well_begins_a_new_row(self, make, says):
-        seeds = [make().tickets[i].seed for i in (0, 1, 3, 4)]
+        seeds = [make().task_sampler[i].seed for i in (0, 1, 3, 4)]
         env = make(partial(Sometimes, "raise", 0, seeds), max_faults=2, max_turns=1)
         env.rollout(6, says("x"), break_when_any_done=False)
         assert env.faults == {"error": 4}

@@ -19,7 +19,7 @@ from torchrl_llm.testing.environments import Dice, Slow, StopOrGo
 class Patient(Dice):
     """Gives other threads time between its two draws."""
 
-    def _draw(self):
+    def _next_task(self):
         first = random.randrange(10**6)
         time.sleep(0.002)
         return f"{first} {np.random.randint(10**6)} {np.random.normal()}"

@@ -18,7 +18,7 @@ from torchrl_llm.envs import (
     IsolatedEnv,
     PromptDatasetEnv,
     SeenTasks,
-    Tickets,
+    TaskSampler,
     resolve_env,
 )
 from torchrl_llm.envs.tasks import rows_of
@@ -35,8 +35,8 @@ def tasks_of(factory, seeds):
 
 
 def seeds(stream, count):
-    tickets = Tickets(stream=stream)
-    return [tickets[i].seed for i in range(count)]
+    task_sampler = TaskSampler(stream=stream)
+    return [task_sampler[i].seed for i in range(count)]
 
 
 class TestTasks:
@@ -132,7 +132,7 @@ def sums(count):
 class TestRows:
     @staticmethod
     def questions(tokenizer, env, stream, **kwargs):
-        """The tasks of the first 150 tickets."""
+        """The tasks of the first 150 tasks."""
         env = GEMEnv(env, tokenizer=tokenizer, num_envs=1, max_model_len=2048, stream=stream, **kwargs)
         return {env.open(0, i).task.task_id for i in range(150)}
 
@@ -161,10 +161,10 @@ class TestRows:
         env = GEMEnv(["eval:AMC", "math:GSM8K", StopOrGo], tokenizer=tokenizer, stream="test")
         assert [spec.divide for spec in env._specs] == [False, True, False]
 
-    def test_rows_are_the_streams_whatever_deals_the_tickets(self, tokenizer):
-        """A greedy evaluation deals from a choice of tickets, which is not ``Tickets``."""
+    def test_rows_are_the_streams_whatever_deals_the_tasks(self, tokenizer):
+        """A greedy evaluation deals from a choice of tasks, which is not ``TaskSampler``."""
         envs = [GEMEnv("rg:base_conversion", tokenizer=tokenizer, max_model_len=2048, stream="test") for _ in range(2)]
-        envs[1].tickets = [envs[0].tickets[i] for i in range(3)]
+        envs[1].task_sampler = [envs[0].task_sampler[i] for i in range(3)]
         assert [envs[1].open(0, i).ids for i in range(3)] == [envs[0].open(0, i).ids for i in range(3)]
 
     def test_equal_questions_are_one(self):
@@ -206,6 +206,6 @@ class TestRows:
         assert len(env.first_of_each_task(10)) == 2
         assert len(resets) == 10
         env.first_of_each_task(9)  # of others
-        env.set_seed(env.tickets.seed + 1)
+        env.set_seed(env.task_sampler.seed + 1)
         env.first_of_each_task(9)
         assert len(resets) == 10 + 9 + 9

@@ -130,7 +130,7 @@ class TestHanging:
     @pytest.mark.parametrize("turn", [-1, 0])
     @pytest.mark.parametrize("group", [1, 2])
     def test_an_environment_that_hangs_ends_its_group_only(self, make, policy, release, kind, turn, group, caplog):
-        seed = make(group_size=group, num_envs=group).tickets[4].seed
+        seed = make(group_size=group, num_envs=group).task_sampler[4].seed
         env = make(partial(kind, release, seed, turn), num_envs=4, group_size=group, step_timeout=0.3)
         state = random.getstate()
         collector = TurnCollector(env, policy, batch_size=8)
@@ -149,7 +149,7 @@ class TestHanging:
         assert turns == whole[keys.TURN_MASK][kept].sum(-1).tolist()
 
     def test_its_own_step_ends_as_a_timeout(self, make, release):
-        env = make(partial(Hangs, release, make().tickets[1].seed, 0), num_envs=3, step_timeout=0.2)
+        env = make(partial(Hangs, release, make().task_sampler[1].seed, 0), num_envs=3, step_timeout=0.2)
         td = env.reset()
         td[keys.RESPONSE], td[keys.RESPONSE_MASK] = (
             env.action_spec.rand()[keys.RESPONSE],
@@ -171,7 +171,7 @@ class TestHanging:
         assert env.faults == {"timeout": 3}
 
     def test_an_evaluation_goes_on(self, make, policy, release):
-        seed = make(stream="eval").tickets[3].seed
+        seed = make(stream="eval").task_sampler[3].seed
         env = make(partial(Hangs, release, seed, 0), stream="eval", num_envs=4, step_timeout=0.2)
         result = evaluate(env, policy, 8)
         assert result.episodes == 8

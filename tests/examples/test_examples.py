@@ -144,7 +144,7 @@ class TestCustomLoss:
     def test_takes_every_setting_of_its_loss(self):
         """What the config sets away from its default is found in the loss or its estimator."""
         given = {
-            "gamma": 0.7, "credit": "turn", "keep_discount": True, "clip_advantage": 2.5, "kl_coeff": 0.03, "kl_in": "loss",
+            "gamma": 0.7, "credit": "turn", "discounted_objective": True, "clip_advantage": 2.5, "kl_coeff": 0.03, "kl_in": "loss",
             "kl_kind": "k2", "clipping": "cispo", "ratio_level": "turn", "ratio_reduction": "sum", "unit_weight": "by_tokens",
             "weighting": "constant", "weight_constant": 9.0, "entropy_coeff": 0.2, "sampler_correction": "truncate",
             "sampler_bounds": 3.0, "sampler_level": "turn", "sampler_reduction": "mean", "scale": "none",

@@ -285,7 +285,7 @@ ALL = {
     "turn": lambda **o: TurnGAE(**{"gamma": 0.9, "whiten": False} | o),
     "token": lambda **o: TurnGAE(**{"gamma": 0.9, "granularity": "token", "whiten": False} | o),
     "rebn": lambda **o: ReBN(**{"gamma": 0.9} | o),
-    "returns": lambda **o: ReBN(**{"gamma": 0.9, "normalise_over": "none"} | o),
+    "returns": lambda **o: ReBN(**{"gamma": 0.9, "normalize_over": "none"} | o),
     "episode": lambda **o: GroupRelative(**{"gamma": 0.9} | o),
     "group turn": lambda **o: GroupRelative(**{"gamma": 0.9, "credit": "turn"} | o),
     "vtrace": lambda **o: TurnVTrace(**{"gamma": 0.9} | o),
@@ -305,7 +305,7 @@ class TestSharedOptions:
         rows, _, mask, ids, _ = rows_and_parts(group_size=3)
         if name == "episode":
             with pytest.raises(ValueError, match='credit="turn"'):
-                ALL[name](keep_discount=True)
+                ALL[name](discounted_objective=True)
             return
         free = ALL[name]()(rows.clone())["advantage"]
         expected = free.clone()
@@ -313,10 +313,10 @@ class TestSharedOptions:
             for i, k in enumerate(row):
                 before = sum(j >= 0 for j in row[:i]) if name == "token" else int(mask[b, : max(k, 0)].sum())
                 expected[b, i] *= 0.9**before
-        close(ALL[name](keep_discount=True)(rows.clone())["advantage"], expected)
+        close(ALL[name](discounted_objective=True)(rows.clone())["advantage"], expected)
         assert (free - expected).abs().max() > 1e-2
-        with pytest.raises(ValueError, match=r"keep_discount=True does nothing with gamma=1\.0"):
-            ALL[name](keep_discount=True, gamma=1.0)
+        with pytest.raises(ValueError, match=r"discounted_objective=True does nothing with gamma=1\.0"):
+            ALL[name](discounted_objective=True, gamma=1.0)
 
     @pytest.mark.parametrize("name", ["turn", "returns", "vtrace"])
     def test_the_kl_is_taken_from_the_reward_turn_by_turn(self, name):
@@ -352,7 +352,7 @@ class TestSharedOptions:
                 return {"turn_advantage": reward, "turn_value_target": reward}
 
         loss = LLMGRPOLoss(
-            table_actor(), gamma=0.7, clip_advantage=0.4, keep_discount=False, kl_coeff=0.3, kl_in="reward"
+            table_actor(), gamma=0.7, clip_advantage=0.4, discounted_objective=False, kl_coeff=0.3, kl_in="reward"
         )
         estimator = loss.make_value_estimator(Plain).value_estimator
         assert (estimator.gamma, estimator.clip_advantage, estimator.kl_coeff) == (0.7, 0.4, 0.3)

@@ -77,7 +77,7 @@ class Study:
         nn.init.normal_(self.critic.value_head.weight, generator=torch.Generator().manual_seed(0))
 
     def reinforce(self, **options) -> LLMReinforceLoss:
-        default = {"gamma": 1.0, "kl_coeff": 0.0, "normalise_over": "none"}
+        default = {"gamma": 1.0, "kl_coeff": 0.0, "normalize_over": "none"}
         return LLMReinforceLoss(self.actor, **PLAIN | default | options)
 
     def grpo(self, **options) -> LLMGRPOLoss:
@@ -134,7 +134,7 @@ class TestHolds:
 
     @pytest.mark.parametrize("mdp", [CUT, WHOLE], ids=["cut", "whole"])
     @pytest.mark.parametrize("clipping", ["ppo", "cispo", "none"])
-    def test_reinforce_without_normalisation(self, mdp, clipping):
+    def test_reinforce_without_normalization(self, mdp, clipping):
         check(mdp.expected_gradient(STUDY.reinforce(clipping=clipping)), STUDY.truth(mdp))
 
     def test_the_size_of_the_batch_does_not_matter(self):
@@ -191,19 +191,21 @@ class TestHolds:
     def test_discount_with_any_value_and_bootstrap(self, gamma):
         rows = STUDY.rows(CUT, exact=False)
         expected = CUT.policy_gradient(STUDY.actor, CUT.returns(gamma, rows[keys.BOOTSTRAP_VALUE]))
-        check(CUT.expected_gradient(STUDY.ppo(gamma=gamma, keep_discount=True)), expected)
+        check(CUT.expected_gradient(STUDY.ppo(gamma=gamma, discounted_objective=True)), expected)
 
     @pytest.mark.parametrize("gamma", [0.9, 0.5])
     @pytest.mark.parametrize("lmbda", [0.0, 0.5, 1.0])
     def test_discount_with_the_exact_value(self, gamma, lmbda):
-        policy_loss, rows = STUDY.ppo(gamma=gamma, lmbda=lmbda, keep_discount=True), STUDY.rows(WHOLE, gamma)
+        policy_loss, rows = STUDY.ppo(gamma=gamma, lmbda=lmbda, discounted_objective=True), STUDY.rows(WHOLE, gamma)
         check(WHOLE.expected_gradient(policy_loss, rows=rows), STUDY.truth(WHOLE, gamma))
 
     @pytest.mark.parametrize("gamma", [0.9, 0.5])
     def test_discount_without_a_critic(self, gamma):
-        check(WHOLE.expected_gradient(STUDY.reinforce(gamma=gamma, keep_discount=True)), STUDY.truth(WHOLE, gamma))
+        check(
+            WHOLE.expected_gradient(STUDY.reinforce(gamma=gamma, discounted_objective=True)), STUDY.truth(WHOLE, gamma)
+        )
         check(CUT.expected_gradient(STUDY.grpo(gamma=gamma), 2, same_task=True), STUDY.truth(CUT, gamma))
-        per_turn = STUDY.grpo(gamma=gamma, credit="turn", keep_discount=True)
+        per_turn = STUDY.grpo(gamma=gamma, credit="turn", discounted_objective=True)
         check(CUT.expected_gradient(per_turn, 2, same_task=True), STUDY.truth(CUT, gamma))
 
     @pytest.mark.parametrize("name", ["reinforce", "grpo", "grpo per turn", "ppo", "ppo per token"])
@@ -310,7 +312,7 @@ def weighted(kind: str) -> Measure:
     return lambda study: (CUT.expected_gradient(study.reinforce(**options), 2), study.truth(CUT))
 
 
-def normalised(size: int, loss: Callable[[Study], TurnPolicyLoss], mdp: EnumerableMDP = CUT, **draw: bool) -> Measure:
+def normalized(size: int, loss: Callable[[Study], TurnPolicyLoss], mdp: EnumerableMDP = CUT, **draw: bool) -> Measure:
     def measure(study: Study) -> tuple[Tensor, Tensor]:
         policy_loss, rows = loss(study), study.rows(mdp)
         bootstrap = rows[keys.BOOTSTRAP_VALUE] if isinstance(policy_loss, LLMPPOLoss) else None
@@ -321,7 +323,7 @@ def normalised(size: int, loss: Callable[[Study], TurnPolicyLoss], mdp: Enumerab
 
 
 def group_std(size: int, mdp: EnumerableMDP = CUT) -> Measure:
-    return normalised(size, lambda study: study.grpo(baseline="mean", scale="std"), mdp, same_task=True)
+    return normalized(size, lambda study: study.grpo(baseline="mean", scale="std"), mdp, same_task=True)
 
 
 def kl_term(kind: str) -> Measure:
@@ -354,10 +356,10 @@ BIASES = {
     "group standard deviation, groups of 2, two tasks": Bias(group_std(2), 0.2837, 0.2709),
     "group standard deviation, groups of 3, two tasks": Bias(group_std(3), 0.2870, 0.4076),
     "group standard deviation, groups of 2, one task": Bias(group_std(2, ONE), 0.9996, 0.2404),
-    "ReBN, batches of 2": Bias(normalised(2, lambda study: study.reinforce(normalise_over="batch")), 0.8344, 0.4376),
-    "ReBN, batches of 3": Bias(normalised(3, lambda study: study.reinforce(normalise_over="batch")), 0.8875, 0.5028),
-    "whitening, batches of 2": Bias(normalised(2, lambda study: study.ppo(whiten=True)), 0.9501, 0.4140),
-    "whitening, batches of 3": Bias(normalised(3, lambda study: study.ppo(whiten=True)), 0.9735, 0.5037),
+    "ReBN, batches of 2": Bias(normalized(2, lambda study: study.reinforce(normalize_over="batch")), 0.8344, 0.4376),
+    "ReBN, batches of 3": Bias(normalized(3, lambda study: study.reinforce(normalize_over="batch")), 0.8875, 0.5028),
+    "whitening, batches of 2": Bias(normalized(2, lambda study: study.ppo(whiten=True)), 0.9501, 0.4140),
+    "whitening, batches of 3": Bias(normalized(3, lambda study: study.ppo(whiten=True)), 0.9735, 0.5037),
     "KL k2 in the loss (against the KL of conversations)": Bias(kl_term("k2"), 0.9983, 0.8898),
     "KL k3 in the loss (against the KL of conversations)": Bias(kl_term("k3"), 0.9982, 0.7902),
     "discount 0.9 without its factor per turn": Bias(discounted(0.9), 0.9997, 1.0819),

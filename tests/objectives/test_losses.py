@@ -394,7 +394,7 @@ ALGORITHMS = {
     "grpo": lambda: LLMGRPOLoss(make_actor()),
     "gspo": lambda: LLMGRPOLoss(make_actor(), ratio_level="sequence", unit_weight="equal"),
     "cispo": lambda: LLMGRPOLoss(make_actor(), clipping="cispo", credit="turn", kl_in="reward"),
-    "dual_clip": lambda: LLMReinforceLoss(make_actor(), dual_clip=1.3, kl_in="loss", normalise_over="none"),
+    "dual_clip": lambda: LLMReinforceLoss(make_actor(), dual_clip=1.3, kl_in="loss", normalize_over="none"),
     "icepop": lambda: LLMGRPOLoss(make_actor(), sampler_correction="mask", sampler_bounds=(0.9, 1.5)),
     "rejection": lambda: LLMPPOLoss(
         make_actor(),
@@ -602,9 +602,9 @@ class TestLLMReinforceLoss:
         out = loss(make_rows(LAYOUT))
         assert "loss_kl" not in out
         assert "kl" in out
-        in_loss = LLMReinforceLoss(table_actor(), kl_coeff=0.3, kl_in="loss", normalise_over="none")
+        in_loss = LLMReinforceLoss(table_actor(), kl_coeff=0.3, kl_in="loss", normalize_over="none")
         assert "loss_kl" in in_loss(make_rows(LAYOUT))
-        assert (in_loss.value_estimator.kl_coeff, in_loss.value_estimator.normalise_over) == (0.0, "none")
+        assert (in_loss.value_estimator.kl_coeff, in_loss.value_estimator.normalize_over) == (0.0, "none")
         assert LLMReinforceLoss(table_actor()).value_estimator.gamma == 0.9
 
 

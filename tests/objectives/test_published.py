@@ -233,7 +233,7 @@ class TestVTrace:
     """rlax, ``VTraceTest.test_vtrace_td_error_and_advantage``; a discount of 0 ends an episode."""
 
     EPISODES = (
-        # behaviour and target logits, actions, rewards, discounts, values, bootstrap; then the error and the advantage
+        # behavior and target logits, actions, rewards, discounts, values, bootstrap; then the error and the advantage
         ([[8.9, 0.7]], [[0.4, 0.5]], [0], [-1.3], [1.0], [2.1], 0.0, [-1.6155143], [-1.6155143]),
         (
             [[5.0, 1.0], [0.6, 0.1], [-0.9, -0.1]],
@@ -261,11 +261,11 @@ class TestVTrace:
 
     @pytest.mark.parametrize("episode", EPISODES)
     def test_rlax(self, episode):
-        behaviour, target, actions, *figures, last, error, advantage = episode
+        behavior, target, actions, *figures, last, error, advantage = episode
         reward, value = doubles([figures[0]], [figures[2]])
         unit = in_units(figures[1])
         action = torch.tensor(actions)[:, None]
-        ratio = (doubles(target).log_softmax(-1) - doubles(behaviour).log_softmax(-1)).gather(1, action).T
+        ratio = (doubles(target).log_softmax(-1) - doubles(behavior).log_softmax(-1)).gather(1, action).T
         step, bootstrap = unit[:, :-1], last * unit[:, -1]
         actual, learned = F.turn_vtrace(reward * step, value * step, ratio, all_of(reward), 1.0, bootstrap)
         # Published in float32.

@@ -162,7 +162,7 @@ class TestReBN:
         done = (mask.flip(1).cumsum(1).flip(1) == 1)[played]
         returns = torch.zeros(mask.shape, dtype=DOUBLE)
         returns[played] = reward2go(rows["turn", "reward"][played].view(-1, 1), done.view(-1, 1), gamma).flatten()
-        plain = ReBN(gamma=gamma, normalise_over="none")(rows.clone())
+        plain = ReBN(gamma=gamma, normalize_over="none")(rows.clone())
         for figure in ("advantage", "value_target"):
             torch.testing.assert_close(plain["turn", figure], returns * acted, rtol=0, atol=1e-6)
         if acted.sum() > 1:

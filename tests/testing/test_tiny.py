@@ -82,7 +82,7 @@ class TestTokenizer:
     @settings(deadline=None, max_examples=60)
     @given(text=st.text(st.characters(max_codepoint=0x2FF, exclude_categories=["Cs"]), max_size=60))
     def test_any_composed_text_comes_back(self, tiny, text):
-        # Qwen2's normaliser is NFC, and every character up to U+02FF is its own NFC form.
+        # Qwen2's normalizer is NFC, and every character up to U+02FF is its own NFC form.
         tokenizer = tiny[1]
         assert tokenizer.decode(tokenizer.encode(text, split_special_tokens=True)) == text
 

@@ -43,7 +43,7 @@ LAWS = {
         "algo": "LLMREINFORCE",
         "dtype": "float64",
         "env_name": ["game:GuessTheNumber-v0-easy", "game:GuessTheNumber-v0-hard"],
-        "adaptive_tasks": True,
+        "adaptive_mixture": True,
     },
     "LLMPPO": {"algo": "LLMPPO", "dtype": "float64", "critic_warmup": 1, "whiten": True},
     "GRPO": {"algo": "GRPO", "dtype": "float64", "kl_coeff": 0.05},

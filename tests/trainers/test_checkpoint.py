@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from test_trainer import small_config
 from torchrl.checkpoint import Checkpoint, CheckpointError
 
-from torchrl_llm.envs import Tickets
+from torchrl_llm.envs import TaskSampler
 from torchrl_llm.testing.environments import Faulty
 from torchrl_llm.trainers import Callback, ConfigError, build_run, verify
 from torchrl_llm.trainers.checkpoint_parts import config_changes
@@ -42,7 +42,7 @@ CASES = [
     ("LLMPPO", {"lora_r": 4}),
     ("LLMREINFORCE", {"top_p": 0.9}),
     ("GRPO", {"dynamic_sampling": 2}),
-    ("GRPO", {"env_name": [f"game:GuessTheNumber-v0-{level}" for level in ("easy", "hard")], "adaptive_tasks": True}),
+    ("GRPO", {"env_name": [f"game:GuessTheNumber-v0-{level}" for level in ("easy", "hard")], "adaptive_mixture": True}),
 ]
 
 
@@ -108,7 +108,7 @@ class TestResume:
                 self.at = 0 if seed in bad else 99
                 return super().reset(seed)
 
-        bad = {Tickets()[i].seed for i in (1, 9)}
+        bad = {TaskSampler()[i].seed for i in (1, 9)}
         settings = RUN | {"max_turns": 2, "evaluation_interval": 0, "max_iterations": 1}
         build_run(small_config(tmp_path, **settings), env=partial(Sometimes, "raise")).trainer.train()
         longer = settings | {"max_iterations": 2, "resume": True, "accept_changes": ["max_iterations"]}

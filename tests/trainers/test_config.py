@@ -45,8 +45,8 @@ class TestRunConfig:
             ({"algo": "LLMPPO", "scale": "none"}, "scale='none' does nothing with algo='LLMPPO'"),
             ({"algo": "LLMREINFORCE", "credit": "turn"}, "credit='turn' does nothing with algo='LLMREINFORCE'"),
             (
-                {"algo": "GRPO", "group_size": 4, "normalise_over": "none"},
-                "normalise_over='none' does nothing with algo='GRPO'",
+                {"algo": "GRPO", "group_size": 4, "normalize_over": "none"},
+                "normalize_over='none' does nothing with algo='GRPO'",
             ),
             ({"algo": "LLMREINFORCE", "critic_warmup": 2}, "which has a critic"),
             ({"critic_warmup": 2, "critic_coeff": 0}, "critic_warmup=2 does nothing with critic_coeff=0"),
@@ -84,7 +84,7 @@ class TestRunConfig:
             ({"collector": "async", "max_staleness": 1, "old_log_probs": "sampler"}, "may have had older weights"),
             ({"policy": "vllm", "collector": "async", "max_staleness": 1, "sleep_mode": True}, "choose one"),
             (
-                {"collector": "async", "max_staleness": 1, "adaptive_tasks": True},
+                {"collector": "async", "max_staleness": 1, "adaptive_mixture": True},
                 "leaves none between them: choose one",
             ),
         ],

@@ -54,7 +54,7 @@ class TestEvaluate:
         wins = first.rows[keys.TURN_SUCCESS].any(-1).sum().item()
         assert first.success == wins / 24
         assert first.success_ci95[0] < first.success < first.success_ci95[1]
-        seeds = [run.make_env(stream=s).tickets[i].seed for s in ("train", "eval", "test") for i in range(200)]
+        seeds = [run.make_env(stream=s).task_sampler[i].seed for s in ("train", "eval", "test") for i in range(200)]
         assert len(set(seeds)) == 600
 
     def test_does_not_depend_on_the_number_of_slots(self, run):
@@ -115,20 +115,20 @@ class TestFaults:
         assert (result.success, result.faults, result.episodes) == (0.75, 4, 16)
         assert result.reward == 0.75
         assert result.turns == 1.25
-        first = make().tickets.base
+        first = make().task_sampler.base
         assert result.rows[keys.EPISODE_ID].tolist() == list(range(first, first + 16))
         assert result.metrics("evaluation")["evaluation/faults"] == 4.0
 
     def test_those_at_a_reset_too(self, make, says):
-        tickets = make().tickets
-        bad = {tickets[i].seed for i in (0, 5, 16)}  # the last is none of the first 16
+        task_sampler = make().task_sampler
+        bad = {task_sampler[i].seed for i in (0, 5, 16)}  # the last is none of the first 16
         result = evaluate(make(partial(Fragile, bad)), says(lambda *_: "stop"), 16)
         assert (result.success, result.faults, result.reward) == (14 / 16, 2, 14 / 16)
-        assert (result.rows[keys.EPISODE_ID] - tickets.base).tolist() == [i for i in range(16) if i not in (0, 5)]
+        assert (result.rows[keys.EPISODE_ID] - task_sampler.base).tolist() == [i for i in range(16) if i not in (0, 5)]
 
     def test_of_one_environment_of_a_mixture(self, make, says):
-        tickets = make([Fragile, StopOrGo]).tickets
-        bad = {tickets[i].seed for i in range(0, 8, 2)}
+        task_sampler = make([Fragile, StopOrGo]).task_sampler
+        bad = {task_sampler[i].seed for i in range(0, 8, 2)}
         env = make([partial(Fragile, bad), StopOrGo])
         env.names = ("fragile", "sound")
         result = evaluate(env, says(lambda *_: "stop"), 8)

@@ -27,7 +27,7 @@ from torchrl_llm import keys
 from torchrl_llm.trainers import ConfigError, RunConfig
 from torchrl_llm.trainers.build import check_sharding
 from torchrl_llm.trainers.checkpoint_files import verify
-from torchrl_llm.trainers.checkpoint_parts import redealt
+from torchrl_llm.trainers.checkpoint_parts import sampled_further
 from torchrl_llm.trainers.fsdp import check_plugin
 
 SCRIPT = Path(__file__).with_name("ranks_run.py")
@@ -91,9 +91,13 @@ def same_figures(mine, theirs):
         assert mine[name] == pytest.approx(theirs[name], rel=1e-5, abs=1e-6, nan_ok=True), name
 
 
-def collector_state(worker, num_workers, num_dealt, *, group_size=4, **rest):
-    tickets = {"worker": worker, "num_workers": num_workers, "group_size": group_size, "success": None}
-    return {"env_state_dict": {"tickets": tickets, "num_dealt": num_dealt}, "iter": -1, "frames": 0} | rest
+def collector_state(worker, num_workers, num_sampled, *, group_size=4, **rest):
+    task_sampler = {"worker": worker, "num_workers": num_workers, "group_size": group_size, "success": None}
+    return {
+        "env_state_dict": {"task_sampler": task_sampler, "num_sampled": num_sampled},
+        "iter": -1,
+        "frames": 0,
+    } | rest
 
 
 class TestRedealt:
@@ -112,22 +116,25 @@ class TestRedealt:
     def test_no_group_is_dealt_twice(self, dealt, workers, first):
         old = [collector_state(worker, len(dealt), count, iter=3) for worker, count in enumerate(dealt)]
         played = {w + r * len(dealt) for w, count in enumerate(dealt) for r in range(-(-count // 4))}
-        new = [redealt(old, collector_state(worker, workers, 0)) for worker in range(workers)]
-        begins = [s["env_state_dict"]["num_dealt"] // 4 * workers + w for w, s in enumerate(new)]
+        new = [sampled_further(old, collector_state(worker, workers, 0)) for worker in range(workers)]
+        begins = [s["env_state_dict"]["num_sampled"] // 4 * workers + w for w, s in enumerate(new)]
         assert begins == list(range(first, first + workers))
         assert not [group for group in played if group >= first]
         assert all(state["iter"] == 3 for state in new)
 
     def test_what_was_learnt_goes_on(self):
         old = collector_state(0, 1, 8)
-        old["env_state_dict"]["tickets"]["success"] = (0.25, 0.5)
-        assert redealt([old], collector_state(1, 2, 0))["env_state_dict"]["tickets"]["success"] == (0.25, 0.5)
+        old["env_state_dict"]["task_sampler"]["success"] = (0.25, 0.5)
+        assert sampled_further([old], collector_state(1, 2, 0))["env_state_dict"]["task_sampler"]["success"] == (
+            0.25,
+            0.5,
+        )
 
     def test_a_transformed_environment(self):
         old, new = collector_state(0, 1, 8), collector_state(1, 2, 0)
         for state in (old, new):
             state["env_state_dict"] = {"base": state["env_state_dict"], "transform": {}}
-        assert redealt([old], new)["env_state_dict"]["base"]["num_dealt"] == 4
+        assert sampled_further([old], new)["env_state_dict"]["base"]["num_sampled"] == 4
 
 
 class TestSettings:
@@ -259,7 +266,7 @@ class TestLaws:
     @pytest.mark.parametrize(
         ("how", "name"), [("ddp", "GRPO"), ("ddp", "float32"), ("ddp", "LLMREINFORCE"), ("fsdp2", "LoRA")]
     )
-    def test_the_ranks_play_the_tickets_of_one_process(self, one, two, how, name):
+    def test_the_ranks_play_the_tasks_of_one_process(self, one, two, how, name):
         alone, ranks = one[name]["batches"], [result[name]["batches"] for result in two(how)]
         if name == "GRPO":
             assert all((rows[keys.GROUP_ID].unique(return_counts=True)[1] % 4 == 0).all() for rows in ranks)

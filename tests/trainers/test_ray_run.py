@@ -77,7 +77,7 @@ def agree(here, there):
     for mine, theirs in zip(here, there, strict=True):
         for name in ("rollout/reward", "rollout/steps", "rollout/success", "policy/version"):
             assert mine[name] == pytest.approx(theirs[name], abs=1e-6)
-        assert theirs["policy/canary_gap"] < 1e-5
+        assert theirs["policy/parity_gap"] < 1e-5
         assert theirs["policy/log_prob_gap"] < 1e-5
 
 

@@ -263,7 +263,7 @@ def placed(config: RunConfig, env: Any) -> Any:
 def own_env(config: RunConfig, env: Any) -> Any:
     """A run whose environments the caller makes."""
     run = build_run(config, make_env=partial(GEMEnv, [Guess, Other]))
-    ids = [run.trainer.collector.env.tickets[i].env_id for i in range(32)]
+    ids = [run.trainer.collector.env.task_sampler[i].env_id for i in range(32)]
     run.close()
     return ids
 
@@ -390,7 +390,7 @@ LAW: dict[str, list[Case]] = {
     # the environment
     "env_name": [works("game:GuessTheNumber-v0-hard")],
     "env_weights": [works([1.0, 9.0], **MIXED), idle([2.0]), idle([1.0, 9.0], run=own_env)],
-    "adaptive_tasks": [works(True, batch_size=16, max_iterations=3, **MIXED), idle(True)],
+    "adaptive_mixture": [works(True, batch_size=16, max_iterations=3, **MIXED), idle(True)],
     "num_envs": [works(2)],
     "max_turns": [works(1)],
     "max_model_len": [works(64)],
@@ -431,7 +431,7 @@ LAW: dict[str, list[Case]] = {
     "batch_size": [works(8)],
     "group_size": [works(2)],
     "gamma": [works(0.5)],
-    "keep_discount": [works(True), idle(True, gamma=1.0), idle(True, "GRPO", credit="turn")],
+    "discounted_objective": [works(True), idle(True, gamma=1.0), idle(True, "GRPO", credit="turn")],
     "clip_advantage": [works(0.3)],
     "kl_coeff": [works(0.1)],
     "kl_in": [works("loss", **KL), works("reward", "LLMPPO", **KL), idle("loss")],
@@ -459,7 +459,7 @@ LAW: dict[str, list[Case]] = {
     "granularity": [works("token", "LLMPPO"), idle("token")],
     "value_reduction": [works("mean", "LLMPPO"), idle("mean")],
     "whiten": [works(False, "LLMPPO"), idle(True)],
-    "normalise_over": [works("none"), idle("none", "LLMPPO")],
+    "normalize_over": [works("none"), idle("none", "LLMPPO")],
     "credit": [works("turn", "GRPO", env=Guess), idle("turn")],
     "baseline": [works("leave_one_out", "GRPO", scale="none", max_grad_norm=1e3, env=Guess), idle("leave_one_out")],
     "scale": [works("none", "GRPO", max_grad_norm=1e3, env=Guess), idle("none")],
@@ -556,7 +556,7 @@ def test_a_trace_is_that_of_its_settings(trace):
     ],
 )
 def test_an_accepted_change_takes_effect(name, value, trace):
-    """What a checkpoint holds of the settings (optimizer, generators, tickets) gives way to the accepted change."""
+    """What a checkpoint holds of the settings (optimizer, generators, tasks) gives way to the accepted change."""
     context = {**SAVED, "minibatch_size": 2, "resume": True, "accept_changes": ["max_iterations", name]}
     case = Case(value, context, prior={"max_iterations": 1})
     same, changed = trace(case, {}), trace(case, {name: value})

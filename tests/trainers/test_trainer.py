@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from torchrl_llm import keys
 from torchrl_llm.data import informative, overlong, penalise_overlong
-from torchrl_llm.envs import Tickets
+from torchrl_llm.envs import TaskSampler
 from torchrl_llm.modules import use_adapter
 from torchrl_llm.objectives import LLMReinforceLoss, TurnEstimator, TurnVTrace
 from torchrl_llm.record import METRICS, wilson_interval
@@ -141,7 +141,7 @@ class TwoTurns(Won):
 class TestAdaptiveTasks:
     def test_what_can_be_learnt_is_dealt_most(self, tmp_path):
         config = small_config(
-            tmp_path, "GRPO", adaptive_tasks=True, max_iterations=12, batch_size=64, group_size=2, lr_actor=0.0
+            tmp_path, "GRPO", adaptive_mixture=True, max_iterations=12, batch_size=64, group_size=2, lr_actor=0.0
         )
         run = build_run(config, env=[Won, Coin, Lost])
         played = []
@@ -155,14 +155,14 @@ class TestAdaptiveTasks:
         assert (last[[0, 2]] > 0).all()
         assert (history[-1]["rollout/success/Won"], history[-1]["rollout/success/Lost"]) == (1, 0)
 
-    def test_evaluation_keeps_its_tickets(self, tmp_path):
+    def test_evaluation_keeps_its_tasks(self, tmp_path):
         config = small_config(
-            tmp_path, adaptive_tasks=True, max_iterations=3, evaluation_interval=1, evaluation_episodes=9
+            tmp_path, adaptive_mixture=True, max_iterations=3, evaluation_interval=1, evaluation_episodes=9
         )
         run = build_run(config, env=[Won, Coin, Lost])
         before = run.final_evaluation()
         history = run.trainer.train()
-        assert run.trainer.collector.env.tickets.success is not None
+        assert run.trainer.collector.env.task_sampler.success is not None
         rates = [[row[f"evaluation/success/{name}"] for name in ("Won", "Coin", "Lost")] for row in history]
         assert (rates[0][0], rates[0][2]) == (1, 0)
         assert rates[0] == rates[1] == rates[2], "who wins does not depend on the policy, so the tasks were the same"
@@ -172,7 +172,7 @@ class TestAdaptiveTasks:
 
     def test_one_environment_is_an_error(self, tmp_path):
         with pytest.raises(ConfigError, match="the only one"):
-            build_run(small_config(tmp_path, adaptive_tasks=True))
+            build_run(small_config(tmp_path, adaptive_mixture=True))
 
 
 class TestStepTimeout:
@@ -190,7 +190,7 @@ class TestStepTimeout:
                     release.wait(30.0)
                 return super().step(action)
 
-        bad = {Tickets(seed=3, stream=stream)[2].seed for stream in ("train", "eval")}
+        bad = {TaskSampler(seed=3, stream=stream)[2].seed for stream in ("train", "eval")}
         config = small_config(
             tmp_path, collector=collector, step_timeout=0.3, seed=3, max_iterations=2, evaluation_interval=1
         )
@@ -234,7 +234,7 @@ class TestLearning:
         after = run.final_evaluation()
         assert before.success < 0.75
         assert after.success >= before.success + 0.10
-        # Both play the same tickets, so how much the ten tasks differ does not count here: an interval of plain episodes.
+        # Both play the same tasks, so how much the ten tasks differ does not count here: an interval of plain episodes.
         (_, high), (low, _) = (wilson_interval(each.success * each.episodes, each.episodes) for each in (before, after))
         assert low > high
 
@@ -659,7 +659,7 @@ class TestOptions:
             ("GRPO", {"overlong_penalty": 0.5, "overlong_buffer": 1}, EQUAL, [1]),
             ("GRPO", {"kl_in": "reward", "kl_coeff": 0.5}, EQUAL, [0, 1]),
             ("LLMREINFORCE", {}, SWAPPED, [0, 1]),
-            ("LLMREINFORCE", {"normalise_over": "none"}, ((0.0, 0.0), (0.0, 0.0), (1.0, 0.0), (1.0, 0.0)), [1]),
+            ("LLMREINFORCE", {"normalize_over": "none"}, ((0.0, 0.0), (0.0, 0.0), (1.0, 0.0), (1.0, 0.0)), [1]),
             ("LLMREINFORCE", {}, ((0.0, 0.0),) * 4, []),
             ("LLMPPO", {}, EQUAL, [0, 1]),
             ("LLMPPO", {"gamma": 1.0, "lmbda": 1.0}, ((0.0, 0.0),) * 4, []),

@@ -39,7 +39,7 @@ class TestRun:
         assert [row["policy/version"] for row in history] == [1, 2, 3]
         for row in history:
             assert row["policy/log_prob_gap"] <= 1e-5
-            assert row["policy/canary_gap"] <= 1e-5
+            assert row["policy/parity_gap"] <= 1e-5
             assert row["data/staleness"] == 0
 
     def test_a_resumed_run_ends_in_the_same_bytes(self, tmp_path):
@@ -55,13 +55,13 @@ class TestRun:
         history, _ = play(small_config(tmp_path, max_iterations=4, **VLLM | settings))
         assert history[0]["data/staleness"] == 0
         assert 0 < max(row["data/staleness"] for row in history) <= 1
-        assert all(row["policy/canary_gap"] <= 1e-5 for row in history)
+        assert all(row["policy/parity_gap"] <= 1e-5 for row in history)
 
     def test_a_sync_that_does_not_take_ends_the_run(self, tmp_path):
         run = build_run(small_config(tmp_path, max_iterations=3, lr_actor=0.1, **VLLM))
         try:
             run.weight_sync._load = lambda *_, **__: None  # nothing is sent
-            with pytest.raises(WeightSyncError, match="canary"):
+            with pytest.raises(WeightSyncError, match="parity check"):
                 run.trainer.train()
             assert run.trainer.iteration == 0
         finally:
@@ -88,7 +88,7 @@ class TestRay:
         history, _ = play(small_config(tmp_path, max_iterations=2, **settings))
         assert [row["policy/version"] for row in history] == [1, 2]
         assert all(row["policy/log_prob_gap"] <= 1e-5 for row in history)
-        assert all(row["policy/canary_gap"] <= 1e-5 for row in history)
+        assert all(row["policy/parity_gap"] <= 1e-5 for row in history)
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ class TestSharded:
         command += ["--final-episodes", "16", "--evaluation-episodes", "16"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
-        for name in ("canary_gap", "log_prob_gap"):
+        for name in ("parity_gap", "log_prob_gap"):
             (found,) = (tmp_path / "run").rglob(f"{name}.csv")
             gaps = [float(line.partition(",")[2]) for line in found.read_text().splitlines()]
             assert len(gaps) == 2

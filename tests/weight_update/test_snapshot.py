@@ -13,7 +13,7 @@ from trained import LORA, gap, make_models, play, train
 from torchrl_llm.modules import HFPolicy, SamplingConfig
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import load_tiny_model, random_model, tiny_model_path
-from torchrl_llm.weight_update import Canary, Snapshot, WeightSyncError, install
+from torchrl_llm.weight_update import ParityCheck, Snapshot, WeightSyncError, install
 
 TEMPERATURE = 0.7
 KINDS = {
@@ -25,9 +25,9 @@ KINDS = {
 }
 
 
-def snapshot(models, *, version=1, merged=False, canary=2):
-    seen = Canary.of(models.model, models.adapter, temperature=TEMPERATURE, prompts=canary)
-    return Snapshot.of(models.model, models.adapter, version=version, canary=seen, merged=merged)
+def snapshot(models, *, version=1, merged=False, parity_check=2):
+    seen = ParityCheck.of(models.model, models.adapter, temperature=TEMPERATURE, prompts=parity_check)
+    return Snapshot.of(models.model, models.adapter, version=version, parity_check=seen, merged=merged)
 
 
 def carried(sent):
@@ -152,23 +152,23 @@ class TestErrors:
         other = load_tiny_model()
         with torch.no_grad():
             other.model.norm.weight.mul_(1.5)
-        with pytest.raises(WeightSyncError, match="canary found"):
+        with pytest.raises(WeightSyncError, match="parity check found"):
             install(make_policy(LORA, other), snapshot(make_models(tiny_model_path())))
 
     def test_an_adapter_of_another_scaling(self, make_policy):
         models = make_models(tiny_model_path())
         train(models)
-        with pytest.raises(WeightSyncError, match="canary found"):
+        with pytest.raises(WeightSyncError, match="parity check found"):
             install(make_policy(LORA | {"lora_alpha": 2}), snapshot(models))
 
-    def test_a_temperature_that_is_not_that_of_the_policy_is_no_concern_of_the_canary(self, make_policy):
+    def test_a_temperature_that_is_not_that_of_the_policy_is_no_concern_of_the_parity_check(self, make_policy):
         assert install(make_policy(LORA, temperature=1.0), snapshot(make_models(tiny_model_path()))) <= 1e-4
 
-    def test_without_a_canary_nothing_is_compared(self, make_policy):
+    def test_without_a_parity_check_nothing_is_compared(self, make_policy):
         other = load_tiny_model()
         with torch.no_grad():
             other.model.norm.weight.mul_(1.5)
-        difference = install(make_policy(LORA, other), snapshot(make_models(tiny_model_path()), canary=0))
+        difference = install(make_policy(LORA, other), snapshot(make_models(tiny_model_path()), parity_check=0))
         assert difference != difference
 
     def test_policies_of_other_kinds(self, words):
@@ -213,7 +213,7 @@ class TestVLLMPolicy:
         models, other = make_models(tiny_model_path()), make_models(tiny_model_path())
         with torch.no_grad():
             other.model.get_base_model().model.norm.weight.mul_(1.5)
-        with pytest.raises(WeightSyncError, match="canary found"):
+        with pytest.raises(WeightSyncError, match="parity check found"):
             install(policy, snapshot(other))
         with pytest.raises(Exception, match="Sync again"):
             play(policy)

@@ -53,8 +53,8 @@ class TestSync:
             sync()
             assert gap(policy, models) <= 1e-5
         assert policy.policy_version == 3
-        assert sync.figures.version == 3
-        assert sync.figures.canary_difference <= 1e-5
+        assert sync.result.version == 3
+        assert sync.result.parity_gap <= 1e-5
         assert not shared_files()
 
     @pytest.mark.parametrize("fields", [{"use_rslora": True}, {"use_dora": True}, {"rank_pattern": {"q_proj": 2}}])
@@ -211,7 +211,7 @@ class TestFailure:
         assert gap(policy, models) <= 1e-5
 
     @TIED
-    def test_stale_prefixes_are_found_by_the_canary(self, path, make_policy, monkeypatch):
+    def test_stale_prefixes_are_found_by_the_parity_check(self, path, make_policy, monkeypatch):
         policy, models = make_policy(), make_models(path)
         sync = EngineWeightSync(models.model, models.adapter, policy=policy)
         sync()
@@ -219,16 +219,16 @@ class TestFailure:
         policy.submit(TurnRequest(0, np.arange(5, 75), 0, 0))
         with monkeypatch.context() as patch:
             patch.setattr(weights, "reset_prefix_cache", lambda llm: None)
-            with pytest.raises(WeightSyncError, match="canary"):
+            with pytest.raises(WeightSyncError, match="parity check"):
                 sync()
         assert policy.pending == 0
-        with pytest.raises(EngineError, match="canary"):
+        with pytest.raises(EngineError, match="parity check"):
             play(policy)
         sync()
         assert gap(policy, models) <= 1e-5
 
     @TIED
-    def test_a_head_that_was_not_sent_is_found_by_the_canary(self, path, make_policy, monkeypatch):
+    def test_a_head_that_was_not_sent_is_found_by_the_parity_check(self, path, make_policy, monkeypatch):
         policy, models = make_policy(), make_models(path, **WHOLE)
         sync = EngineWeightSync(models.model, policy=policy)
         sync()
@@ -236,16 +236,16 @@ class TestFailure:
         send, headless = weights.reload, lambda tensors: (x for x in tensors if x[0] != "lm_head.weight")
         with monkeypatch.context() as patch:
             patch.setattr(weights, "reload", lambda llm, tensors: send(llm, headless(tensors)))
-            with pytest.raises(WeightSyncError, match="canary"):
+            with pytest.raises(WeightSyncError, match="parity check"):
                 sync()
         sync()
 
     @TIED
-    def test_without_a_canary_there_is_no_check(self, path, make_policy):
+    def test_without_a_parity_check_there_is_no_check(self, path, make_policy):
         policy, models = make_policy(), make_models(path)
-        sync = EngineWeightSync(models.model, models.adapter, policy=policy, canary=0)
+        sync = EngineWeightSync(models.model, models.adapter, policy=policy, parity_check=0)
         sync()
-        assert math.isnan(sync.figures.canary_difference)
+        assert math.isnan(sync.result.parity_gap)
         assert gap(policy, models) <= 1e-5
 
     def test_of_the_prefix_cache_is_an_error(self):
@@ -420,7 +420,7 @@ class TestOnGPUs:
                 assert torch.cuda.mem_get_info()[0] > before
                 train(models, seed)
                 sync()
-                assert sync.figures.canary_difference <= 0.1
+                assert sync.result.parity_gap <= 0.1
         finally:
             policy.close()
 
@@ -440,7 +440,7 @@ class TestOnGPUs:
             for seed in range(2):
                 train(models, seed)
                 sync()
-                assert sync.figures.canary_difference <= 0.1
+                assert sync.result.parity_gap <= 0.1
         finally:
             sync.close()
             policy.close()

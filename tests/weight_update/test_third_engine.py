@@ -92,9 +92,9 @@ class TestThirdEngine:
     def test_weights_that_did_not_arrive_are_found_and_nothing_is_sampled(self):
         models, engine = make_models(tiny_model_path()), make_engine(Deaf)
         train(models)
-        with pytest.raises(WeightSyncError, match="canary found"):
+        with pytest.raises(WeightSyncError, match="parity check found"):
             EngineWeightSync(models.model, models.adapter, policy=engine)()
-        with pytest.raises(EngineError, match=r"Deaf cannot be used: .*canary found.*Sync again"):
+        with pytest.raises(EngineError, match=r"Deaf cannot be used: .*parity check found.*Sync again"):
             play(engine)
 
     @pytest.mark.ray
@@ -102,7 +102,7 @@ class TestThirdEngine:
         models = make_models(tiny_model_path())
         train(models)
         collector = on_ray(models, make_engine(), partial(make_engine, Deaf))
-        with pytest.raises(WeightSyncError, match="canary found"):
+        with pytest.raises(WeightSyncError, match="parity check found"):
             collector.rollout()
 
     def test_a_method_that_it_does_not_have_is_named(self):

@@ -21,7 +21,7 @@ SAMPLING = SamplingConfig(max_output_tokens=12, temperature=0.7)
 
 
 class ThirdEngine(TurnPolicy):
-    concurrent = True
+    owns_weights = True
 
     def __init__(self, model, tokenizer, sampling=SAMPLING, *, seed=0):
         super().__init__(decide_stop_ids(sampling, None, tokenizer, vocabulary=len(tokenizer)), seed=seed)

@@ -5,17 +5,17 @@ Environments and policies come from :mod:`torchrl_llm.envs` and :mod:`torchrl_ll
 :mod:`torchrl_llm.data`.
 """
 
-from torchrl_llm.collectors.adaptive import adapt_tasks
+from torchrl_llm.collectors.adaptive import adapt_mixture
 from torchrl_llm.collectors.async_turn import AsyncTurnCollector
-from torchrl_llm.collectors.collector import ConversationCollector
+from torchrl_llm.collectors.collector import EpisodeCollector
 from torchrl_llm.collectors.ray_turn import RayTurnCollector, WorkerLostError
 from torchrl_llm.collectors.turn import TurnCollector
 
 __all__ = [
     "AsyncTurnCollector",
-    "ConversationCollector",
+    "EpisodeCollector",
     "RayTurnCollector",
     "TurnCollector",
     "WorkerLostError",
-    "adapt_tasks",
+    "adapt_mixture",
 ]

@@ -107,7 +107,7 @@ class LockstepExecutor:
             chosen, (faults, dealt) = free[: self._queue.room], self._counts()
             self._reset(chosen)
             found = zip(chosen, new_episodes(self._current[chosen]), strict=True)
-            # Where a reset failed, a slot got a later ticket than the slots after it.
+            # Where a reset failed, a slot got a later task than the slots after it.
             for slot, episode in sorted(found, key=lambda item: item[1].episode_id):
                 if self._queue.add(episode):
                     self._slots[slot] = episode
@@ -119,7 +119,7 @@ class LockstepExecutor:
         self._current = self._env.reset(self._current.copy().set("_reset", chosen))
         if not self._current[keys.PROMPT_LENGTH][chosen].all():
             raise RuntimeError(
-                "The environment left slots empty at a partial reset, so no more tickets can be dealt. "
+                "The environment left slots empty at a partial reset, so no more tasks can be dealt. "
                 'Make it with on_done="refill" (on_done="idle" is for stock collectors).'
             )
 
@@ -134,11 +134,11 @@ class LockstepExecutor:
     # ------------------------------------------------------------------ faults
 
     def _counts(self) -> tuple[int, int]:
-        """How many episodes failed, and how many tickets were dealt, as far as the environment says so."""
-        return (0, 0) if self._gem is None else (self._gem.faults.total(), self._gem.num_dealt)
+        """How many episodes failed, and how many tasks were dealt, as far as the environment says so."""
+        return (0, 0) if self._gem is None else (self._gem.faults.total(), self._gem.num_sampled)
 
     def _record_faults(self, before: int, unseen: int = 0) -> None:
-        """Take note of failures since there were ``before``; ``unseen`` tickets failed at their reset."""
+        """Take note of failures since there were ``before``; ``unseen`` tasks failed at their reset."""
         fault = None if self._gem is None else self._gem.last_fault
         if fault is None:
             return

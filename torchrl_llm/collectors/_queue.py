@@ -97,13 +97,13 @@ def reason_of(fault: Fault) -> str:
 
 
 class EpisodeQueue:
-    """Episodes between the ticket and the batch, in the order dealt.
+    """Episodes between the task and the batch, in the order dealt.
 
     An episode is drawn, played and popped with a batch; or dropped with its whole group, because a member failed or is too old.
     Members of a dropped group that are drawn later are skipped.
 
     Args:
-        draw: the next episode, by its ticket; raises where the environment deals by itself.
+        draw: the next episode, by its task; raises where the environment deals by itself.
         release: called with every dropped episode that is not finished.
         group_size: episodes of a group.
         faults: what failures cost.
@@ -122,7 +122,7 @@ class EpisodeQueue:
         group_size: int,
         faults: FaultPolicy,
     ) -> None:
-        self._draw, self._release = draw, release
+        self._next_task, self._release = draw, release
         self.group_size, self.faults = group_size, faults
         self.limit = 0
         self.episodes: dict[int, Episode] = {}
@@ -139,7 +139,7 @@ class EpisodeQueue:
     def next(self) -> Episode | None:
         """The next episode to play; ``None`` if there is no room."""
         while self.room:
-            if self.add(episode := self._draw()):
+            if self.add(episode := self._next_task()):
                 return episode
         return None
 
@@ -160,7 +160,7 @@ class EpisodeQueue:
         Episodes with a token of weights more than ``max_staleness`` older than ``version`` are dropped with their groups.
 
         Raises:
-            RuntimeError: tickets are missing, and no environment has failed.
+            RuntimeError: tasks are missing, and no environment has failed.
         """
         oldest = version - max_staleness
         if self._version != version:
@@ -184,7 +184,7 @@ class EpisodeQueue:
             EnvironmentFault: too many failed, see :class:`FaultPolicy`.
         """
         if episode is not None:
-            logger.warning("%s Its group is dropped; other tickets fill the batch.", fault)
+            logger.warning("%s Its group is dropped; other tasks fill the batch.", fault)
             self.drop(episode.group_id, reason_of(fault))
         self.faults.record(fault)
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from torchrl_llm.collectors._threads import NextEpisode, OnFault
 from torchrl_llm.collectors._worker import RolloutWorker, WorkerInfo, WorkerRequest, WorkerResult, portable
-from torchrl_llm.envs.tasks import Tickets
+from torchrl_llm.envs.tasks import TaskSampler
 from torchrl_llm.episode import Episode
 from torchrl_llm.modules.engine import EngineError
 from torchrl_llm.optional import running_ray
@@ -119,7 +119,7 @@ class RayExecutor:
         make_worker: the arguments of :class:`~torchrl_llm.collectors._worker.RolloutWorker`.
         num_workers: how many.
         options: of Ray's actors, such as ``{"num_cpus": 1, "num_gpus": 0.5}``.
-        tickets: returns the current tickets.
+        task_sampler: returns the current tasks.
         weights: returns version and reference of the weights to play with, or ``None``.
         next_episode, on_fault: see :class:`~torchrl_llm.collectors._threads.ThreadExecutor`.
         timeout: seconds without an answer after which a worker counts as lost.
@@ -133,7 +133,7 @@ class RayExecutor:
         *,
         num_workers: int,
         options: Mapping[str, Any],
-        tickets: Callable[[], Tickets],
+        task_sampler: Callable[[], TaskSampler],
         weights: Callable[[], tuple[int, Any] | None],
         next_episode: NextEpisode,
         on_fault: OnFault,
@@ -143,7 +143,7 @@ class RayExecutor:
     ) -> None:
         self._ray = running_ray()
         self._actor_class = self._ray.remote(RolloutActor).options(max_restarts=0, max_task_retries=0, **options)
-        self._make_worker, self._tickets, self._weights = make_worker, tickets, weights
+        self._make_worker, self._task_sampler, self._weights = make_worker, task_sampler, weights
         self._next_episode, self._on_fault = next_episode, on_fault
         self._timeout, self._start_timeout = timeout, start_timeout
         self._max_losses = max_losses
@@ -151,7 +151,7 @@ class RayExecutor:
         self._waiting: deque[Episode] = deque()  # dealt, and with no worker
         self._last_group: tuple[int, _Worker] | None = None  # the group dealt last, and its worker
         self.lost = 0
-        self.canary_difference = math.nan
+        self.parity_gap = math.nan
         self.workers = [_Worker(index) for index in range(num_workers)]
         try:
             self._start_all()
@@ -238,7 +238,7 @@ class RayExecutor:
         weights = () if current is None or current[0] == worker.version else (current[1],)
         worker.version = worker.version if current is None else current[0]
         play = [(serial, worker.held[serial].index) for serial in worker.new]
-        request = WorkerRequest(self._tickets(), play, tuple(worker.dropped), _WORKER_INTERVAL)
+        request = WorkerRequest(self._task_sampler(), play, tuple(worker.dropped), _WORKER_INTERVAL)
         if not worker.calls:
             worker.since = time.monotonic()
         worker.calls.append(worker.actor.play.remote(request, *weights))
@@ -284,8 +284,8 @@ class RayExecutor:
             if (episode := worker.held.pop(serial, None)) is not None:
                 vars(episode).update(vars(played))
                 worker.losses = 0
-        if result.canary_difference is not None:
-            self.canary_difference = result.canary_difference
+        if result.parity_gap is not None:
+            self.parity_gap = result.parity_gap
         for _ in range(result.timeouts):
             self._on_fault(None, TimeoutError("An environment did not come back."))
         for serial, fault in result.failed:

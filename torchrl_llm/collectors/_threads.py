@@ -151,7 +151,7 @@ class ThreadExecutor:
             episode.task_id = self.env.slots[slot].task_id
         elif self.env.slots[slot].index != episode.index:
             raise RuntimeError(
-                f"Slot {slot} of the environment was reset by something else than this collector, which plays ticket "
+                f"Slot {slot} of the environment was reset by something else than this collector, which plays task "
                 f"{episode.index} there. Give each user of the environment an environment of its own."
             )
         else:
@@ -186,8 +186,8 @@ class ThreadExecutor:
                 self._on_fault(None, cause)
                 continue
             turn = len(episode.rewards) if episode.awaits_reward else -1
-            name, ticket = self.env.names[episode.env_id], self.env.tickets[episode.index]
-            self._fail(slot, EnvironmentFault(name, ticket, turn, cause))
+            name, task_spec = self.env.names[episode.env_id], self.env.task_sampler[episode.index]
+            self._fail(slot, EnvironmentFault(name, task_spec, turn, cause))
 
     # ------------------------------------------------------------------ the policy
 

@@ -16,7 +16,7 @@ import torch
 from torchrl_llm.collectors._queue import Fault
 from torchrl_llm.collectors._threads import ThreadExecutor
 from torchrl_llm.envs.env import GEMEnv
-from torchrl_llm.envs.tasks import Tickets
+from torchrl_llm.envs.tasks import TaskSampler
 from torchrl_llm.envs.text_env import EnvironmentFault
 from torchrl_llm.episode import Episode
 from torchrl_llm.modules.policy import SamplingConfig, TurnPolicy
@@ -29,13 +29,13 @@ class WorkerRequest(NamedTuple):
     """What a worker shall do.
 
     Attributes:
-        tickets: what indices mean from here on.
-        play: serial numbers and ticket indices of further episodes to play.
+        task_sampler: what indices mean from here on.
+        play: serial numbers and task indices of further episodes to play.
         drop: serial numbers of episodes to stop playing.
         poll_interval: seconds after which it answers, whether an episode is over or not.
     """
 
-    tickets: Tickets
+    task_sampler: TaskSampler
     play: Sequence[tuple[int, int]]
     drop: Sequence[int]
     poll_interval: float
@@ -48,13 +48,13 @@ class WorkerResult(NamedTuple):
         finished: serial numbers and episodes.
         failed: serial numbers and what their environments failed with.
         timeouts: environments that did not come back, of episodes that had been dropped.
-        canary_difference: of the weights that came with the request, in nats; ``None`` without new weights.
+        parity_gap: of the weights that came with the request, in nats; ``None`` without new weights.
     """
 
     finished: list[tuple[int, Episode]]
     failed: list[tuple[int, EnvironmentFault]]
     timeouts: int
-    canary_difference: float | None
+    parity_gap: float | None
 
 
 class WorkerInfo(NamedTuple):
@@ -78,12 +78,12 @@ class WorkerInfo(NamedTuple):
 
 
 class RolloutWorker:
-    """Plays the requested tickets, with the weights that come with the requests.
+    """Plays the requested tasks, with the weights that come with the requests.
 
     Args:
         make_env: makes the environment.
         make_policy: makes the policy.
-        install: puts the weights that come with a request into the policy; returns the canary's difference in nats.
+        install: puts the weights that come with a request into the policy; returns the parity check's difference in nats.
         greedy, num_threads, step_timeout: see :class:`~torchrl_llm.collectors._threads.ThreadExecutor`.
     """
 
@@ -127,11 +127,11 @@ class RolloutWorker:
     def play(self, request: WorkerRequest, weights: Any = None) -> WorkerResult:
         """Play on, until an episode is over, ``request.poll_interval`` has passed, or there is nothing to play."""
         difference = self._install(self.policy, weights) if self._install and weights is not None else None
-        self.env.tickets = request.tickets
+        self.env.task_sampler = request.task_sampler
         for serial in request.drop:
             self._drop(serial)
         for serial, index in request.play:
-            self._playing[serial] = episode = Episode(index, *request.tickets[index][:3])
+            self._playing[serial] = episode = Episode(index, *request.task_sampler[index][:3])
             self._queue.append(episode)
         began = time.monotonic()
         while self._playing:
@@ -164,7 +164,7 @@ class RolloutWorker:
         del self._playing[serial]
         cause = portable(fault.cause)
         same = cause is fault.cause
-        self._failed.append((serial, fault if same else type(fault)(fault.name, fault.ticket, fault.turn, cause)))
+        self._failed.append((serial, fault if same else type(fault)(fault.name, fault.task_spec, fault.turn, cause)))
 
     def _over(self) -> list[tuple[int, Episode]]:
         return [(serial, episode) for serial, episode in self._playing.items() if episode.finished]

@@ -1,6 +1,6 @@
-"""Which environments of a mixture are played next, by recent success: :func:`adapt_tasks`.
+"""Which environments of a mixture are played next, by recent success: :func:`adapt_mixture`.
 
-The rule is :class:`~torchrl_llm.envs.tasks.Tickets`'s.
+The rule is :class:`~torchrl_llm.envs.tasks.TaskSampler`'s.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torchrl_llm import keys
 from torchrl_llm.envs.env import GEMEnv
 
 
-def adapt_tasks(env: GEMEnv, batch: TensorDictBase, *, gather: Callable[[list], list] = list) -> None:
-    """Let the tickets of a mixture learn from a batch which environments are won about half of the time.
+def adapt_mixture(env: GEMEnv, batch: TensorDictBase, *, gather: Callable[[list], list] = list) -> None:
+    """Let the tasks of a mixture learn from a batch which environments are won about half of the time.
 
-    Those are dealt more often from the next batch on, by the rule of :class:`~torchrl_llm.envs.tasks.Tickets`. It is meant
-    as the ``post_collect_hook=partial(adapt_tasks, env)`` of the collector that plays ``env``. What was learnt is part of the
+    Those are dealt more often from the next batch on, by the rule of :class:`~torchrl_llm.envs.tasks.TaskSampler`. It is meant
+    as the ``post_collect_hook=partial(adapt_mixture, env)`` of the collector that plays ``env``. What was learnt is part of the
     environment's state, so a resumed run goes on exactly.
 
     Args:
-        env: plays the batches; its tickets are replaced.
+        env: plays the batches; its tasks are replaced.
         batch: rows ``[B]`` that the collector delivered.
         gather: brings the lists of several processes together, such as ``Distributed.all_gather`` of the trainer, so
             that all of them learn the same. Default: this process plays alone.
@@ -29,7 +29,7 @@ def adapt_tasks(env: GEMEnv, batch: TensorDictBase, *, gather: Callable[[list], 
     Raises:
         ValueError: ``env`` is no mixture.
         RuntimeError: episodes are running (an :class:`~torchrl_llm.collectors.AsyncTurnCollector` with ``max_staleness``):
-            tickets may change between batches only.
+            tasks may change between batches only.
 
     Examples:
         >>> from functools import partial
@@ -40,18 +40,18 @@ def adapt_tasks(env: GEMEnv, batch: TensorDictBase, *, gather: Callable[[list], 
         >>> tokenizer = byte_tokenizer()
         >>> env = GEMEnv([StopOrGo, Echo], tokenizer=tokenizer, num_envs=4, max_output_tokens=32)
         >>> policy = ScriptedPolicy(lambda episode, turn, context: "stop", tokenizer=tokenizer)
-        >>> hook = partial(adapt_tasks, env)
+        >>> hook = partial(adapt_mixture, env)
         >>> _ = TurnCollector(env, policy, batch_size=64, post_collect_hook=hook).rollout()
-        >>> [round(rate, 2) for rate in env.tickets.success]
+        >>> [round(rate, 2) for rate in env.task_sampler.success]
         [0.82, 0.18]
     """
-    if env.tickets.num_tasks < 2:
-        raise ValueError(f"adapt_tasks: {env.names[0]!r} is the only environment; expected a mixture of two or more.")
+    if env.task_sampler.num_tasks < 2:
+        raise ValueError(f"adapt_mixture: {env.names[0]!r} is the only environment; expected a mixture of two or more.")
     running = sum(slot.live for slot in env.slots)
     if running:
         raise RuntimeError(
-            f"adapt_tasks: {running} episodes are running, whose tickets would change. Collect with max_staleness=0."
+            f"adapt_mixture: {running} episodes are running, whose tasks would change. Collect with max_staleness=0."
         )
     won = (batch[keys.TURN_SUCCESS] & batch[keys.TURN_MASK]).any(-1)
     env_ids, won = gather(batch[keys.ENV_ID].tolist()), gather(won.tolist())
-    env.tickets = env.tickets.learn(env_ids, won)
+    env.task_sampler = env.task_sampler.learn(env_ids, won)

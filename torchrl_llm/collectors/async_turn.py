@@ -8,7 +8,7 @@ from typing import Any
 from torchrl.envs import EnvBase
 
 from torchrl_llm.collectors._threads import ThreadExecutor
-from torchrl_llm.collectors.collector import ConversationCollector
+from torchrl_llm.collectors.collector import EpisodeCollector
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.modules.policy import TurnPolicy
 
@@ -16,22 +16,22 @@ STEP_TIMEOUT = 60.0
 """Seconds that an environment may take, unless another limit is given."""
 
 
-class AsyncTurnCollector(ConversationCollector):
+class AsyncTurnCollector(EpisodeCollector):
     """Plays every slot at its own pace: an environment steps as soon as its own turn is done.
 
     Responses are asked for one by one (:meth:`TurnPolicy.submit`, :meth:`TurnPolicy.poll`), environments are called in
     threads, and a slot is refilled as soon as its episode ends. Batches are those of
-    :class:`~torchrl_llm.collectors.TurnCollector`: B tickets in the order dealt, whole groups, rows ``[B]``.
+    :class:`~torchrl_llm.collectors.TurnCollector`: B tasks in the order dealt, whole groups, rows ``[B]``.
 
     With ``max_staleness=0`` (on-policy) a batch is played by one version of the weights and nothing is in flight when it
-    is delivered. With ``max_staleness=k`` up to ``(k + 1) B`` tickets are out at a time, and unfinished episodes go on
-    with the new weights; ``"policy_version"`` tells which weights sampled which token. A ticket is dealt only if the
+    is delivered. With ``max_staleness=k`` up to ``(k + 1) B`` tasks are out at a time, and unfinished episodes go on
+    with the new weights; ``"policy_version"`` tells which weights sampled which token. A task is dealt only if the
     batch it will be in comes at most k updates later, provided that there is one update a batch; so short episodes are
-    not favoured. Whatever else happens to the weights, it is checked at delivery: an episode with a token more than k
-    versions old is dropped with its group, counted in :attr:`dropped`, and further tickets fill the batch.
+    not favored. Whatever else happens to the weights, it is checked at delivery: an episode with a token more than k
+    versions old is dropped with its group, counted in :attr:`dropped`, and further tasks fill the batch.
 
     An environment that raises, returns something malformed or takes more than ``step_timeout`` ends its own episode
-    (logged, counted in :attr:`faults`): the episode has no true reward, so its group is dropped and further tickets fill
+    (logged, counted in :attr:`faults`): the episode has no true reward, so its group is dropped and further tasks fill
     the batch. Environments that declare ``thread_safe = True`` are called in parallel, others one at a time
     (:class:`~torchrl_llm.envs.TextEnv`).
 
@@ -45,7 +45,7 @@ class AsyncTurnCollector(ConversationCollector):
         step_timeout: seconds that one reset or step may take; waiting for other environments does not count. Default 60.
         max_faults: failed episodes tolerated for one batch; one more raises the first of them. Default 16.
         background: a thread goes on playing while the caller trains. Needs a policy with weights of its own
-            (``policy.concurrent``). Default: ``max_staleness > 0 and policy.concurrent``. Otherwise everything runs within
+            (``policy.owns_weights``). Default: ``max_staleness > 0 and policy.owns_weights``. Otherwise everything runs within
             ``next()``. What trains meanwhile must not draw from the global generators of ``random`` and ``numpy.random``
             if the environments may (PyTorch's are not concerned).
         total_frames, total_batches, replay_buffer, postproc, exploration_type, weight_sync_schemes, pre_collect_hook,
@@ -84,14 +84,14 @@ class AsyncTurnCollector(ConversationCollector):
         background: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        kwargs["background"] = max_staleness > 0 and policy.concurrent if background is None else background
+        kwargs["background"] = max_staleness > 0 and policy.owns_weights if background is None else background
         super().__init__(env, policy, batch_size=batch_size, max_staleness=max_staleness, **kwargs)
         check_slots(self.env)
-        shared = "False: the policy's weights are the trainer's (policy.concurrent is False)"
+        shared = "False: the policy's weights are the trainer's (policy.owns_weights is False)"
         self._check(
             num_threads=(num_threads is None or num_threads >= 0, num_threads, ">= 0"),
             step_timeout=(step_timeout > 0, step_timeout, "> 0 seconds"),
-            background=(policy.concurrent or not self.background, self.background, shared),
+            background=(policy.owns_weights or not self.background, self.background, shared),
         )
         self._executor = ThreadExecutor(
             self.env,

@@ -1,6 +1,6 @@
-"""The one collector of whole episodes: :class:`ConversationCollector`.
+"""The one collector of whole episodes: :class:`EpisodeCollector`.
 
-It deals tickets, forms batches and keeps TorchRL's interface; an executor plays. The collectors of this package are this one
+It deals tasks, forms batches and keeps TorchRL's interface; an executor plays. The collectors of this package are this one
 with an executor each.
 """
 
@@ -35,7 +35,7 @@ from torchrl_llm.stops import share_stop_ids
 logger = logging.getLogger(__name__)
 
 
-class ConversationCollector(BaseCollector):
+class EpisodeCollector(BaseCollector):
     """Delivers batches of whole episodes as rows ``[B]`` (:mod:`torchrl_llm.keys`), whole groups, in the order dealt.
 
     Frames are turns. Subclasses make the executor. The arguments are documented at
@@ -99,7 +99,7 @@ class ConversationCollector(BaseCollector):
         self._frames, self._iter = 0, -1
         self.fault_policy = FaultPolicy(max_faults, keep_failed)
         self._queue = EpisodeQueue(
-            self._draw,
+            self._next_task,
             lambda episode: self._executor.release(episode),
             group_size=self.group_size,
             faults=self.fault_policy,
@@ -175,7 +175,7 @@ class ConversationCollector(BaseCollector):
         """A step of play; a batch if it is ``wanted`` and complete, and whether anything is in flight."""
         if wanted and (batch := self._pop_batch()) is not None:
             return batch, True
-        # While the caller trains, one more update lies between a ticket dealt now and its batch.
+        # While the caller trains, one more update lies between a task dealt now and its batch.
         self._queue.limit = (self.max_staleness + wanted) * self.batch_size
         busy = self._executor.step()
         return (self._pop_batch() if wanted else None), busy
@@ -184,9 +184,9 @@ class ConversationCollector(BaseCollector):
         version = self.policy.policy_version if isinstance(self.policy, TurnPolicy) else 0
         return self._queue.pop_batch(self.batch_size, version, self.max_staleness)
 
-    def _draw(self) -> Episode:
+    def _next_task(self) -> Episode:
         index = self.env.draw()
-        return Episode(index, *self.env.tickets[index][:3])
+        return Episode(index, *self.env.task_sampler[index][:3])
 
     def _after_error(self, error: BaseException) -> None:
         # Requests and calls are still in flight, and the thread is gone. An interrupt is its catcher's business.
@@ -242,13 +242,13 @@ class ConversationCollector(BaseCollector):
         return getattr(self.replay_buffer, attr)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the tickets and deal from the first; what is in flight is forgotten. Returns the next seed, as TorchRL does."""
+        """Seed the tasks and deal from the first; what is in flight is forgotten. Returns the next seed, as TorchRL does."""
         with self.paused():
             self._forget()
             return int(self.env.set_seed(seed, static_seed=static_seed))
 
     def state_dict(self) -> OrderedDict:
-        """The counters, and the first ticket not delivered: those in flight are dealt again.
+        """The counters, and the first task not delivered: those in flight are dealt again.
 
         With ``max_staleness=0`` and between batches nothing is in flight, and a run goes on exactly.
         """
@@ -257,7 +257,7 @@ class ConversationCollector(BaseCollector):
             return OrderedDict(env_state_dict=self._env_state(), frames=self._frames, iter=self._iter, **counts)
 
     def load_state_dict(self, state_dict: OrderedDict, **kwargs: Any) -> None:
-        """Go on with the ticket that comes next in ``state_dict``; what is in flight is forgotten."""
+        """Go on with the task that comes next in ``state_dict``; what is in flight is forgotten."""
         with self.paused():
             self._forget()
             self._load_env_state(state_dict["env_state_dict"])
@@ -270,9 +270,9 @@ class ConversationCollector(BaseCollector):
         self._queue.clear()
 
     def _env_state(self) -> OrderedDict:
-        dealt = self.env.num_dealt
+        dealt = self.env.num_sampled
         first = next((episode.index for episode in self._queue.episodes.values()), dealt - dealt % self.group_size)
-        return OrderedDict(tickets=asdict(self.env.tickets), num_dealt=first, slots=[])
+        return OrderedDict(task_sampler=asdict(self.env.task_sampler), num_sampled=first, slots=[])
 
     def _load_env_state(self, state: OrderedDict) -> None:
         self.env.load_state_dict(state)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchrl_llm.collectors._ray import RayExecutor, WorkerLostError
 from torchrl_llm.collectors.async_turn import STEP_TIMEOUT, check_slots
-from torchrl_llm.collectors.collector import ConversationCollector
+from torchrl_llm.collectors.collector import EpisodeCollector
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.optional import running_ray
@@ -15,22 +15,22 @@ from torchrl_llm.optional import running_ray
 __all__ = ["RayTurnCollector", "WorkerLostError"]
 
 
-class RayTurnCollector(ConversationCollector):
+class RayTurnCollector(EpisodeCollector):
     """Plays on N Ray actors, each with an environment and a policy of its own.
 
-    Batches are those of :class:`~torchrl_llm.collectors.AsyncTurnCollector`: B tickets in the order dealt, whole groups,
-    with ``max_staleness`` and faults as there. Tickets are dealt here, to whichever worker has least to do, and weights go
+    Batches are those of :class:`~torchrl_llm.collectors.AsyncTurnCollector`: B tasks in the order dealt, whole groups,
+    with ``max_staleness`` and faults as there. Tasks are dealt here, to whichever worker has least to do, and weights go
     with them; so with ``max_staleness=0`` the conversations are the same for any number of workers.
 
-    A worker that dies is replaced, and its tickets are dealt again, from their start: each ticket is delivered once, whoever
+    A worker that dies is replaced, and its tasks are dealt again, from their start: each task is delivered once, whoever
     is lost. Workers end with the process that made them.
 
     TorchRL's ``RayCollector`` is not used: it hands over whichever worker's batch is ready first, so short episodes would be
-    favoured; its state is that of workers which play on meanwhile; and the loss of a worker ends it. Its ``RayReplayBuffer``
+    favored; its state is that of workers which play on meanwhile; and the loss of a worker ends it. Its ``RayReplayBuffer``
     fits, as ``replay_buffer``.
 
     Args:
-        env: the environment here, a :class:`~torchrl_llm.envs.GEMEnv`, or a function that makes it. Its tickets are dealt;
+        env: the environment here, a :class:`~torchrl_llm.envs.GEMEnv`, or a function that makes it. Its tasks are dealt;
             it is not played.
         policy: the policy here. Its ``sampling`` and ``policy_version`` count; it does not play for this collector.
         make_env: makes a worker's environment; default ``env``, where that is a function.
@@ -121,7 +121,7 @@ class RayTurnCollector(ConversationCollector):
             make_worker,
             num_workers=num_workers,
             options={"num_cpus": 1} if worker_options is None else worker_options,
-            tickets=lambda: self.env.tickets,
+            task_sampler=lambda: self.env.task_sampler,
             weights=self._weights,
             next_episode=self._queue.next,
             on_fault=self._queue.fail,
@@ -141,9 +141,9 @@ class RayTurnCollector(ConversationCollector):
         return self._executor.lost
 
     @property
-    def canary_difference(self) -> float:
-        """What the last worker that got weights found, in nats (:class:`~torchrl_llm.weight_update.Canary`); NaN before."""
-        return self._executor.canary_difference
+    def parity_gap(self) -> float:
+        """What the last worker that got weights found, in nats (:class:`~torchrl_llm.weight_update.ParityCheck`); NaN before."""
+        return self._executor.parity_gap
 
     @property
     def logprobs_match_trainer(self) -> bool:
@@ -151,8 +151,8 @@ class RayTurnCollector(ConversationCollector):
         return all(worker.info.exact for worker in self._executor.workers if worker.info is not None)
 
     def metrics(self) -> dict[str, float]:
-        """Those of every collector, the workers lost, and :attr:`canary_difference`."""
-        own = {"data/lost_workers": float(self.lost_workers), "policy/canary_gap": self.canary_difference}
+        """Those of every collector, the workers lost, and :attr:`parity_gap`."""
+        own = {"data/lost_workers": float(self.lost_workers), "policy/parity_gap": self.parity_gap}
         return super().metrics() | own
 
     def stats(self) -> dict[str, int | float | bool]:

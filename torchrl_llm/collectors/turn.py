@@ -11,18 +11,18 @@ from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
 
 from torchrl_llm.collectors._lockstep import LockstepExecutor
-from torchrl_llm.collectors.collector import ConversationCollector
+from torchrl_llm.collectors.collector import EpisodeCollector
 
 
-class TurnCollector(ConversationCollector):
-    """Plays B tickets over N slots, a turn of all slots at a time, and delivers them in the order dealt.
+class TurnCollector(EpisodeCollector):
+    """Plays B tasks over N slots, a turn of all slots at a time, and delivers them in the order dealt.
 
-    A slot is refilled as soon as its episode ends, until B tickets are dealt; then slots idle, and the batch is complete
+    A slot is refilled as soon as its episode ends, until B tasks are dealt; then slots idle, and the batch is complete
     when the last episode is. Short and long episodes are therefore met as often as the policy plays them, one policy
     version plays the whole batch, groups are whole, and nothing is in flight between batches. ``B`` may be any multiple
     of the group size; ``B = 4 N`` keeps slots about 80 % busy, ``B = 8 N`` about 90 %.
 
-    An episode whose environment failed has no true reward: its group is dropped and further tickets fill the batch, as
+    An episode whose environment failed has no true reward: its group is dropped and further tasks fill the batch, as
     :class:`~torchrl_llm.collectors.AsyncTurnCollector` does.
 
     Batches are rows ``[B]``, one episode each (:mod:`torchrl_llm.keys`). Frames are turns. With a ``replay_buffer`` each batch
@@ -31,7 +31,7 @@ class TurnCollector(ConversationCollector):
     Environments are played through ``env.step`` and ``env.reset``, so any ``EnvBase`` will do, transforms included.
 
     Args:
-        env: an environment with batch size ``[N]`` that speaks :mod:`torchrl_llm.keys` and deals the next ticket at a
+        env: an environment with batch size ``[N]`` that speaks :mod:`torchrl_llm.keys` and deals the next task at a
             partial reset, such as :class:`~torchrl_llm.envs.GEMEnv` with ``on_done="refill"``; or a function that makes it.
         policy: a :class:`~torchrl_llm.modules.policy.TurnPolicy`.
         batch_size: episodes B of a batch.
@@ -44,7 +44,7 @@ class TurnCollector(ConversationCollector):
             environment's own ``max_faults``, in a row, holds too.
         keep_failed: deliver episodes whose environment failed as far as they were played, and replace none; so that they
             count where nothing is learnt from them, as in an evaluation. One that failed at its reset was not played: the
-            next ticket fills the batch. Default False.
+            next task fills the batch. Default False.
         policy_device: the policy reads its input on this device; default the environment's.
         weight_sync_schemes: by model id, what ``update_policy_weights_()`` sends weights with, such as
             ``{"policy": EngineWeightSync(...)}``; default none: the policy shares the trained weights.
@@ -54,7 +54,7 @@ class TurnCollector(ConversationCollector):
         ValueError: ``batch_size`` is not a multiple of the environment's group size, or the environment has not exactly
             one batch dimension.
         EnvironmentFault: more than ``max_faults`` episodes of a batch failed.
-        RuntimeError: the environment leaves slots empty at a partial reset, or deals tickets other than B whole groups.
+        RuntimeError: the environment leaves slots empty at a partial reset, or deals tasks other than B whole groups.
 
     Examples:
         >>> from torchrl_llm.envs import GEMEnv

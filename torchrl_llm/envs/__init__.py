@@ -12,13 +12,13 @@ from torchrl_llm.envs.chat import (
     NotAppendOnlyError,
     compose_message,
 )
-from torchrl_llm.envs.dataset import PromptDatasetEnv, PromptFormatter, RowTickets, read_rows, train_test_split
+from torchrl_llm.envs.dataset import PromptDatasetEnv, PromptFormatter, RowTaskSampler, read_rows, train_test_split
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.gem_catalog import GEM_CLASSES, MissingGEMError, divide_rows
 from torchrl_llm.envs.isolation import IsolatedEnv
 from torchrl_llm.envs.rewards import RewardError, RewardTimeoutError, Row
 from torchrl_llm.envs.slots import PromptTooLongError, Reply, Slot
-from torchrl_llm.envs.tasks import SeenTasks, Task, Ticket, Tickets, task_of
+from torchrl_llm.envs.tasks import SeenTasks, TaskIdentity, TaskSampler, TaskSpec, task_of
 from torchrl_llm.envs.text_env import (
     EnvironmentFault,
     EnvironmentUnavailableError,
@@ -51,14 +51,14 @@ __all__ = [
     "RewardError",
     "RewardTimeoutError",
     "Row",
-    "RowTickets",
+    "RowTaskSampler",
     "SeenTasks",
     "Slot",
-    "Task",
+    "TaskIdentity",
+    "TaskSampler",
+    "TaskSpec",
     "TextEnv",
     "TextStep",
-    "Ticket",
-    "Tickets",
     "UnknownEnvironmentError",
     "compose_message",
     "divide_rows",

@@ -2,7 +2,7 @@
 
 Here lives everything that knows chat templates and end-of-turn tokens. It does not know environments, rewards or
 tensors: it maps strings to tuples of ids. The ids of a conversation only ever grow, and what the policy sampled is
-never decoded and tokenised again.
+never decoded and tokenized again.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Questions of a dataset as one-turn episodes: :class:`PromptDatasetEnv`.
 
-It is a :class:`~torchrl_llm.envs.GEMEnv` over the rows of a dataset. Here: where rows come from, which ticket plays which
+It is a :class:`~torchrl_llm.envs.GEMEnv` over the rows of a dataset. Here: where rows come from, which task plays which
 row, and how a question becomes a prompt. Reward functions are called in :mod:`~torchrl_llm.envs.rewards`; episodes, groups,
 tokens and saved states are :mod:`~torchrl_llm.envs.env`'s.
 """
@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_llm.envs.chat import ChatFormatter
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.rewards import Grader, Question, RewardFn, Row
-from torchrl_llm.envs.tasks import Stream, Ticket, Tickets
+from torchrl_llm.envs.tasks import Stream, TaskSampler, TaskSpec
 from torchrl_llm.envs.tensors import chosen_slots, responses_of
 from torchrl_llm.options import Positive
 
@@ -150,12 +150,12 @@ def _rows_of(dataset: Any, stream: Stream, columns: dict[str, str]) -> tuple[Row
     return rows
 
 
-# ---------------------------------------------------------------------- which row a ticket plays
+# ---------------------------------------------------------------------- which row a task plays
 
 
 @dataclass(frozen=True, kw_only=True)
-class RowTickets(Tickets):
-    """Tickets whose task seed is the row of a dataset: each epoch plays each row in one group.
+class RowTaskSampler(TaskSampler):
+    """Tasks whose task seed is the row of a dataset: each epoch plays each row in one group.
 
     The order is a function of (seed, epoch) and of nothing else. Evaluation streams keep the order of the dataset, so
     that n episodes are its first n rows.
@@ -165,20 +165,20 @@ class RowTickets(Tickets):
         shuffle: permute the rows in every epoch of the stream ``"train"``; default True.
 
     Examples:
-        >>> tickets = RowTickets(num_rows=3, group_size=2, seed=1)
-        >>> [tickets[i].seed for i in range(12)]
+        >>> task_sampler = RowTaskSampler(num_rows=3, group_size=2, seed=1)
+        >>> [task_sampler[i].seed for i in range(12)]
         [0, 0, 1, 1, 2, 2, 2, 2, 0, 0, 1, 1]
     """
 
     num_rows: int
     shuffle: bool = True
 
-    def __getitem__(self, index: int) -> Ticket:
-        ticket = super().__getitem__(index)
-        epoch, row = divmod(ticket.group_id - self.base, self.num_rows)
+    def __getitem__(self, index: int) -> TaskSpec:
+        task_spec = super().__getitem__(index)
+        epoch, row = divmod(task_spec.group_id - self.base, self.num_rows)
         if self.shuffle and self.stream == "train":
             row = int(_permutation(self.seed, epoch, self.num_rows)[row])
-        return ticket._replace(seed=row)
+        return task_spec._replace(seed=row)
 
 
 @lru_cache(maxsize=4)
@@ -277,8 +277,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
 class PromptDatasetEnv(GEMEnv):
     """N questions of a dataset as one TorchRL environment: a :class:`~torchrl_llm.envs.GEMEnv` of one-turn episodes.
 
-    A ticket is a row: a group of G episodes is one row G times, the rows of an epoch are dealt in an order drawn from
-    (seed, epoch), and the counter of tickets, which ``state_dict`` has, is the place in the epoch. An episode terminates
+    A task is a row: a group of G episodes is one row G times, the rows of an epoch are dealt in an order drawn from
+    (seed, epoch), and the counter of tasks, which ``state_dict`` has, is the place in the epoch. An episode terminates
     after its response, and is a success if its reward is at least ``success_reward``.
 
     The stream ``"train"`` reads the split ``"train"``, ``"test"`` reads ``"test"``, and ``"eval"`` reads ``"validation"``,
@@ -354,7 +354,7 @@ class PromptDatasetEnv(GEMEnv):
         )
         self.names = (type(self).__name__,)
         self.formatter = formatter
-        self.tickets = RowTickets(**asdict(self.tickets), num_rows=len(rows), shuffle=shuffle)
+        self.task_sampler = RowTaskSampler(**asdict(self.task_sampler), num_rows=len(rows), shuffle=shuffle)
         self._grader = grader
 
     @property
@@ -365,7 +365,7 @@ class PromptDatasetEnv(GEMEnv):
     @property
     def epoch(self) -> int:
         """Passes over the dataset that are dealt out; of the passes of all workers together, if there are several."""
-        groups = self.num_dealt // self.group_size * self.tickets.num_workers
+        groups = self.num_sampled // self.group_size * self.task_sampler.num_workers
         return groups // len(self.rows)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -378,7 +378,7 @@ class PromptDatasetEnv(GEMEnv):
         """Row and completion of the slots that are stepped."""
         slots, responses = self.slots, responses_of(tensordict)
         return [
-            (slots[i].ticket.seed, self.formatter.decode(responses[i]))
+            (slots[i].task_spec.seed, self.formatter.decode(responses[i]))
             for i in chosen_slots(tensordict, "_step", len(slots))
             if slots[i].live
         ]

@@ -24,7 +24,7 @@ from torchrl_llm import keys
 from torchrl_llm.envs.chat import ChatFormatter, History, Template
 from torchrl_llm.envs.isolation import MAX_THREADS, Pool, revoke_global_rng
 from torchrl_llm.envs.slots import Overflow, Reply, Slot, SlotEpisodes, SuccessRule
-from torchrl_llm.envs.tasks import Stream, Tickets
+from torchrl_llm.envs.tasks import Stream, TaskSampler
 from torchrl_llm.envs.tensors import chosen_slots, done_of, observation_of, responses_of, set_specs
 from torchrl_llm.envs.text_env import EnvironmentFault, EnvSource, EnvSpec, SuccessBy, resolve_env
 from torchrl_llm.keys import StopReason
@@ -47,9 +47,9 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
     int64 and ``("tokens", "response_mask")`` bool. The last observation of an episode holds its last response and, as far as
     it fits, the environment's last message.
 
-    Each slot plays tickets (:class:`~torchrl_llm.envs.Tickets`): the same seed gives the same episodes, whatever else
+    Each slot plays tasks (:class:`~torchrl_llm.envs.TaskSampler`): the same seed gives the same episodes, whatever else
     draws random numbers and however many slots there are. Environments see the global generators of ``random`` and
-    ``numpy.random`` seeded by their ticket, and leave them untouched for everyone else. A partial-step mask ``"_step"``
+    ``numpy.random`` seeded by their task, and leave them untouched for everyone else. A partial-step mask ``"_step"``
     ``[N]`` is honored: slots outside it keep their state. :attr:`slots` and the methods :meth:`draw`, :meth:`open`,
     :meth:`start`, :meth:`answer` and :meth:`advance` play single slots, for collectors without a barrier between turns.
 
@@ -63,7 +63,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
     An environment that raises (also ``SystemExit``) or returns something malformed ends its own episode: truncated, reward
     0, no feedback, ``StopReason.ERROR`` (``TIMEOUT`` if it raised ``TimeoutError``). It is logged, counted in
     :attr:`faults`, and replaced by a new one. One that fails at its reset, or whose first prompt leaves no room for a
-    response (counted as "context"), has no episode: its slot gets the next ticket. A child process that an environment forks
+    response (counted as "context"), has no episode: its slot gets the next task. A child process that an environment forks
     ends when it returns from the call. With ``step_timeout`` environments are called in threads, and one that takes longer is
     left behind: its episode ends with ``StopReason.TIMEOUT``. Without, an environment that hangs holds up the others.
 
@@ -78,7 +78,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         max_turns: our turn budget; default none.
         overflow: ``"truncate"`` (default) or ``"slide"``: what happens when the context is full.
         group_size: episodes that share a task; default 1.
-        weights: how often each environment of a mixture is played, see :class:`~torchrl_llm.envs.Tickets`; default none, in
+        weights: how often each environment of a mixture is played, see :class:`~torchrl_llm.envs.TaskSampler`; default none, in
             turn.
         max_faults: failed episodes tolerated in a row, with none between them that ended well; one more raises the first
             of them. In an evaluation also how many may fail at all. Default 16, so that one bad task does not end a long
@@ -95,9 +95,9 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         success_by: whether that is the ``"last"`` reward, or the ``"return"``, the sum of the rewards (up to 1e-6). Default:
             as the id says, ``"return"`` for GEM's that pay progress turn by turn (:data:`~torchrl_llm.envs.GEM_CLASSES`);
             ``"last"`` for a factory.
-        on_done: what a partial reset does to a finished slot: ``"refill"`` (default) plays the next ticket; ``"idle"``
+        on_done: what a partial reset does to a finished slot: ``"refill"`` (default) plays the next task; ``"idle"``
             leaves it empty (``prompt_length`` 0, reward 0, no environment call) until a reset of the whole environment.
-        stream, seed, worker, num_workers: see :class:`~torchrl_llm.envs.Tickets`.
+        stream, seed, worker, num_workers: see :class:`~torchrl_llm.envs.TaskSampler`.
         divide: divide the rows of GEM's data-backed environments among the streams (:func:`~torchrl_llm.envs.divide_rows`):
             eight tenths are for training, one for each other stream. Default ``None``: as the id says (GEM's are divided, but
             for ids of ``eval:``, which are held out as they are); not those that a factory was given.
@@ -172,7 +172,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             system_prompt=system_prompt,
             chat_template_kwargs=chat_template_kwargs,
         )
-        self.tickets = Tickets(
+        self.task_sampler = TaskSampler(
             seed=seed,
             stream=stream,
             group_size=group_size,
@@ -182,7 +182,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             weights=None if weights is None else tuple(weights),
         )
         self._first_seed = seed
-        self.num_dealt = 0
+        self.num_sampled = 0
         self._slots = [Slot() for _ in range(num_envs)]
         self._firsts = None, []
         self.num_threads, self.step_timeout = self._threads(num_threads, step_timeout), step_timeout
@@ -229,19 +229,19 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
 
     def __repr__(self) -> str:
         shown = {
-            "num_envs": len(self._slots), "group_size": self.group_size, "stream": self.tickets.stream,
-            "seed": self.tickets.seed, "max_model_len": self.max_model_len, "max_output_tokens": self.max_output_tokens,
+            "num_envs": len(self._slots), "group_size": self.group_size, "stream": self.task_sampler.stream,
+            "seed": self.task_sampler.seed, "max_model_len": self.max_model_len, "max_output_tokens": self.max_output_tokens,
             "max_turns": self.max_turns, "on_done": self.on_done,
         }  # fmt: skip
         played = ", ".join(dict.fromkeys(self.names))
         settings = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         live = sum(slot.live for slot in self._slots)
-        return f"{type(self).__name__}({played}; {settings}; {self.num_dealt} tickets dealt, {live} slots playing)"
+        return f"{type(self).__name__}({played}; {settings}; {self.num_sampled} tasks dealt, {live} slots playing)"
 
     @property
     def group_size(self) -> int:
         """Episodes that share a task."""
-        return self.tickets.group_size
+        return self.task_sampler.group_size
 
     @property
     def success_reward(self) -> float:
@@ -262,8 +262,8 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         worker of a ``SerialEnv`` or ``ParallelEnv`` its own.
         """
         if seed is not None:
-            self.tickets = replace(self.tickets, seed=seed, ids_by_seed=seed != self._first_seed)
-            self.num_dealt = 0
+            self.task_sampler = replace(self.task_sampler, seed=seed, ids_by_seed=seed != self._first_seed)
+            self.num_sampled = 0
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         chosen = chosen_slots(tensordict, "_reset", len(self._slots))
@@ -287,7 +287,9 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             )
         responses = responses_of(tensordict)
         calls = {
-            i: (slots[i].ticket, slots[i].turn, partial(self.answer, i, responses[i])) for i in chosen if slots[i].live
+            i: (slots[i].task_spec, slots[i].turn, partial(self.answer, i, responses[i]))
+            for i in chosen
+            if slots[i].live
         }
         rewards = torch.zeros(len(slots), 1)
         for i, reply in self._call(calls).items():
@@ -311,7 +313,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
     # ------------------------------------------------------------------ state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> OrderedDict:
-        """What :meth:`load_state_dict` needs: the counters, and each slot as its ticket and its responses so far."""
+        """What :meth:`load_state_dict` needs: the counters, and each slot as its task and its responses so far."""
         slots = [
             {
                 "index": slot.index,
@@ -320,8 +322,8 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             }
             for slot in self._slots
         ]
-        counts = {"num_dealt": self.num_dealt, "faults": dict(self.faults)}
-        return OrderedDict(tickets=asdict(self.tickets), slots=slots, **counts)
+        counts = {"num_sampled": self.num_sampled, "faults": dict(self.faults)}
+        return OrderedDict(task_sampler=asdict(self.task_sampler), slots=slots, **counts)
 
     def load_state_dict(self, state_dict: OrderedDict, *args: Any, **kwargs: Any) -> None:
         """Go on where :meth:`state_dict` was taken: running episodes are replayed; :meth:`observe` shows them.
@@ -334,22 +336,22 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         """
         if not state_dict:
             logger.warning(
-                "GEMEnv got an empty state and deals on from ticket %d; save env.state_dict().", self.num_dealt
+                "GEMEnv got an empty state and deals on from task %d; save env.state_dict().", self.num_sampled
             )
             return
-        saved, slots = type(self.tickets)(**state_dict["tickets"]), state_dict["slots"]
+        saved, slots = type(self.task_sampler)(**state_dict["task_sampler"]), state_dict["slots"]
         running = {
             i: slot
             for i, slot in enumerate(slots)
             if slot["index"] is not None and slot["stop_reason"] == StopReason.RUNNING
         }
-        same_seed = replace(saved, seed=self.tickets.seed, ids_by_seed=self.tickets.ids_by_seed)
-        if same_seed != self.tickets or (running and len(slots) != len(self._slots)):
+        same_seed = replace(saved, seed=self.task_sampler.seed, ids_by_seed=self.task_sampler.ids_by_seed)
+        if same_seed != self.task_sampler or (running and len(slots) != len(self._slots)):
             raise ValueError(
-                f"The state is of {saved} over {len(slots)} slots; this environment has {self.tickets} over "
+                f"The state is of {saved} over {len(slots)} slots; this environment has {self.task_sampler} over "
                 f"{len(self._slots)} slots. Make it with the same arguments (only the seed may differ)."
             )
-        self.tickets, self.num_dealt = saved, state_dict["num_dealt"]
+        self.task_sampler, self.num_sampled = saved, state_dict["num_sampled"]
         self._first_seed = self._first_seed if saved.ids_by_seed else saved.seed
         self.faults = Counter(state_dict.get("faults", {}))  # a collector that plays single slots counts its own
         self._slots = [Slot(slot.envs) for slot in self._slots]

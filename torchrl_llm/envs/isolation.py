@@ -23,7 +23,7 @@ import numpy as np
 from numpy.random import mtrand
 
 from torchrl_llm.envs import gem_catalog
-from torchrl_llm.envs.tasks import Stream, Task, task_of
+from torchrl_llm.envs.tasks import Stream, TaskIdentity, task_of
 from torchrl_llm.envs.text_env import TextEnv, TextStep, read_reset
 from torchrl_llm.interrupts import children_ignore_sigint
 
@@ -164,7 +164,7 @@ class IsolatedEnv:
 
     def __init__(self, factory: Callable[[], TextEnv], name: str = "", *, rows: Stream | None = None) -> None:
         self.busy_since: float | None = None
-        self.task: Task | None = None
+        self.task: TaskIdentity | None = None
         self._factory, self._name, self._rows = factory, name, rows
         self._env: TextEnv | None = None
         self._takes_seed = True

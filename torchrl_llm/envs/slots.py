@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchrl_llm.envs.chat import ChatFormatter
 from torchrl_llm.envs.isolation import Call, IsolatedEnv, Pool, kept_global_rng
-from torchrl_llm.envs.tasks import Stream, Task, Ticket, Tickets
+from torchrl_llm.envs.tasks import Stream, TaskIdentity, TaskSampler, TaskSpec
 from torchrl_llm.envs.text_env import EnvironmentFault, EnvironmentUnavailableError, EnvSpec, SuccessBy, TextStep
 from torchrl_llm.keys import StopReason
 
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 Overflow = Literal["truncate", "slide"]
 
-NO_TICKET = Ticket(-1, -1, 0, 0)
-NO_TASK = Task(-1, known=False)
+NO_TASK_SPEC = TaskSpec(-1, -1, 0, 0)
+NO_TASK = TaskIdentity(-1, known=False)
 TERMINATED = (StopReason.WON, StopReason.LOST, StopReason.TURN_LIMIT)
 FAILED = (StopReason.ERROR, StopReason.TIMEOUT)
 _LOST = 64  # episodes without a success after which a warning asks what counts as one
@@ -60,7 +60,7 @@ class Reply(NamedTuple):
     reward: float = 0.0
     stop_reason: StopReason = StopReason.RUNNING
     dropped: int = 0
-    task: Task = NO_TASK
+    task: TaskIdentity = NO_TASK
     says_success: bool = False
 
 
@@ -70,9 +70,9 @@ class Slot:
 
     Attributes:
         envs: its environments, by index into the mixture, each with its own random state.
-        index: the place of its ticket among the tickets; ``None``: the slot idles.
-        ticket: the ticket being played.
-        task_id: of the task that it names (:class:`~torchrl_llm.envs.tasks.Task`).
+        index: the place of its task among the tasks; ``None``: the slot idles.
+        task_spec: the task being played.
+        task_id: of the task that it names (:class:`~torchrl_llm.envs.tasks.TaskIdentity`).
         turn: turns played.
         total: sum of the rewards.
         length: tokens of the context.
@@ -84,7 +84,7 @@ class Slot:
 
     envs: dict[int, IsolatedEnv] = field(default_factory=dict)
     index: int | None = None
-    ticket: Ticket = NO_TICKET
+    task_spec: TaskSpec = NO_TASK_SPEC
     task_id: int = -1
     turn: int = 0
     total: float = 0.0
@@ -136,14 +136,14 @@ class SuccessRule:
         """Whether an episode that terminates with ``step`` is a success."""
         if step.success is not None:
             return step.success
-        return self._earned(slot.ticket.env_id, slot.total + step.reward, step.reward) >= self.threshold
+        return self._earned(slot.task_spec.env_id, slot.total + step.reward, step.reward) >= self.threshold
 
     def _earned(self, env_id: int, total: float, last: float) -> float:
         return total + 1e-6 if self._specs[env_id].success_by == "return" else last
 
     def watch(self, slot: Slot, reply: Reply) -> None:
         """Warn, once, if an environment is never won though its episodes earn nearly as much as that takes."""
-        env_id = slot.ticket.env_id
+        env_id = slot.task_spec.env_id
         if env_id not in self._never_won:
             return
         if reply.says_success or reply.stop_reason == StopReason.WON:
@@ -163,8 +163,8 @@ class SuccessRule:
             )  # fmt: skip
 
 
-_Planned = tuple[Ticket, int, Callable[[], Reply]]
-"""A slot's call: for which ticket, in which turn (-1: the reset), and what to call."""
+_Planned = tuple[TaskSpec, int, Callable[[], Reply]]
+"""A slot's call: for which task, in which turn (-1: the reset), and what to call."""
 
 
 def _outcome(function: Callable[[], Reply]) -> Reply | EnvironmentFault:
@@ -183,8 +183,8 @@ class SlotEpisodes:
 
     names: tuple[str, ...]
     formatter: ChatFormatter
-    tickets: Tickets
-    num_dealt: int
+    task_sampler: TaskSampler
+    num_sampled: int
     num_threads: int
     step_timeout: float | None
     max_faults: int
@@ -213,12 +213,12 @@ class SlotEpisodes:
         return self._prompt.numpy()[slot, : self._slots[slot].length]
 
     def draw(self) -> int:
-        """Deal the next ticket: its index among :attr:`tickets`."""
-        self.num_dealt += 1
-        return self.num_dealt - 1
+        """Deal the next task: its index among :attr:`tasks`."""
+        self.num_sampled += 1
+        return self.num_sampled - 1
 
     def open(self, slot: int, index: int) -> Reply:
-        """Reset a slot's environment for the ticket ``index``; nothing but the environment changes until :meth:`start`.
+        """Reset a slot's environment for the task ``index``; nothing but the environment changes until :meth:`start`.
 
         Different slots may be opened and answered in different threads at once.
 
@@ -227,31 +227,31 @@ class SlotEpisodes:
             EnvironmentUnavailableError: it cannot be made.
             PromptTooLongError: the first context leaves no room for a response.
         """
-        ticket, envs = self.tickets[index], self._slots[slot].envs
-        name = self.names[ticket.env_id]
+        task_spec, envs = self.task_sampler[index], self._slots[slot].envs
+        name = self.names[task_spec.env_id]
         try:
-            if ticket.env_id not in envs:
-                spec = self._specs[ticket.env_id]
-                envs[ticket.env_id] = IsolatedEnv(spec.make, spec.name, rows=self._stream if spec.divide else None)
-            env = envs[ticket.env_id]
-            context = self.formatter.start(env.reset(ticket.seed))
+            if task_spec.env_id not in envs:
+                spec = self._specs[task_spec.env_id]
+                envs[task_spec.env_id] = IsolatedEnv(spec.make, spec.name, rows=self._stream if spec.divide else None)
+            env = envs[task_spec.env_id]
+            context = self.formatter.start(env.reset(task_spec.seed))
         except EnvironmentUnavailableError:
             raise
         except (Exception, SystemExit) as error:
-            raise EnvironmentFault(name, ticket, -1, error) from error
+            raise EnvironmentFault(name, task_spec, -1, error) from error
         if len(context) + self.max_output_tokens > self.max_model_len:
             cause = ValueError(
                 f"the first prompt has {len(context)} tokens; with a response of max_output_tokens={self.max_output_tokens} it "
                 f"does not fit into max_model_len={self.max_model_len}. Raise max_model_len, lower max_output_tokens, or "
                 "shorten the system prompt"
             )
-            raise PromptTooLongError(name, ticket, -1, cause)
+            raise PromptTooLongError(name, task_spec, -1, cause)
         return Reply(context, task=env.task or NO_TASK)
 
     def start(self, slot: int, index: int, reply: Reply) -> None:
-        """Let a slot play the ticket ``index`` from what :meth:`open` returned."""
-        envs, ticket = self._slots[slot].envs, self.tickets[index]
-        self._slots[slot] = Slot(envs, index=index, ticket=ticket, task_id=reply.task.task_id, pieces=[reply.ids])
+        """Let a slot play the task ``index`` from what :meth:`open` returned."""
+        envs, task_spec = self._slots[slot].envs, self.task_sampler[index]
+        self._slots[slot] = Slot(envs, index=index, task_spec=task_spec, task_id=reply.task.task_id, pieces=[reply.ids])
         self._prompt[slot] = 0
         self._append(slot, reply.ids)
 
@@ -264,12 +264,12 @@ class SlotEpisodes:
             EnvironmentFault: the environment raised or returned something malformed.
         """
         playing = self._slots[slot]
-        ticket = playing.ticket
+        task_spec = playing.task_spec
         try:
-            step = playing.envs[ticket.env_id].step(self.formatter.decode(response))
+            step = playing.envs[task_spec.env_id].step(self.formatter.decode(response))
             ids = [*response, *self.formatter.feedback(response, step.message, role=step.role)]
         except (Exception, SystemExit) as error:
-            raise EnvironmentFault(self.names[ticket.env_id], ticket, playing.turn, error) from error
+            raise EnvironmentFault(self.names[task_spec.env_id], task_spec, playing.turn, error) from error
         reason = self._stop_reason(playing, step, playing.length + len(ids))
         if reason == StopReason.CONTEXT and self.overflow == "slide":
             dropped = playing.excess(len(ids), self.max_model_len - self.max_output_tokens)
@@ -297,13 +297,17 @@ class SlotEpisodes:
             self._append(slot, reply.ids[: self.max_model_len - playing.length])
 
     def first_of_each_task(self, count: int) -> list[int]:
-        """Of the next ``count`` tickets, counted from 0, those that no earlier one shares a known task with.
+        """Of the next ``count`` tasks, counted from 0, those that no earlier one shares a known task with.
 
-        Resets the environments of all slots, so no episode may be running. A ticket counts where its environment fails, or does not
-        say what is hidden (:class:`~torchrl_llm.envs.Task`). The answer is kept: evaluations ask for the same tickets again
+        Resets the environments of all slots, so no episode may be running. A task counts where its environment fails, or does not
+        say what is hidden (:class:`~torchrl_llm.envs.TaskIdentity`). The answer is kept: evaluations ask for the same tasks again
         and again, and each question resets ``count`` environments.
         """
-        question = (self.tickets, self.tickets.shares, count)  # the shares are no part of what makes tickets equal
+        question = (
+            self.task_sampler,
+            self.task_sampler.shares,
+            count,
+        )  # the shares are no part of what makes tasks equal
         if self._firsts[0] != question:
             self._firsts = question, self._find_firsts(count)
         return [*self._firsts[1]]
@@ -312,13 +316,13 @@ class SlotEpisodes:
         seen: dict[Any, int] = {}
         slots = len(self._slots)
         for first in range(0, count, slots):
-            tickets = {slot: self.tickets[first + slot] for slot in range(min(slots, count - first))}
-            calls = {i: (ticket, -1, partial(self.open, i, first + i)) for i, ticket in tickets.items()}
+            task_sampler = {slot: self.task_sampler[first + slot] for slot in range(min(slots, count - first))}
+            calls = {i: (task_spec, -1, partial(self.open, i, first + i)) for i, task_spec in task_sampler.items()}
             for slot, reply in self._call(calls).items():
                 task = NO_TASK if isinstance(reply, EnvironmentFault) else reply.task
                 if isinstance(reply, EnvironmentFault):
-                    self._slots[slot].envs.pop(reply.ticket.env_id, None)
-                seen.setdefault(task.task_id if task.known else ("group", tickets[slot].group_id), first + slot)
+                    self._slots[slot].envs.pop(reply.task_spec.env_id, None)
+                seen.setdefault(task.task_id if task.known else ("group", task_sampler[slot].group_id), first + slot)
         return sorted(seen.values())
 
     def busy_since(self, slot: int) -> float | None:
@@ -327,15 +331,15 @@ class SlotEpisodes:
         return next((since for since in times if since is not None), None)
 
     def renew(self, slot: int) -> None:
-        """Abandon a slot's environments, which may still run: it idles, and plays new ones from the next ticket on."""
+        """Abandon a slot's environments, which may still run: it idles, and plays new ones from the next task on."""
         self._slots[slot] = Slot()
         self._prompt[slot] = 0
 
     def _begin(self, indices: Mapping[int, int | None]) -> None:
-        """Start the tickets ``indices`` (slot -> index of its ticket; ``None``: the next one that can be started)."""
+        """Start the tasks ``indices`` (slot -> index of its task; ``None``: the next one that can be started)."""
         waiting = {slot: self.draw() if index is None else index for slot, index in indices.items()}
         while waiting:
-            calls = {i: (self.tickets[index], -1, partial(self.open, i, index)) for i, index in waiting.items()}
+            calls = {i: (self.task_sampler[index], -1, partial(self.open, i, index)) for i, index in waiting.items()}
             dealt, waiting = waiting, {}
             for slot, reply in self._call(calls).items():
                 if isinstance(reply, Reply):
@@ -356,19 +360,19 @@ class SlotEpisodes:
         self._pool.wait(made, self.busy_since, self.step_timeout)
         return {slot: self._result(call, *calls[slot][:2]) for slot, call in made.items()}
 
-    def _result(self, call: Call, ticket: Ticket, turn: int) -> Reply | EnvironmentFault:
+    def _result(self, call: Call, task_spec: TaskSpec, turn: int) -> Reply | EnvironmentFault:
         """What came of a call in a thread. Raises what is no fault of the environment."""
         if call.error is None:
             return cast(Reply | EnvironmentFault, call.result)
         if call.abandoned:
-            return EnvironmentFault(self.names[ticket.env_id], ticket, turn, call.error)
+            return EnvironmentFault(self.names[task_spec.env_id], task_spec, turn, call.error)
         raise call.error
 
     def _contain(self, slot: int, fault: EnvironmentFault) -> StopReason:
         """Count a failed episode and give its environment away; raise the first if there were too many in a row."""
         reason, last = fault.stop_reason, self.last_fault
         self.last_fault = fault
-        self._slots[slot].envs.pop(fault.ticket.env_id, None)
+        self._slots[slot].envs.pop(fault.task_spec.env_id, None)
         if last is not None and fault.batched_call is not None and fault.batched_call is last.batched_call:
             return reason
         self.faults[reason.name.lower()] += 1

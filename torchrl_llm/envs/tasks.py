@@ -1,6 +1,6 @@
-"""Which task each episode plays: :class:`Ticket`, :class:`Tickets`, and what names a task, :class:`Task`.
+"""Which task each episode plays: :class:`TaskSpec`, :class:`TaskSampler`, and what names a task, :class:`TaskIdentity`.
 
-A ticket is a pure function of a counter: an environment deals ticket 0, 1, 2, ..., and the counter is all its state. Two
+A task is a pure function of a counter: an environment deals task 0, 1, 2, ..., and the counter is all its state. Two
 seeds may name the same task (a game has so many secrets, a data set so many rows). What tells two tasks apart is their
 hidden state or, where that is unknown, their first observation. This module draws no random numbers and knows no
 environments.
@@ -36,7 +36,7 @@ MEMORY = 32
 """Episodes of an environment that its recent success rate looks back on."""
 
 
-class Ticket(NamedTuple):
+class TaskSpec(NamedTuple):
     """What an episode is.
 
     Attributes:
@@ -53,12 +53,12 @@ class Ticket(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tickets(Checked):
-    """An endless sequence of tickets; ``tickets[i]`` is the i-th.
+class TaskSampler(Checked):
+    """An endless sequence of tasks; ``task_sampler[i]`` is the i-th.
 
     Groups are dealt one after the other, and the environments of a mixture in turn, a group each, or drawn with
     ``weights``: which one a group plays depends on (seed, stream, group) alone. Seeds are a hash of
-    (seed, stream, group); the streams share no seed. (Two seeds may still name the same task, see :class:`Task`.) Several
+    (seed, stream, group); the streams share no seed. (Two seeds may still name the same task, see :class:`TaskIdentity`.) Several
     workers share one stream without overlap: worker ``w`` of ``W`` deals the groups ``w, w + W, w + 2W, ...``.
 
     A mixture may be dealt by recent success: from the first :meth:`learn` on, environment ``e`` is drawn with
@@ -76,23 +76,23 @@ class Tickets(Checked):
         worker: index of this worker; default 0.
         num_workers: number of workers that share the stream; default 1.
         success: recent success rate of each environment, in [0, 1], what :meth:`learn` has found; only for
-            ``stream="train"``. Default none: nothing is adapted. It is progress, like the counter, and no setting: tickets that
+            ``stream="train"``. Default none: nothing is adapted. It is progress, like the counter, and no setting: tasks that
             differ in nothing else are equal.
         ids_by_seed: group and episode ids are unique over seeds (modulo 2**32) too, ``SEED_IDS`` a seed and stream, so that
             environments that were given seeds of their own share none. Default False: ids count from the stream's first.
 
     Examples:
-        >>> tickets = Tickets(seed=3, group_size=2, num_tasks=2)
-        >>> [tickets[i][:3] for i in range(4)]
+        >>> task_sampler = TaskSampler(seed=3, group_size=2, num_tasks=2)
+        >>> [task_sampler[i][:3] for i in range(4)]
         [(0, 0, 0), (1, 0, 0), (2, 1, 1), (3, 1, 1)]
-        >>> tickets[0].seed == tickets[1].seed != tickets[2].seed
+        >>> task_sampler[0].seed == task_sampler[1].seed != task_sampler[2].seed
         True
-        >>> Tickets(group_size=2, worker=1, num_workers=3)[2].group_id
+        >>> TaskSampler(group_size=2, worker=1, num_workers=3)[2].group_id
         4
-        >>> mixed = Tickets(num_tasks=2, weights=(3, 1))
+        >>> mixed = TaskSampler(num_tasks=2, weights=(3, 1))
         >>> sum(mixed[i].env_id for i in range(1000))
         214
-        >>> Tickets(num_tasks=3, success=(0.0, 0.5, 1.0)).shares
+        >>> TaskSampler(num_tasks=3, success=(0.0, 0.5, 1.0)).shares
         (0.05, 0.3, 0.05)
     """
 
@@ -110,20 +110,26 @@ class Tickets(Checked):
         for name in ("weights", "success"):
             given = getattr(self, name)
             if given is not None and len(given) != self.num_tasks:
-                raise ValueError(f"Tickets.{name} is {given!r}; expected {self.num_tasks} numbers, one an environment.")
+                raise ValueError(
+                    f"TaskSampler.{name} is {given!r}; expected {self.num_tasks} numbers, one an environment."
+                )
             # Equal settings must be equal objects, whether they come from Python, YAML or a saved state.
             object.__setattr__(self, name, None if given is None else tuple(map(float, given)))
         if self.success is not None and self.stream != "train":
-            raise ValueError(f"Tickets.success is for the stream 'train'; got it for {self.stream!r}: leave it out.")
+            raise ValueError(
+                f"TaskSampler.success is for the stream 'train'; got it for {self.stream!r}: leave it out."
+            )
         if self.worker >= self.num_workers:
-            raise ValueError(f"Tickets.worker is {self.worker!r}; expected one in [0, num_workers={self.num_workers}).")
+            raise ValueError(
+                f"TaskSampler.worker is {self.worker!r}; expected one in [0, num_workers={self.num_workers})."
+            )
 
-    def __getitem__(self, index: int) -> Ticket:
+    def __getitem__(self, index: int) -> TaskSpec:
         if index < 0:
-            raise IndexError(f"Ticket {index} does not exist; tickets are counted from 0.")
+            raise IndexError(f"Task {index} does not exist; tasks are counted from 0.")
         if self.ids_by_seed and index >= SEED_IDS // self.num_workers - self.group_size:
-            raise IndexError(f"Ticket {index} would share its id with another stream's: a seed has {SEED_IDS} ids.")
-        return _ticket(self, self.shares, index)
+            raise IndexError(f"Task {index} would share its id with another stream's: a seed has {SEED_IDS} ids.")
+        return _task_spec(self, self.shares, index)
 
     @property
     def base(self) -> int:
@@ -141,18 +147,18 @@ class Tickets(Checked):
         return tuple(weight * (rate * (1 - rate) + FLOOR) for weight, rate in zip(weights, self.success, strict=True))
 
     def learn(self, env_ids: Sequence[int], won: Sequence[bool]) -> Self:
-        """The tickets after some episodes: the same, but for the success rates.
+        """The tasks after some episodes: the same, but for the success rates.
 
         A rate moves by ``1 / MEMORY`` of the way to 0 or 1 for every episode, from 0.5 at the start; episodes that are
-        learnt from together count alike, whatever their order. No episode may be running: its ticket would be another.
+        learnt from together count alike, whatever their order. No episode may be running: its task would be another.
 
         Args:
             env_ids: what each episode played, an index into the mixture.
             won: whether it was a success.
 
         Examples:
-            >>> tickets = Tickets(num_tasks=2).learn([0] * 32, [True] * 32)
-            >>> [round(rate, 2) for rate in tickets.success]
+            >>> task_sampler = TaskSampler(num_tasks=2).learn([0] * 32, [True] * 32)
+            >>> [round(rate, 2) for rate in task_sampler.success]
             [0.82, 0.5]
         """
         rates = list(self.success or (0.5,) * self.num_tasks)
@@ -163,16 +169,18 @@ class Tickets(Checked):
         return replace(self, success=tuple(rates))
 
 
-@lru_cache(maxsize=4096)  # every ticket is asked for several times, and its seed is a hash
-def _ticket(tickets: Tickets, shares: tuple[float, ...] | None, index: int) -> Ticket:
-    round_, member = divmod(index, tickets.group_size)
-    group = tickets.worker + round_ * tickets.num_workers
-    stream = get_args(Stream).index(tickets.stream)
-    drawn, chosen = map(int, np.random.SeedSequence(tickets.seed, spawn_key=(stream, group)).generate_state(2))
+@lru_cache(maxsize=4096)  # every task is asked for several times, and its seed is a hash
+def _task_spec(task_sampler: TaskSampler, shares: tuple[float, ...] | None, index: int) -> TaskSpec:
+    round_, member = divmod(index, task_sampler.group_size)
+    group = task_sampler.worker + round_ * task_sampler.num_workers
+    stream = get_args(Stream).index(task_sampler.stream)
+    drawn, chosen = map(int, np.random.SeedSequence(task_sampler.seed, spawn_key=(stream, group)).generate_state(2))
     # The lowest bits name the stream, so no seed of one stream is ever met in another.
     seed = drawn & ~3 | stream
-    env_id = group % tickets.num_tasks if shares is None else _pick(shares, chosen / 2**32)
-    return Ticket(tickets.base + group * tickets.group_size + member, tickets.base + group, env_id, seed)
+    env_id = group % task_sampler.num_tasks if shares is None else _pick(shares, chosen / 2**32)
+    return TaskSpec(
+        task_sampler.base + group * task_sampler.group_size + member, task_sampler.base + group, env_id, seed
+    )
 
 
 def _pick(weights: tuple[float, ...], share: float) -> int:
@@ -184,7 +192,7 @@ def _pick(weights: tuple[float, ...], share: float) -> int:
 # ---------------------------------------------------------------------- what names a task
 
 
-class Task(NamedTuple):
+class TaskIdentity(NamedTuple):
     """What names a task.
 
     Attributes:
@@ -201,7 +209,7 @@ def _digest(text: str) -> bytes:
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
-def task_of(env: Any, observation: str, read_hidden: Callable[[Any], Any] | None = None) -> Task:
+def task_of(env: Any, observation: str, read_hidden: Callable[[Any], Any] | None = None) -> TaskIdentity:
     """The task that an environment has just been reset to.
 
     Args:
@@ -228,7 +236,7 @@ def task_of(env: Any, observation: str, read_hidden: Callable[[Any], Any] | None
     known = own is not None or read_hidden is not None
     state = own() if own is not None else None if read_hidden is None else read_hidden(inner)
     shown = observation if state is None else f"{type(inner).__name__} {state!r}"
-    return Task(int.from_bytes(_digest(shown), "little", signed=True), known)
+    return TaskIdentity(int.from_bytes(_digest(shown), "little", signed=True), known)
 
 
 PARTS: dict[Stream, tuple[int, int]] = {"train": (0, 8), "eval": (8, 9), "test": (9, 10)}
@@ -301,26 +309,26 @@ def continued(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> dict[
         new: the state of a new worker's fresh environment.
 
     Returns:
-        The new state, with the first ticket to deal and the success rates of the first of ``old``.
+        The new state, with the first task to deal and the success rates of the first of ``old``.
 
     Examples:
-        >>> tickets = {"group_size": 2, "worker": 0, "num_workers": 1, "success": None}
-        >>> new = {"tickets": tickets | {"worker": 1, "num_workers": 2}, "num_dealt": 0}
-        >>> continued([{"tickets": tickets, "num_dealt": 5}], new)["num_dealt"]
+        >>> task_sampler = {"group_size": 2, "worker": 0, "num_workers": 1, "success": None}
+        >>> new = {"task_sampler": tasks | {"worker": 1, "num_workers": 2}, "num_sampled": 0}
+        >>> continued([{"task_sampler": tasks, "num_sampled": 5}], new)["num_sampled"]
         4
     """
     if "base" in new:
         return {**new, "base": continued(old, new["base"])}
     dealt = [_innermost(state) for state in old]
-    tickets = new["tickets"]
-    workers = tickets["num_workers"]
-    round_ = -(-max(map(_groups_dealt, dealt)) // workers)
+    task_sampler = new["task_sampler"]
+    workers = task_sampler["num_workers"]
+    round_ = -(-max(map(_groups_sampled, dealt)) // workers)
     logger.warning(
         "%d processes go on with what %d began: from group %d, and not in the same bytes",
         workers, len(old), round_ * workers,
     )  # fmt: skip
-    tickets = {**tickets, "success": dealt[0]["tickets"]["success"]}
-    return {**new, "tickets": tickets, "num_dealt": round_ * tickets["group_size"]}
+    task_sampler = {**task_sampler, "success": dealt[0]["task_sampler"]["success"]}
+    return {**new, "task_sampler": task_sampler, "num_sampled": round_ * task_sampler["group_size"]}
 
 
 def _innermost(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -329,8 +337,8 @@ def _innermost(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return state
 
 
-def _groups_dealt(env: Mapping[str, Any]) -> int:
+def _groups_sampled(env: Mapping[str, Any]) -> int:
     """How many of all workers' groups come before the first one behind those that ``env`` has dealt."""
-    tickets = env["tickets"]
-    rounds = -(-env["num_dealt"] // tickets["group_size"])
-    return max(0, tickets["worker"] + (rounds - 1) * tickets["num_workers"] + 1)
+    task_sampler = env["task_sampler"]
+    rounds = -(-env["num_sampled"] // task_sampler["group_size"])
+    return max(0, task_sampler["worker"] + (rounds - 1) * task_sampler["num_workers"] + 1)

@@ -60,9 +60,9 @@ def observation_of(slots: Sequence[Slot], prompt: Tensor, *, slides: bool) -> di
     read: dict[Any, list[int]] = {
         keys.PROMPT_LENGTH: [slot.length for slot in slots],
         keys.TURN: [slot.turn for slot in slots],
-        keys.EPISODE_ID: [slot.ticket.episode_id for slot in slots],
-        keys.GROUP_ID: [slot.ticket.group_id for slot in slots],
-        keys.ENV_ID: [slot.ticket.env_id for slot in slots],
+        keys.EPISODE_ID: [slot.task_spec.episode_id for slot in slots],
+        keys.GROUP_ID: [slot.task_spec.group_id for slot in slots],
+        keys.ENV_ID: [slot.task_spec.env_id for slot in slots],
         keys.TASK_ID: [slot.task_id for slot in slots],
         keys.STOP_REASON: [slot.stop_reason for slot in slots],
         keys.SUCCESS: [slot.stop_reason == StopReason.WON for slot in slots],

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torchrl_llm.envs.chat import Role, compose_message
-from torchrl_llm.envs.tasks import Ticket
+from torchrl_llm.envs.tasks import TaskSpec
 from torchrl_llm.keys import StopReason
 
 logger = logging.getLogger(__name__)
@@ -140,22 +140,22 @@ class EnvironmentFault(RuntimeError):
     """An environment raised, or returned something that is not a step.
 
     Attributes:
-        ticket: the :class:`~torchrl_llm.envs.tasks.Ticket` of the episode.
+        task_spec: the :class:`~torchrl_llm.envs.tasks.TaskSpec` of the episode.
         turn: 0-based turn that failed; -1 is the reset.
         cause: the exception.
     """
 
-    def __init__(self, name: str, ticket: Ticket, turn: int, cause: BaseException) -> None:
+    def __init__(self, name: str, task_spec: TaskSpec, turn: int, cause: BaseException) -> None:
         where = "at its reset" if turn < 0 else f"in turn {turn}"
         super().__init__(
-            f"The environment {name!r} failed {where} (episode {ticket.episode_id}, group {ticket.group_id}, task seed "
-            f"{ticket.seed}): {type(cause).__name__}: {cause}{_place(cause)}. To see it again, reset it with that seed and "
+            f"The environment {name!r} failed {where} (episode {task_spec.episode_id}, group {task_spec.group_id}, task seed "
+            f"{task_spec.seed}): {type(cause).__name__}: {cause}{_place(cause)}. To see it again, reset it with that seed and "
             "replay the turns."
         )
-        self.name, self.ticket, self.turn, self.cause = name, ticket, turn, cause
+        self.name, self.task_spec, self.turn, self.cause = name, task_spec, turn, cause
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.name, self.ticket, self.turn, self.cause)
+        return type(self), (self.name, self.task_spec, self.turn, self.cause)
 
     @property
     def batched_call(self) -> object | None:

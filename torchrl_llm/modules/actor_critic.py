@@ -320,11 +320,11 @@ def load_actor_critic(
         gradient_checkpointing: recompute activations in ``backward``.
         compile: ``torch.compile`` the layers for scorers and critic; generation is not compiled. Each adapter is a graph
             of its own, compiled when it is first used. Not together with ``gradient_checkpointing``.
-        seed: of the adapters' initialisation; the global random generators are not touched.
+        seed: of the adapters' initialization; the global random generators are not touched.
 
     Raises:
         LoraTargetError: the model has no modules of the names in ``lora.target_modules``, or ``lora`` asks for what
-            adapters cannot have here (dropout, biases, another initialisation of the base).
+            adapters cannot have here (dropout, biases, another initialization of the base).
         VocabularyMismatchError: the tokenizer does not belong to the model.
         RandomForwardError: with ``gradient_checkpointing``, the model computes something else in training mode.
         UnsupportedHeadError: the model changes its logits in a way that the scorer does not know.
@@ -467,7 +467,7 @@ def _check_lora(base: nn.Module, lora: LoraConfig) -> None:
     if lora.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
         raise LoraTargetError(
             f"init_lora_weights is {lora.init_lora_weights!r}; expected True, False, 'gaussian' or 'orthogonal': other "
-            "initialisations change the base weights, which are the reference model here."
+            "initializations change the base weights, which are the reference model here."
         )
     if lora.bias != "none":
         raise LoraTargetError(

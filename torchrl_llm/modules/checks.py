@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm.modules.lm import causal_lm, embedding_of, hidden_states, is_exact, lm_logits
+from torchrl_llm.modules.lm import causal_lm, embedding_of, hidden_states, is_full_precision, lm_logits
 
 
 class VocabularyMismatchError(ValueError):
@@ -81,7 +81,7 @@ def check_head(model: nn.Module) -> None:
     with _probing(lm, "cannot be computed as a backbone and a head on it"):
         expected = lm(input_ids=tokens, use_cache=False).logits.float()
         logits = lm_logits(model, hidden_states(model, tokens)).float()
-    tolerance = 1e-4 if is_exact(embedding_of(model).dtype) else 1e-2
+    tolerance = 1e-4 if is_full_precision(embedding_of(model).dtype) else 1e-2
     if not torch.allclose(logits, expected, rtol=0, atol=tolerance * float(expected.abs().max())):
         raise UnsupportedHeadError(
             f"The logits of {name_of(lm)} are not its head applied to its backbone's last hidden state "
@@ -102,7 +102,7 @@ def check_rows(model: nn.Module) -> None:
     windows = [window for window in declared_windows(config) if window <= _LONGEST_TRIED and window < most]
     with _probing(lm, "fails on a batch of token ids"):
         worst = max(_gap(model, int(min(length, most))) for length in (6, *(2 * window + 4 for window in windows)))
-    if worst > (1e-3 if is_exact(embedding_of(model).dtype) else 5e-2):
+    if worst > (1e-3 if is_full_precision(embedding_of(model).dtype) else 5e-2):
         raise UnsupportedModelError(
             f"{name_of(lm)} computes something else for a row that other tokens follow than for the row alone (relative "
             f"difference {worst:.2g}), so log-probs would be wrong: its attention is not causal, or it depends on the batch. "
@@ -200,4 +200,4 @@ def _gap(model: nn.Module, longest: int) -> float:
         gaps.append((batch[i, :length] - alone).abs().amax(-1).float())
         largest = max(largest, float(alone.abs().max()))
     found = torch.cat(gaps)
-    return float(found.max() if is_exact(embedding_of(model).dtype) else found.median()) / (largest or 1.0)
+    return float(found.max() if is_full_precision(embedding_of(model).dtype) else found.median()) / (largest or 1.0)

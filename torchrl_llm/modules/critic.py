@@ -36,7 +36,7 @@ class TurnCritic(TensorDictModuleBase):
         state_value_key, bootstrap_value_key: where to write.
 
     Attributes:
-        value_head: ``nn.Linear(H, 1)``, zero-initialised: the first value is 0 everywhere, which is no baseline at all
+        value_head: ``nn.Linear(H, 1)``, zero-initialized: the first value is 0 everywhere, which is no baseline at all
             rather than a random one, and draws nothing from a random generator.
 
     Raises:

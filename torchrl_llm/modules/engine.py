@@ -105,7 +105,7 @@ class InferenceEngine(Protocol):
     Attributes:
         sampling: how responses are sampled, with the ids that end them (``sampling.stop_ids``).
         policy_version: the version of the weights, stamped on every token; :meth:`weights_changed` raises it by one.
-        concurrent: whether the engine has weights of its own, so that a thread may sample while others train.
+        owns_weights: whether the engine has weights of its own, so that a thread may sample while others train.
         loads_base: whether a sync sends the base weights before the first adapter. False: the engine has the trainer's.
         check_length: tokens of a prompt of the parity check; more than two blocks of a prefix cache, so that stale blocks
             are found.
@@ -114,7 +114,7 @@ class InferenceEngine(Protocol):
 
     sampling: SamplingConfig
     policy_version: int = 0
-    concurrent: bool = False
+    owns_weights: bool = False
     loads_base: bool = False
     check_length: int = 33
     methods: tuple[str, ...] = ("adapter", "whole")

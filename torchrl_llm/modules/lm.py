@@ -34,7 +34,7 @@ def vocabulary_of(model: nn.Module) -> int:
     return int(causal_lm(model).get_output_embeddings().weight.shape[0])
 
 
-def is_exact(dtype: torch.dtype) -> bool:
+def is_full_precision(dtype: torch.dtype) -> bool:
     """Whether two orders of computation agree to about 1e-6 in this dtype; in half precision they differ by about 1e-2."""
     return dtype in (torch.float32, torch.float64)
 

@@ -157,7 +157,7 @@ def entropy_of(log_probs: Tensor, *, masked: bool = True) -> Tensor:
     """Entropy in nats ``[...]`` of distributions given by their log-probs ``[..., V]``.
 
     Args:
-        log_probs: normalised.
+        log_probs: normalized.
         masked: some entries may be minus infinity; they contribute 0.
 
     Examples:

@@ -88,7 +88,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         sampler_bounds: the cap of ``"truncate"``, ``(low, high)`` of ``"mask"`` and ``"reject"``.
         sampler_level, sampler_reduction: what has one weight ``w``, and how its tokens' are pooled; as ``ratio_level`` and
             ``ratio_reduction``. Defaults: ``"token"``, ``"sum"``.
-        keep_discount, clip_advantage: of the estimator, see
+        discounted_objective, clip_advantage: of the estimator, see
             :class:`~torchrl_llm.objectives.TurnEstimator`. Defaults: ``False``, ``None``.
 
     Examples:
@@ -130,7 +130,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         Idle(("kl_kind", "kl_in"), {"kl_coeff": (0,)}, "give the KL a weight"),
         Idle(("sampler_bounds", "sampler_level", "sampler_reduction"), {"sampler_correction": (None,)}, "choose one"),
         Idle(("sampler_reduction",), {"sampler_level": ("token",)}, 'set sampler_level to "turn" or "sequence"'),
-        Idle(("keep_discount",), {"gamma": (1,)}, "discount (gamma below 1)"),
+        Idle(("discounted_objective",), {"gamma": (1,)}, "discount (gamma below 1)"),
     )
 
     _weight_names: ClassVar[tuple[str, ...]] = ("loss_weight",)
@@ -154,7 +154,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
     sampler_bounds: Bound | tuple[Bound, Bound] | None = None
     sampler_level: F.RatioLevel = "token"
     sampler_reduction: F.RatioReduction = "sum"
-    keep_discount: bool = False
+    discounted_objective: bool = False
     clip_advantage: Positive | None = None
 
     def __post_init__(self, actor: TensorDictModuleBase, critic: TensorDictModuleBase | None) -> None:
@@ -298,7 +298,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         self.make_value_estimator()
 
     def objective(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        """What each token contributes, to be maximised, as ``clipping`` says. The one method to override.
+        """What each token contributes, to be maximized, as ``clipping`` says. The one method to override.
 
         Args:
             log_ratio: ``[B, L]``, new minus old log-prob, pooled over ``ratio_level``; 0 off actions. Its gradient is

@@ -20,7 +20,7 @@ class LLMReinforceLoss(TurnPolicyLoss):
         actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
 
     Keyword Args:
-        gamma, normalise_over: see :class:`~torchrl_llm.objectives.ReBN`. Defaults: 0.9, ``"batch"``.
+        gamma, normalize_over: see :class:`~torchrl_llm.objectives.ReBN`. Defaults: 0.9, ``"batch"``.
         kl_coeff: weight of the KL to the reference. Default: 0.01.
         kl_in: where it is. Default: ``"reward"``.
         **options: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
@@ -29,6 +29,6 @@ class LLMReinforceLoss(TurnPolicyLoss):
     default_value_estimator = ReBN
 
     gamma: Share = 0.9
-    normalise_over: Population = "batch"
+    normalize_over: Population = "batch"
     kl_coeff: NonNegative = 0.01
     kl_in: KLPlace = "reward"

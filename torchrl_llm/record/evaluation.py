@@ -19,13 +19,13 @@ class Evaluation:
         reward: mean return (undiscounted).
         turns: mean turns per episode.
         response_length: mean tokens per response.
-        tasks: different tasks among them, by first observation and hidden state (:class:`~torchrl_llm.envs.Task`).
+        tasks: different tasks among them, by first observation and hidden state (:class:`~torchrl_llm.envs.TaskIdentity`).
         task_overlap: share of the episodes whose task training has played; ``None``: unknown.
         faults: episodes whose environment failed: cut where it did, without a reward for that turn. One that failed at its
             reset has no turns.
         environments: of a mixture, success, reward and turns of each environment that was played, as
             ``"success/<name>"``; empty for a single one.
-        rows: the episodes, ``[episodes]`` in ticket order, without those that failed at their reset; ``None`` in an
+        rows: the episodes, ``[episodes]`` in task order, without those that failed at their reset; ``None`` in an
             evaluation that was read from a file.
     """
 
@@ -41,8 +41,8 @@ class Evaluation:
     environments: dict[str, float] = field(default_factory=dict)
     rows: TensorDictBase | None = None
 
-    def figures(self) -> dict[str, Any]:
-        """All but the rows: ``Evaluation(**figures)`` makes it again."""
+    def statistics(self) -> dict[str, Any]:
+        """All but the rows: ``Evaluation(**statistics)`` makes it again."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "rows"}
 
     def metrics(self, prefix: str) -> dict[str, float]:

@@ -38,7 +38,7 @@ METRICS: dict[str, str] = {
     "policy/log_ratio": "mean |log ratio| of new to old policy per action token",
     "policy/log_prob_gap": "mean |scorer - sampler| log-prob of the sampled tokens before the update, nats",
     "policy/version": "number of weight updates the policy has received",
-    "policy/canary_gap": "largest |trainer - engine| log-prob on the canary's prompts after the weight sync, nats (vLLM, Ray)",
+    "policy/parity_gap": "largest |trainer - engine| log-prob on the parity check's prompts after the weight sync, nats (vLLM, Ray)",
     "critic/explained_variance": "1 - Var[target - value] / Var[target] over turns, before the update",
     "critic/value_return_correlation": "Pearson correlation of value and value target over turns",
     "critic/clip_fraction": "share of turns whose value left the clip range around the old value",

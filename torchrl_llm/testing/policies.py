@@ -89,7 +89,7 @@ class SleepingPolicy(ScriptedPolicy):
         [[], [], [[74, 75, 2]]]
     """
 
-    concurrent = True
+    owns_weights = True
 
     def __init__(self, script: Script, *, seconds_per_step: float = 0.01, **kwargs: Any) -> None:
         super().__init__(script, **kwargs)

@@ -88,7 +88,7 @@ class TrainerBase:
         self.distributed = Distributed.of(self.accelerator)
         self.prepare(optimizer)
         if weight_sync is not None:
-            weight_sync.access = self.distributed.access
+            weight_sync.parameter_gather = self.distributed.parameter_gather
         check_options(config, loss, optimizer, policy)
         self.rollouts = CollectorView(collector, self.distributed)
         self.timer = Timer()

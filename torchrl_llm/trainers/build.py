@@ -17,7 +17,7 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from transformers import AutoConfig, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from torchrl_llm.collectors import AsyncTurnCollector, RayTurnCollector, TurnCollector, adapt_tasks
+from torchrl_llm.collectors import AsyncTurnCollector, RayTurnCollector, TurnCollector, adapt_mixture
 from torchrl_llm.collectors.async_turn import STEP_TIMEOUT
 from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import GEMEnv, SeenTasks
@@ -198,7 +198,7 @@ def make_policy(
 def _ray_sync(config: RunConfig, models: ActorCritic, policy: TurnPolicy) -> RayWeightSync:
     merged = True if config.policy == "vllm" and not _serves_adapter(config) else None
     length = min(_CANARY_LENGTH, config.max_model_len - 1)
-    return RayWeightSync(models.model, models.adapter, policy=policy, merged=merged, canary_length=length)
+    return RayWeightSync(models.model, models.adapter, policy=policy, merged=merged, parity_length=length)
 
 
 def _serves_adapter(config: RunConfig) -> bool:
@@ -254,8 +254,8 @@ def make_collector(
     """The collector, which fills the replay buffer with this rank's share of ``config.batch_size`` episodes an iteration."""
     common: dict[str, Any] = {"batch_size": _share(config, distributed.world_size), "replay_buffer": replay_buffer}
     common |= _given(config, "max_faults")
-    if config.adaptive_tasks:
-        common["post_collect_hook"] = partial(adapt_tasks, env, gather=distributed.all_gather)
+    if config.adaptive_mixture:
+        common["post_collect_hook"] = partial(adapt_mixture, env, gather=distributed.all_gather)
     if config.collector == "turn":
         return TurnCollector(env, policy, **common)
     common |= _given(config, "max_staleness", "step_timeout", num_threads="env_threads")

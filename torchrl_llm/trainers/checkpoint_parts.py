@@ -93,15 +93,15 @@ class Collectors:
         return {str(rank): state for rank, state in enumerate(self._states)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with this rank's next ticket; if the number of ranks has changed, with one that no rank has dealt."""
+        """Continue with this rank's next task; if the number of ranks has changed, with one that no rank has dealt."""
         if len(state_dict) == self.distributed.world_size:
             state = state_dict[str(self.distributed.rank)]
         else:
-            state = redealt(list(state_dict.values()), self.collector.state_dict())
+            state = sampled_further(list(state_dict.values()), self.collector.state_dict())
         self.collector.load_state_dict(state)
 
 
-def redealt(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> dict[str, Any]:
+def sampled_further(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> dict[str, Any]:
     """The state of a fresh collector that continues the collectors of another number of processes.
 
     Args:
@@ -109,7 +109,7 @@ def redealt(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> dict[st
         new: the state of one of this run.
 
     Returns:
-        The new state, with the first ticket to deal and what the old ones have learnt
+        The new state, with the first task to deal and what the old ones have learnt
         (:func:`torchrl_llm.envs.tasks.continued`).
     """
     env = continued([state["env_state_dict"] for state in old], new["env_state_dict"])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torchrl.collectors import BaseCollector
 from torchrl.objectives.value import ValueEstimatorBase
 
-from torchrl_llm.collectors import ConversationCollector, RayTurnCollector
+from torchrl_llm.collectors import EpisodeCollector, RayTurnCollector
 from torchrl_llm.interrupts import interruptible
 from torchrl_llm.objectives import TurnEstimator, TurnPolicyLoss
 from torchrl_llm.trainers.distributed import Distributed
@@ -29,7 +29,7 @@ class CollectorView:
 
     def __init__(self, collector: BaseCollector, distributed: Distributed) -> None:
         self._collector: Any = collector
-        self._ours = isinstance(collector, ConversationCollector)
+        self._ours = isinstance(collector, EpisodeCollector)
         if self._ours:
             self._collector.interruptible = partial(interruptible, distributed=distributed)
 
@@ -69,7 +69,7 @@ class CollectorView:
         metrics = {f"data/{name}": float(sum(n.values())) for name, n in counts.items() if n is not None}
         if not self.runs_here:
             metrics["data/lost_workers"] = float(self._collector.lost_workers)
-            metrics["policy/canary_gap"] = self._collector.canary_difference
+            metrics["policy/parity_gap"] = self._collector.parity_gap
         return metrics
 
     def state_before_playing(self) -> dict[str, Any] | None:

@@ -220,8 +220,8 @@ class RunConfig(
             f'max_staleness={stale} with old_log_probs="sampler": the sampler may have had older weights. Use "auto".',
         )
         require(
-            stale == 0 or not self.adaptive_tasks,
-            f"adaptive_tasks changes between batches what is dealt, and max_staleness={stale} leaves none between them: "
+            stale == 0 or not self.adaptive_mixture,
+            f"adaptive_mixture changes between batches what is dealt, and max_staleness={stale} leaves none between them: "
             "choose one.",
         )
         require(

@@ -29,7 +29,7 @@ from torchrl_llm.data import cat_rows
 from torchrl_llm.objectives import merge
 from torchrl_llm.trainers.config import ConfigError
 from torchrl_llm.trainers.fsdp import ShardedModule, check_plugin, full_on_cpu, replace_parameters
-from torchrl_llm.weight_update.tensors import AT_HAND, Access
+from torchrl_llm.weight_update.tensors import LOCAL_PARAMETERS, ParameterGather
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class Distributed:
         process_group: all ranks, as estimators and loss weights take it; ``None`` with one process.
         sharded: whether weights, gradients and optimizer are sharded (FSDP2).
         saves_alone: whether this process can save a run without the others, as it must after an error that they may not have.
-        access: how weight syncs read the trained weights.
+        parameter_gather: how weight syncs read the trained weights.
 
     Examples:
         >>> distributed = Distributed.of(Accelerator(cpu=True))
@@ -63,7 +63,7 @@ class Distributed:
     process_group: dist.ProcessGroup | None = None
     sharded = False
     saves_alone = True
-    access: Access = AT_HAND
+    parameter_gather: ParameterGather = LOCAL_PARAMETERS
 
     def __init__(self, accelerator: Accelerator) -> None:
         check_accumulation(accelerator)
@@ -261,7 +261,9 @@ class FSDP2(DDP):
         mesh = init_device_mesh(self.accelerator.device.type, (self.world_size,))
         self._root = ShardedModule(loss, *others, plugin=self._plugin, mesh=mesh)
         replace_parameters(optimizer, old, dict(loss.named_parameters()))
-        self.access = Access(lambda frozen: self._root.full_parameters(frozen=frozen), self._root.gathered)
+        self.parameter_gather = ParameterGather(
+            lambda frozen: self._root.full_parameters(frozen=frozen), self._root.gathered
+        )
         return self._root, self.accelerator.prepare_optimizer(optimizer)
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:

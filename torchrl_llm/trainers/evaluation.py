@@ -1,4 +1,4 @@
-"""Evaluation on tickets that are used for nothing else: :func:`evaluate`."""
+"""Evaluation on tasks that are used for nothing else: :func:`evaluate`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.data import cat_rows
 from torchrl_llm.envs.slots import FAILED
-from torchrl_llm.envs.tasks import STREAM_IDS, SeenTasks, Ticket, Tickets
+from torchrl_llm.envs.tasks import STREAM_IDS, SeenTasks, TaskSampler, TaskSpec
 from torchrl_llm.interrupts import interruptible
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.record import Evaluation, named, rollout_metrics, success_interval
@@ -31,10 +31,10 @@ def evaluate(
     distributed: Distributed | None = None,
     seen_tasks: SeenTasks | None = None,
 ) -> Evaluation:
-    """Play the first ``episodes`` tickets of ``env`` and summarize them.
+    """Play the first ``episodes`` tasks of ``env`` and summarize them.
 
-    The tickets (and with them the tasks and the sampling noise) are the same at each call, so that two evaluations of
-    different weights are paired. Give ``env`` a ticket stream of its own (``GEMEnv(..., stream="eval")``).
+    The tasks (and with them the tasks and the sampling noise) are the same at each call, so that two evaluations of
+    different weights are paired. Give ``env`` a task stream of its own (``GEMEnv(..., stream="eval")``).
 
     An episode whose environment fails is not replaced: a policy must not gain by breaking the environments in which it
     would lose. It counts as not won, and in :attr:`Evaluation.faults`.
@@ -45,7 +45,7 @@ def evaluate(
         policy: plays with its own sampling settings.
         episodes: number of episodes, >= 1.
         greedy: take the likeliest token instead of sampling. A task whose hidden state is known is then played once, however
-            often the tickets name it: each time would be the same.
+            often the tasks name it: each time would be the same.
         distributed: share the episodes out; ``env`` is then this rank's worker of ``num_workers=distributed.world_size``.
             Default: this process plays all of them.
         seen_tasks: what training has played, such as :attr:`LLMTrainer.seen_tasks`; default none:
@@ -57,42 +57,42 @@ def evaluate(
     Raises:
         EnvironmentFault: more than ``env.max_faults`` of the episodes (that this rank plays) failed.
     """
-    env.set_seed(env.tickets.seed)  # back to the first ticket
-    own, all_tickets = env.tickets, replace(env.tickets, worker=0, num_workers=1)
+    env.set_seed(env.task_sampler.seed)  # back to the first task
+    own, all_tasks = env.task_sampler, replace(env.task_sampler, worker=0, num_workers=1)
     rank, count = (0, 1) if distributed is None else (distributed.rank, distributed.world_size)
     chosen = range(episodes)
     try:
         if greedy:
-            env.tickets = all_tickets
+            env.task_sampler = all_tasks
             chosen = env.first_of_each_task(episodes)
-            env.tickets = _Chosen(all_tickets, chosen[rank::count], range(episodes + rank, STREAM_IDS, count))
+            env.task_sampler = _Chosen(all_tasks, chosen[rank::count], range(episodes + rank, STREAM_IDS, count))
         # Every rank plays equally many, because gathering rows takes some of each; surplus episodes are left out.
         rows = _play(env, policy, -(-len(chosen) // count), greedy=greedy, distributed=distributed)
     finally:
-        env.tickets = own
+        env.task_sampler = own
     rows = rows if distributed is None else distributed.all_gather_rows(rows)
-    wanted = [all_tickets[i] for i in chosen]
+    wanted = [all_tasks[i] for i in chosen]
     played = rows[torch.isin(rows[keys.EPISODE_ID], torch.tensor([t.episode_id for t in wanted], device=rows.device))]
     return _summary(played, _with_unplayed(played, wanted, rows[:1]), env.names, seen_tasks)
 
 
 class _Chosen:
-    """Some tickets, each a group of its own, and after them others.
+    """Some tasks, each a group of its own, and after them others.
 
     Args:
-        tickets: all of them.
+        task_sampler: all of them.
         first: indices of those that come first.
-        others: indices of those that come then, in the place of tickets that failed at a reset.
+        others: indices of those that come then, in the place of tasks that failed at a reset.
     """
 
     group_size = 1
 
-    def __init__(self, tickets: Tickets, first: Sequence[int], others: Sequence[int]) -> None:
-        self.tickets, self.first, self.others = tickets, first, others
+    def __init__(self, task_sampler: TaskSampler, first: Sequence[int], others: Sequence[int]) -> None:
+        self.task_sampler, self.first, self.others = task_sampler, first, others
 
-    def __getitem__(self, index: int) -> Ticket:
+    def __getitem__(self, index: int) -> TaskSpec:
         late = index - len(self.first)
-        return self.tickets[self.others[late] if late >= 0 else self.first[index]]
+        return self.task_sampler[self.others[late] if late >= 0 else self.first[index]]
 
 
 def _play(
@@ -106,17 +106,17 @@ def _play(
     return collector.rollout()
 
 
-def _with_unplayed(played: TensorDictBase, wanted: Sequence[Ticket], any_row: TensorDictBase) -> TensorDictBase:
-    """Rows of all the tickets ``wanted``; those that failed at their reset have a row without a turn."""
+def _with_unplayed(played: TensorDictBase, wanted: Sequence[TaskSpec], any_row: TensorDictBase) -> TensorDictBase:
+    """Rows of all the tasks ``wanted``; those that failed at their reset have a row without a turn."""
     known = set(played[keys.EPISODE_ID].tolist())
-    missing = [ticket for ticket in wanted if ticket.episode_id not in known]
+    missing = [task_spec for task_spec in wanted if task_spec.episode_id not in known]
     if not missing:
         return played
     empty = zero_weight_rows(any_row[[0] * len(missing)])
     for i, name in enumerate((keys.EPISODE_ID, keys.GROUP_ID, keys.ENV_ID)):
-        empty[name] = torch.tensor([ticket[i] for ticket in missing], device=played.device)
-    # The task was never seen. A seed is as good as its id, because no other ticket has it.
-    empty[keys.TASK_ID] = torch.tensor([ticket.seed for ticket in missing], device=played.device)
+        empty[name] = torch.tensor([task_spec[i] for task_spec in missing], device=played.device)
+    # The task was never seen. A seed is as good as its id, because no other task has it.
+    empty[keys.TASK_ID] = torch.tensor([task_spec.seed for task_spec in missing], device=played.device)
     return cat_rows([played, empty])
 
 

@@ -12,11 +12,11 @@ class WeightSync(Protocol):
     sleep_level: int
     """0: the engine keeps its memory while the trainer works; else it gives it up in :meth:`sleep`."""
 
-    access: Any
+    parameter_gather: Any
     """How to read weights that are sharded over processes; a trainer sets it."""
 
     @property
-    def figures(self) -> Any:
+    def result(self) -> Any:
         """What the last sync found; ``None``: nothing that is logged."""
 
     def sleep(self) -> None:

@@ -78,7 +78,7 @@ def evaluate_before(run: Run) -> Evaluation | None:
     before = run.final_evaluation()
     if run.trainer.distributed.is_main:
         _write_conversations(run, before, "before")
-        write_json(before.figures(), path)
+        write_json(before.statistics(), path)
     return before
 
 

@@ -111,4 +111,4 @@ def accept_changes(config: RunConfig, trainer: LLMTrainer, saved: dict[str, Any]
         trainer.generator.manual_seed(config.seed)
         # The next tasks are of the new seed; the counter goes on, so that ids stay unique.
         env = trainer.collector.env
-        env.tickets = replace(env.tickets, seed=config.seed)
+        env.task_sampler = replace(env.task_sampler, seed=config.seed)

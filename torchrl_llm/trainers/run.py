@@ -62,7 +62,7 @@ class Run:
         trainer: the loop.
         checkpoints: where the trainer saves.
         evaluation_env: what evaluations during the run play.
-        make_env: makes an environment for a ticket stream: ``make_env(stream="test")``.
+        make_env: makes an environment for a task stream: ``make_env(stream="test")``.
         opening: the callback behind :meth:`begin`.
     """
 
@@ -87,7 +87,7 @@ class Run:
         self.opening.on_start(self.trainer)
 
     def final_evaluation(self, *, greedy: bool = False) -> Evaluation:
-        """Play ``config.final_episodes`` tickets that nothing else uses."""
+        """Play ``config.final_episodes`` tasks that nothing else uses."""
         env = self.make_env(stream="test")
         try:
             with self.trainer.playing():
@@ -129,7 +129,7 @@ class Run:
         overwrite_critic_adapter: bool = False,
         merge_lora_configs: bool = False,
     ) -> None:
-        """Take weights, and the optimizer's state, from a checkpoint; counters and tickets stay (``resume`` is exact).
+        """Take weights, and the optimizer's state, from a checkpoint; counters and tasks stay (``resume`` is exact).
 
         Args:
             path: what :meth:`save_checkpoint` or the trainer saved.
@@ -291,8 +291,8 @@ def build_run(
 
 def _check_mixture(config: RunConfig, env: GEMEnv) -> None:
     """Refuse settings of a mixture where one environment is played."""
-    given = [name for name in ("adaptive_tasks", "env_weights") if getattr(config, name)]
-    if given and env.tickets.num_tasks < 2:
+    given = [name for name in ("adaptive_mixture", "env_weights") if getattr(config, name)]
+    if given and env.task_sampler.num_tasks < 2:
         raise ConfigError(
             f"{' and '.join(given)} chooses among environments, and {env.names[0]!r} is the only one: leave it out, or play a "
             "mixture."

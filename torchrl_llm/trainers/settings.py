@@ -165,7 +165,7 @@ class EnvConfig(Checked):
     """Id of a GEM environment, or a list of ids (a mixture); a label where build_run is told what to play."""
     env_weights: list[Positive] | None = None
     """How often each environment of a mixture is dealt, relative to each other; None deals them in turn."""
-    adaptive_tasks: bool = False
+    adaptive_mixture: bool = False
     """Deal those environments of a mixture more often that are won about half of the time: env_weights count times p
     (1 - p) + 0.05 for a recent success rate p, which changes between batches."""
     num_envs: Count = 16
@@ -279,7 +279,7 @@ class LossConfig(Checked):
 
     gamma: Share | None = None
     """Discount per turn."""
-    keep_discount: bool | None = None
+    discounted_objective: bool | None = None
     """Weigh turn k by gamma^k, as the gradient of the discounted return does."""
     clip_advantage: Positive | None = None
     """Bound on the absolute value of advantages."""
@@ -328,8 +328,8 @@ class LossConfig(Checked):
     """The value of a turn: "first" (unbiased), "mean" or "last" (LLMPPO)."""
     whiten: bool | None = None
     """Whiten the advantages over the batch (LLMPPO)."""
-    normalise_over: Literal["batch", "none"] | None = None
-    """Normalise returns over the "batch", or "none" (LLMREINFORCE)."""
+    normalize_over: Literal["batch", "none"] | None = None
+    """Normalize returns over the "batch", or "none" (LLMREINFORCE)."""
     credit: Literal["episode", "turn"] | None = None
     """Compare the returns of the "episode", or those from each "turn" on (GRPO)."""
     baseline: Literal["mean", "leave_one_out"] | None = None
@@ -361,7 +361,7 @@ class ReportConfig(Checked):
     evaluation_greedy: bool = False
     """Evaluate greedy decoding too, each task once."""
     final_episodes: Count = 512
-    """Conversations of the evaluations before and after the run, on tickets used for nothing else."""
+    """Conversations of the evaluations before and after the run, on tasks used for nothing else."""
     tensorboard: bool = False
     """Log to TensorBoard too."""
     wandb: bool = False

@@ -151,7 +151,7 @@ class LLMTrainer(TrainerBase):
 
     def playing(self, *, here: bool = True) -> AbstractContextManager[None]:
         """Around what the policy plays ``here``: a policy that samples from the trained model needs its full weights."""
-        return self.distributed.gathered_parameters() if here and not self.policy.concurrent else nullcontext()
+        return self.distributed.gathered_parameters() if here and not self.policy.owns_weights else nullcontext()
 
     def iterate(self, batch: TensorDictBase) -> dict[str, float]:
         """One iteration on the rows that were collected: choose, score, credit, update; returns its metrics."""
@@ -222,8 +222,8 @@ class LLMTrainer(TrainerBase):
             return {}
         with self.timer("sync"):
             self.weight_sync.send()
-        figures = self.weight_sync.figures
-        return {} if figures is None else {"policy/canary_gap": figures.canary_difference}
+        result = self.weight_sync.result
+        return {} if result is None else {"policy/parity_gap": result.parity_gap}
 
     # ------------------------------------------------------------------ the end of an iteration, and of a run
 

@@ -2,20 +2,20 @@
 
 from torchrl_llm.modules.engine import WeightSyncError
 from torchrl_llm.modules.merging import adapter_tensors, merged_tensors
-from torchrl_llm.weight_update.canary import Canary
+from torchrl_llm.weight_update.parity_check import ParityCheck
 from torchrl_llm.weight_update.ray import RayWeightSync
 from torchrl_llm.weight_update.snapshot import Snapshot, install
-from torchrl_llm.weight_update.sync import EngineWeightSync, SyncFigures, WeightSync, update_engine
-from torchrl_llm.weight_update.tensors import AT_HAND, Access
+from torchrl_llm.weight_update.sync import EngineWeightSync, SyncResult, WeightSync, update_engine
+from torchrl_llm.weight_update.tensors import LOCAL_PARAMETERS, ParameterGather
 
 __all__ = [
-    "AT_HAND",
-    "Access",
-    "Canary",
+    "LOCAL_PARAMETERS",
     "EngineWeightSync",
+    "ParameterGather",
+    "ParityCheck",
     "RayWeightSync",
     "Snapshot",
-    "SyncFigures",
+    "SyncResult",
     "WeightSync",
     "WeightSyncError",
     "adapter_tensors",

@@ -21,7 +21,7 @@ class RayWeightSync(WeightSync):
     Each call is one sync: later tokens carry the next ``policy_version``. What was sampled by then keeps its version.
 
     A LoRA adapter is sent without the base weights, which workers have from where the trainer has them. Each worker compares
-    what it computes with what the trained model does on fixed prompts (:class:`~torchrl_llm.weight_update.Canary`), and raises if
+    what it computes with what the trained model does on fixed prompts (:class:`~torchrl_llm.weight_update.ParityCheck`), and raises if
     another base or other weights are in use.
 
     Args:
@@ -30,13 +30,13 @@ class RayWeightSync(WeightSync):
         policy: the collector's policy here; its ``policy_version`` counts the syncs.
         merged: send the whole model, the adapter merged into it, for workers whose models have none. Default: where the
             adapter's settings (such as DoRA) cannot be served beside the base.
-        canary: number of prompts to compare on; 0: no canary.
-        canary_length: their length in tokens; two blocks of an engine's prefix cache and one, where it has one. Default 33.
+        parity_check: number of prompts to compare on; 0: no parity check.
+        parity_length: their length in tokens; two blocks of an engine's prefix cache and one, where it has one. Default 33.
 
     Attributes:
         current: version and Ray's reference of the weights to play with; ``None`` before the first sync.
         seconds: that the last sync took.
-        access: how to get at weights that are sharded over processes; a trainer that shards them sets it.
+        parameter_gather: how to get at weights that are sharded over processes; a trainer that shards them sets it.
 
     Raises:
         ImportError: Ray is not installed (from a call).
@@ -56,12 +56,12 @@ class RayWeightSync(WeightSync):
         *,
         policy: InferenceEngine,
         merged: bool | None = None,
-        canary: int = 2,
-        canary_length: int = 33,
+        parity_check: int = 2,
+        parity_length: int = 33,
     ) -> None:
-        super().__init__(model, adapter, policy=policy, canary=canary)
+        super().__init__(model, adapter, policy=policy, parity_check=parity_check)
         self.merged = bool(adapter and why_not_servable(model, adapter)) if merged is None else merged
-        self.canary_length = canary_length
+        self.parity_length = parity_length
         self.current: tuple[int, Any] | None = None
         self.seconds = 0.0
 
@@ -74,9 +74,11 @@ class RayWeightSync(WeightSync):
     def publish(self, version: int) -> None:
         """Put the weights that the model has now into the object store, for tokens of ``version``; that is no update yet."""
         ray, start = running_ray(), time.perf_counter()
-        canary = self._ask_model(self.canary_length)
-        with self.access.copying(self.merged or self.adapter is None):
-            snapshot = Snapshot.of(self.trained, self.adapter, version=version, canary=canary, merged=self.merged)
+        parity_check = self._ask_model(self.parity_length)
+        with self.parameter_gather.copying(self.merged or self.adapter is None):
+            snapshot = Snapshot.of(
+                self.trained, self.adapter, version=version, parity_check=parity_check, merged=self.merged
+            )
         self.current = version, ray.put(snapshot)
         self.seconds = time.perf_counter() - start
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchrl_llm.modules.engine import InferenceEngine, sync_step
 from torchrl_llm.modules.merging import adapter_tensors, merged_tensors
-from torchrl_llm.weight_update.canary import Canary
+from torchrl_llm.weight_update.parity_check import ParityCheck
 from torchrl_llm.weight_update.sync import update_engine
 
 
@@ -30,17 +30,23 @@ class Snapshot:
         version: the ``policy_version`` of tokens sampled with them.
         tensors: those of the LoRA adapter under the names of its files, or those of the whole model, the adapter merged.
         lora: the adapter's settings; ``None``: the tensors are the whole model's.
-        canary: what the trained model says.
+        parity_check: what the trained model says.
     """
 
     version: int
     tensors: Mapping[str, Tensor]
     lora: LoraConfig | None
-    canary: Canary
+    parity_check: ParityCheck
 
     @classmethod
     def of(
-        cls, model: nn.Module, adapter: str | None = None, *, version: int, canary: Canary, merged: bool = False
+        cls,
+        model: nn.Module,
+        adapter: str | None = None,
+        *,
+        version: int,
+        parity_check: ParityCheck,
+        merged: bool = False,
     ) -> Snapshot:
         """Copy the weights of a model.
 
@@ -48,13 +54,13 @@ class Snapshot:
             model: the trained model: a causal language model of transformers, or a ``PeftModel`` around one.
             adapter: the trained LoRA adapter; ``None``: the model itself.
             version: of the policy.
-            canary: of the model as it is.
+            parity_check: of the model as it is.
             merged: the whole model even if there is an adapter.
 
         Examples:
             >>> from torchrl_llm.testing.tiny import load_tiny_model
             >>> model = load_tiny_model()
-            >>> snapshot = Snapshot.of(model, version=3, canary=Canary.of(model, None, temperature=1.0))
+            >>> snapshot = Snapshot.of(model, version=3, parity_check=ParityCheck.of(model, None, temperature=1.0))
             >>> snapshot.version, snapshot.lora is None, len(snapshot.tensors) == len(model.state_dict())
             (3, True, True)
         """
@@ -66,7 +72,7 @@ class Snapshot:
                 peft: Any = model
                 named, lora = iter(adapter_tensors(model, adapter).items()), peft.peft_config[adapter]
             tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
-        return cls(version, tensors, lora, canary)
+        return cls(version, tensors, lora, parity_check)
 
     # As NumPy's bytes, tensors are pickled out of band: who reads them from shared memory need not copy them first.
 
@@ -97,7 +103,7 @@ def install(policy: InferenceEngine, snapshot: Snapshot) -> float:
         snapshot: the weights.
 
     Returns:
-        The canary's difference, in nats.
+        The parity check's difference, in nats.
 
     Raises:
         WeightSyncError: they do not fit, or the policy does not compute what the trained model does.
@@ -109,8 +115,8 @@ def install(policy: InferenceEngine, snapshot: Snapshot) -> float:
         >>> trained, theirs = load_tiny_model(), load_tiny_model()
         >>> _ = torch.nn.init.zeros_(trained.model.norm.weight)
         >>> policy = HFPolicy(theirs, load_tiny_tokenizer())
-        >>> canary = Canary.of(trained, None, temperature=1.0)
-        >>> install(policy, Snapshot.of(trained, version=7, canary=canary))
+        >>> parity_check = ParityCheck.of(trained, None, temperature=1.0)
+        >>> install(policy, Snapshot.of(trained, version=7, parity_check=parity check))
         0.0
         >>> policy.policy_version, theirs.model.norm.weight.any().item()
         (7, False)
@@ -119,5 +125,5 @@ def install(policy: InferenceEngine, snapshot: Snapshot) -> float:
         policy,
         snapshot.version,
         load=lambda: policy.load(snapshot.tensors.items(), snapshot.lora),
-        check=lambda: snapshot.canary.check(policy),
+        check=lambda: snapshot.parity_check.check(policy),
     )

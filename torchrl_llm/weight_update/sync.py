@@ -18,8 +18,8 @@ from torchrl_llm.modules.adapters import check_adapter
 from torchrl_llm.modules.engine import InferenceEngine
 from torchrl_llm.modules.lm import is_quantized
 from torchrl_llm.modules.merging import MergedTensors, adapter_tensors, why_not_servable
-from torchrl_llm.weight_update.canary import Canary
-from torchrl_llm.weight_update.tensors import AT_HAND
+from torchrl_llm.weight_update.parity_check import ParityCheck
+from torchrl_llm.weight_update.tensors import LOCAL_PARAMETERS
 
 logger = logging.getLogger(__name__)
 
@@ -50,20 +50,20 @@ def update_engine(
             raise
 
 
-class SyncFigures(NamedTuple):
+class SyncResult(NamedTuple):
     """What one weight sync did.
 
     Attributes:
         version: the policy's, of tokens sampled from here on.
-        seconds: that it took, canary included.
-        canary_seconds: of these, the canary's.
-        canary_difference: largest difference of log-probs found, in nats; NaN without a canary.
+        seconds: that it took, parity check included.
+        parity_seconds: of these, the parity check's.
+        parity_gap: largest difference of log-probs found, in nats; NaN without a parity check.
     """
 
     version: int
     seconds: float
-    canary_seconds: float
-    canary_difference: float
+    parity_seconds: float
+    parity_gap: float
 
 
 class WeightSync(WeightSyncScheme):
@@ -72,21 +72,21 @@ class WeightSync(WeightSyncScheme):
     A sync of another kind derives from it and writes :meth:`_sync`.
 
     Args:
-        model, adapter, policy, canary: see :class:`EngineWeightSync`.
+        model, adapter, policy, parity_check: see :class:`EngineWeightSync`.
 
     Attributes:
-        access: how to get at weights that are sharded over processes; a trainer that shards them sets it.
-        figures: of the last sync; ``None`` before the first, or where engines elsewhere take the weights later.
+        parameter_gather: how to get at weights that are sharded over processes; a trainer that shards them sets it.
+        result: of the last sync; ``None`` before the first, or where engines elsewhere take the weights later.
         sleep_level: of :meth:`sleep`; 0: the engine does not sleep.
     """
 
     sleep_level: int = 0
-    figures: SyncFigures | None = None
+    result: SyncResult | None = None
 
-    def __init__(self, model: nn.Module, adapter: str | None, *, policy: InferenceEngine, canary: int) -> None:
+    def __init__(self, model: nn.Module, adapter: str | None, *, policy: InferenceEngine, parity_check: int) -> None:
         super().__init__()
-        self.trained, self.adapter, self.policy, self.canary = model, adapter, policy, canary
-        self.access = AT_HAND
+        self.trained, self.adapter, self.policy, self.parity_check = model, adapter, policy, parity_check
+        self.parameter_gather = LOCAL_PARAMETERS
 
     def send(self, weights: Any = None, worker_ids: Any = None) -> None:
         """Send the weights that the model has now.
@@ -119,11 +119,13 @@ class WeightSync(WeightSyncScheme):
     def close(self) -> None:
         """Nothing to free: the engine is the policy's."""
 
-    def _ask_model(self, length: int) -> Canary:
+    def _ask_model(self, length: int) -> ParityCheck:
         """What the trained model computes."""
         temperature = self.policy.sampling.temperature
-        with self.access.computing():
-            return Canary.of(self.trained, self.adapter, temperature=temperature, prompts=self.canary, length=length)
+        with self.parameter_gather.computing():
+            return ParityCheck.of(
+                self.trained, self.adapter, temperature=temperature, prompts=self.parity_check, length=length
+            )
 
     # What TorchRL asks of a scheme. There is no transport: the engine is at hand, or weights go with a collector's tasks.
 
@@ -145,12 +147,12 @@ class EngineWeightSync(WeightSync):
 
     Use it as ``Collector(..., weight_sync_schemes={"policy": scheme})`` with ``update_policy_weights_()``, as
     ``torchrl.trainers.UpdateWeights(sender=scheme, ...)``, or call it. Each call is one sync: the engine is paused, the
-    weights go in, its prefix cache is emptied, it goes on under the next ``policy_version``, and a :class:`Canary` compares it
+    weights go in, its prefix cache is emptied, it goes on under the next ``policy_version``, and a :class:`ParityCheck` compares it
     with the trained model. Turns in flight go on with the new weights; each of their tokens has the version it was sampled
     with.
 
     From the beginning of a sync to its end the policy refuses to sample. If a sync fails, it goes on refusing until another
-    one succeeds; if it is the canary that found the engine wrong, turns in flight are cancelled, for they may have tokens
+    one succeeds; if it is the parity check that found the engine wrong, turns in flight are cancelled, for they may have tokens
     of the wrong weights.
 
     Methods, of :class:`~torchrl_llm.modules.VLLMPolicy`; other engines take ``"adapter"`` and ``"whole"``:
@@ -172,15 +174,15 @@ class EngineWeightSync(WeightSync):
         adapter: the trained LoRA adapter; ``None``: the model itself.
         policy: an engine with weights of its own.
         method: how to send, or ``"auto"``.
-        canary: number of prompts to compare on; 0: no canary.
-        canary_tolerance: in nats; ``None``: 1e-3 for an engine in float32, else 0.1.
+        parity_check: number of prompts to compare on; 0: no parity check.
+        parity_tolerance: in nats; ``None``: 1e-3 for an engine in float32, else 0.1.
         sleep_level: of :meth:`sleep`: 1 keeps the engine's weights in the host's memory, 2 drops them (not with
             ``"adapter"``: the base weights would be lost); 0: :meth:`sleep` is refused.
 
     Attributes:
         method: the method taken.
-        figures: the :class:`SyncFigures` of the last sync, or ``None``.
-        access: how to get at weights that are sharded over processes; a trainer that shards them sets it.
+        result: the :class:`SyncResult` of the last sync, or ``None``.
+        parameter_gather: how to get at weights that are sharded over processes; a trainer that shards them sets it.
 
     Raises:
         ValueError: a method that the set-up does not allow.
@@ -201,18 +203,18 @@ class EngineWeightSync(WeightSync):
         *,
         policy: InferenceEngine,
         method: str = "auto",
-        canary: int = 2,
-        canary_tolerance: float | None = None,
+        parity_check: int = 2,
+        parity_tolerance: float | None = None,
         sleep_level: Literal[0, 1, 2] = 0,
     ) -> None:
-        super().__init__(model, adapter, policy=policy, canary=canary)
+        super().__init__(model, adapter, policy=policy, parity_check=parity_check)
         check_adapter(model, adapter)
         unserved = why_not_servable(model, adapter) if adapter else None
         self.method, reason = policy.choose_method(method, adapter=adapter is not None, unserved=unserved)
         if self.method == "adapter" and (problem := _adapter_problem(adapter, sleep_level)):
             raise ValueError(f"EngineWeightSync(method={method!r}): {problem}.")
         logger.info("weight sync by %r: %s", self.method, reason)
-        self.sleep_level, self.canary_tolerance = sleep_level, canary_tolerance
+        self.sleep_level, self.parity_tolerance = sleep_level, parity_tolerance
         self._base_known = False
 
     def _sync(self) -> None:
@@ -222,17 +224,17 @@ class EngineWeightSync(WeightSync):
         def check() -> float:
             nonlocal loaded
             loaded = time.perf_counter()
-            return self._ask_model(engine.check_length).check(engine, self.canary_tolerance)
+            return self._ask_model(engine.check_length).check(engine, self.parity_tolerance)
 
         difference = update_engine(engine, engine.policy_version + 1, load=self._load, check=check)
         end, self._base_known = time.perf_counter(), True
-        self.figures = SyncFigures(engine.policy_version, end - start, end - loaded, difference)
+        self.result = SyncResult(engine.policy_version, end - start, end - loaded, difference)
 
     def _load(self) -> None:
         # Until the sync has succeeded nobody knows what the engine's base is: after a failure it is sent again.
         known, self._base_known = self._base_known, False
         model: Any = self.trained
-        with self.access.copying(self.method != "adapter" or not known):
+        with self.parameter_gather.copying(self.method != "adapter" or not known):
             if self.method != "adapter":
                 self.policy.load(MergedTensors(model, self.adapter), method=self.method)
                 return

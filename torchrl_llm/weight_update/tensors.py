@@ -1,4 +1,4 @@
-"""How weight syncs get at trained weights: :class:`Access`."""
+"""How weight syncs get at trained weights: :class:`ParameterGather`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
 
-class Access(NamedTuple):
+class ParameterGather(NamedTuple):
     """How to get at trained weights that are sharded over processes; all of them do it at the same time.
 
     Attributes:
@@ -19,5 +19,5 @@ class Access(NamedTuple):
     computing: Callable[[], AbstractContextManager[None]]
 
 
-AT_HAND = Access(lambda _: nullcontext(), nullcontext)
+LOCAL_PARAMETERS = ParameterGather(lambda _: nullcontext(), nullcontext)
 """Of weights that are all in this process."""

@@ -21,7 +21,7 @@ from torchrl_llm.modules.checks import FAILURES, UnsupportedModelError, declared
 from torchrl_llm.modules.engine import ContextLengthError
 from torchrl_llm.modules.hf._fused_lora import FusedLora
 from torchrl_llm.modules.hf._kv_cache import Ints, SlotCache, common_prefix
-from torchrl_llm.modules.lm import backbone, causal_lm, embedding_of, is_exact, logits_function
+from torchrl_llm.modules.lm import backbone, causal_lm, embedding_of, is_full_precision, logits_function
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ATTENTION = ("sdpa", "eager")
@@ -346,7 +346,7 @@ class CachedModel:
             self.cache.drop()
             # Wrong masks spoil the rows beyond the window. In half precision the experts of a mixture may tip over at
             # some token, which is no fault of the cache.
-            worst = gaps.max() if is_exact(self.dtype) else gaps.quantile(0.75)
+            worst = gaps.max() if is_full_precision(self.dtype) else gaps.quantile(0.75)
             if bool(worst <= tolerance):
                 return True
         self._windows = declared
@@ -374,7 +374,7 @@ class CachedModel:
         found.append(self.prefill(ids, sizes + _MORE, slots=slots, room=0))
         wanted = torch.stack(expected).float()
         gaps = (torch.stack(found, dim=1).float() - wanted).abs().amax(-1)
-        return gaps, (1e-4 if is_exact(self.dtype) else 3e-2) * max(1.0, float(wanted.abs().max()))
+        return gaps, (1e-4 if is_full_precision(self.dtype) else 3e-2) * max(1.0, float(wanted.abs().max()))
 
 
 def _check_family(model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from torchrl_llm.modules.checks import check_vocabulary
 from torchrl_llm.modules.engine import NonFiniteLogitsError, WeightSyncError, sync_step
 from torchrl_llm.modules.hf._cached_model import CachedModel
 from torchrl_llm.modules.hf._kv_cache import Ints
-from torchrl_llm.modules.lm import causal_lm, generation_end_ids, is_exact, vocabulary_of
+from torchrl_llm.modules.lm import causal_lm, generation_end_ids, is_full_precision, vocabulary_of
 from torchrl_llm.modules.policy import Generation, TurnPolicy
 from torchrl_llm.modules.sampling import (
     SamplingConfig,
@@ -41,7 +41,7 @@ class HFPolicy(TurnPolicy):
     """Samples responses from a transformers causal language model, in this process.
 
     Exact and stateless to the caller: ids depend on the weights, the prompt and ``(seed, episode_id, turn)``; never on
-    the neighbours in the batch, the slot, or what was generated before. Keys and values are kept by slot, so that a turn
+    the neighbors in the batch, the slot, or what was generated before. Keys and values are kept by slot, so that a turn
     computes only the tokens which the slot has not seen; a cached token is used only where the prompt agrees with it.
     Equal prompts (the members of a group) are computed once, and so is a prefix that another slot holds.
 
@@ -121,7 +121,7 @@ class HFPolicy(TurnPolicy):
         True without truncation and penalty in float32 or wider, to about 1e-6. In half precision the two orders of
         computation differ by about 1e-2.
         """
-        return not self.sampling.truncates and is_exact(self.dtype)
+        return not self.sampling.truncates and is_full_precision(self.dtype)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -40,7 +40,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
             over the tokens of a turn at turn granularity. It is what ``kl_in="reward"`` of the losses sets; then
             ``"ref_log_prob"`` and ``"old_log_prob"`` (or, without it, ``"sample_log_prob"``) ``[B, L]`` are read too.
             Default: 0.0.
-        keep_discount: multiply the advantage of each step by ``gamma`` to the number of steps before it, as the gradient
+        discounted_objective: multiply the advantage of each step by ``gamma`` to the number of steps before it, as the gradient
             of the discounted return has it. Practice drops the factor: later turns then count as much as early ones, and
             the expected gradient is that of no objective (Thomas, 2014, "Bias in natural actor-critic algorithms"; Nota
             and Thomas, 2020, arXiv:1906.07073). Without effect at ``gamma = 1``. Default: ``False``.
@@ -72,7 +72,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
 
     default_keys = _AcceptedKeys
 
-    idle: ClassVar[tuple[Idle, ...]] = (Idle(("keep_discount",), {"gamma": (1,)}, "discount (gamma below 1)"),)
+    idle: ClassVar[tuple[Idle, ...]] = (Idle(("discounted_objective",), {"gamma": (1,)}, "discount (gamma below 1)"),)
 
     _reads: ClassVar[tuple[str, ...]] = ("reward", "mask", "terminated", "truncated", "turn_ids")
     _writes: ClassVar[tuple[str, ...]] = ("advantage", "value_target", "turn_advantage", "turn_value_target")
@@ -90,7 +90,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
     value_network: InitVar[TensorDictModuleBase | None] = field(default=None, kw_only=False)
     gamma: Share = 1.0
     kl_coeff: NonNegative = 0.0
-    keep_discount: bool = False
+    discounted_objective: bool = False
     clip_advantage: Positive | None = None
     process_group: dist.ProcessGroup | None = None
     value_chunk_size: Count | None = None
@@ -191,7 +191,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         """The advantage of each step, clipped and discounted as asked; ``played`` marks the steps that took time."""
         if self.clip_advantage is not None:
             advantage = advantage.clamp(-self.clip_advantage, self.clip_advantage)
-        if self.keep_discount:
+        if self.discounted_objective:
             advantage = advantage * F.discount(played, self.gamma).to(advantage.dtype)
         return advantage
 

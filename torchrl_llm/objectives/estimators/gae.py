@@ -42,7 +42,7 @@ class TurnGAE(CriticEstimator):
         whiten: normalize advantages to mean 0 and variance 1 over the steps of the batch (see ``process_group``). Default:
             ``True``.
         value_chunk_size: run the critic on this many rows at a time. Default: all.
-        kl_coeff, keep_discount, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`.
+        kl_coeff, discounted_objective, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`.
 
     Examples:
         >>> import torch
@@ -58,7 +58,7 @@ class TurnGAE(CriticEstimator):
 
     idle = (
         *TurnEstimator.idle,
-        Idle(("keep_discount",), {"granularity": ("token",), "gamma": (None,)}, "discount (gamma below 1)"),
+        Idle(("discounted_objective",), {"granularity": ("token",), "gamma": (None,)}, "discount (gamma below 1)"),
         Idle(("single_turn",), {"granularity": ("turn", "token")}, 'set granularity to "auto"'),
     )
 

@@ -36,8 +36,8 @@ class GroupRelative(ReturnEstimator):
         eps: added to the standard deviation. Default: 1e-6.
         group_size: episodes in a group; ``None``: as many as in the largest group of the batch.
         partial: a group of another size is an ``"error"``, or ``"allow"``-ed. Default: ``"error"``.
-        kl_coeff, keep_discount, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`;
-            ``keep_discount`` is for ``credit="turn"``.
+        kl_coeff, discounted_objective, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`;
+            ``discounted_objective`` is for ``credit="turn"``.
 
     Examples:
         >>> import torch
@@ -62,9 +62,9 @@ class GroupRelative(ReturnEstimator):
 
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
         super().__post_init__(value_network)
-        if self.keep_discount and self.credit == "episode":
+        if self.discounted_objective and self.credit == "episode":
             raise ValueError(
-                'credit="episode" is discounted from the first turn on; keep_discount is for credit="turn".'
+                'credit="episode" is discounted from the first turn on; discounted_objective is for credit="turn".'
             )
         # A wrong option is an error now, not after the first rollout.
         F.group_relative(torch.empty(0), torch.empty(0, dtype=torch.int64), **self.options)

@@ -28,9 +28,9 @@ class ReBN(ReturnEstimator):
         gamma: discount per turn. Default: 0.9.
         ddof: the variance divides by ``count - ddof``. Default: 1.
         eps: added to the standard deviation. Default: 1e-8.
-        normalise_over: ``"batch"``: all turns of the batch; ``"none"``: the returns as they are (REINFORCE, Williams, 1992),
+        normalize_over: ``"batch"``: all turns of the batch; ``"none"``: the returns as they are (REINFORCE, Williams, 1992),
             which neither ``ddof`` nor ``eps`` touch. Default: ``"batch"``.
-        kl_coeff, keep_discount, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`.
+        kl_coeff, discounted_objective, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`.
 
     Examples:
         >>> import torch
@@ -46,12 +46,12 @@ class ReBN(ReturnEstimator):
     gamma: Share = 0.9
     ddof: Natural = 1
     eps: NonNegative = 1e-8
-    normalise_over: Population = "batch"
+    normalize_over: Population = "batch"
 
     def score(self, reward: Tensor, mask: Tensor, acted: Tensor) -> Tensor:
         return F.turn_returns(reward, mask, self.gamma, acted=acted)
 
     def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:
-        if self.normalise_over == "none":
+        if self.normalize_over == "none":
             return score + penalty
         return F.rebn(score, acted, self.ddof, self.eps, self.process_group, penalty=penalty)

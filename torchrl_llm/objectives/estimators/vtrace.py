@@ -30,7 +30,7 @@ class TurnVTrace(CriticEstimator):
         rho_clip: cap of the ratio in the advantage and in the target's temporal differences. Default: 1.0.
         c_clip: cap of the ratio on the way back. Default: 1.0.
         value_chunk_size: run the critic on this many rows at a time. Default: all.
-        kl_coeff, keep_discount, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`.
+        kl_coeff, discounted_objective, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`.
 
     Examples:
         >>> import torch

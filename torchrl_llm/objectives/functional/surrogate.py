@@ -1,4 +1,4 @@
-"""What is maximised and how tokens are weighed: ratios, clipping, KL, corrections, loss weights."""
+"""What is maximized and how tokens are weighed: ratios, clipping, KL, corrections, loss weights."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _check_clip(clip_low: float, clip_high: float) -> None:
 def clipped_objective(
     log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float, dual_clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """PPO's clipped objective, to be maximised (Schulman et al., 2017, arXiv:1707.06347, eq. 7).
+    """PPO's clipped objective, to be maximized (Schulman et al., 2017, arXiv:1707.06347, eq. 7).
 
     ``min(ratio * A, clip(ratio, 1 - clip_low, 1 + clip_high) * A)``; unequal bounds as in DAPO (Yu et al., 2025,
     arXiv:2503.14476, eq. 10). With ``dual_clip`` at least ``dual_clip * A`` where ``A < 0`` (Ye et al., 2020,
@@ -101,7 +101,7 @@ def clipped_objective(
 
 
 def cispo_objective(log_ratio: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """CISPO's objective, to be maximised: the weight is clipped, not the gradient (MiniMax, 2025, arXiv:2506.13585, eqs. 4, 5).
+    """CISPO's objective, to be maximized: the weight is clipped, not the gradient (MiniMax, 2025, arXiv:2506.13585, eqs. 4, 5).
 
     ``stop_gradient(clip(ratio, 1 - clip_low, 1 + clip_high)) * A * log_ratio``: every token keeps its gradient.
 

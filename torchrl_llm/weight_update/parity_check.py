@@ -1,4 +1,4 @@
-"""The canary: whether an engine computes what the trained model computes, on a few fixed prompts."""
+"""The parity_check: whether an engine computes what the trained model computes, on a few fixed prompts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm.modules.engine import InferenceEngine, WeightSyncError, sync_step
-from torchrl_llm.modules.lm import embedding_of, is_exact
+from torchrl_llm.modules.lm import embedding_of, is_full_precision
 from torchrl_llm.modules.scorer import next_log_probs
 
 
 @dataclass(frozen=True)
-class Canary:
+class ParityCheck:
     """What a trained model says to a few fixed prompts: the log-probs of the next token.
 
     The prompts are longer than two blocks of a prefix cache, and the same each time: an engine that uses keys and values
@@ -40,7 +40,7 @@ class Canary:
         prompts: int = 2,
         length: int = 33,
         seed: int = 0,
-    ) -> Canary:
+    ) -> ParityCheck:
         """Ask the model.
 
         Args:
@@ -70,13 +70,13 @@ class Canary:
         """
         if not len(self.prompts):
             return float("nan")
-        tolerance = tolerance or (1e-3 if is_exact(engine.dtype) else 0.1)
-        with sync_step("the canary"):
+        tolerance = tolerance or (1e-3 if is_full_precision(engine.dtype) else 0.1)
+        with sync_step("the parity check"):
             tokens, log_probs = engine.log_probs(self.prompts, self.temperature)
             difference = float((log_probs - self.log_probs.gather(-1, tokens)).abs().mean(-1).max())
         if not difference <= tolerance:
             raise WeightSyncError(
-                f"The canary found that the engine does not compute what the trained model does: on {len(self.prompts)} "
+                f"The parity check found that the engine does not compute what the trained model does: on {len(self.prompts)} "
                 f"fixed prompts their log-probs differ by {difference:.3g} nats, where {tolerance:.3g} is the most. "
                 "The weights did not arrive, or contexts computed with earlier weights are in use."
             )
