@@ -413,7 +413,7 @@ class TestBackground:
             collector.next()
 
     def test_a_policy_that_shares_its_weights_is_refused(self, make, says):
-        with pytest.raises(ValueError, match="concurrent"):
+        with pytest.raises(ValueError, match="owns_weights"):
             AsyncTurnCollector(make(), says(script), batch_size=1, background=True)
 
 
