@@ -313,8 +313,8 @@ def continued(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> dict[
 
     Examples:
         >>> task_sampler = {"group_size": 2, "worker": 0, "num_workers": 1, "success": None}
-        >>> new = {"task_sampler": tasks | {"worker": 1, "num_workers": 2}, "num_sampled": 0}
-        >>> continued([{"task_sampler": tasks, "num_sampled": 5}], new)["num_sampled"]
+        >>> new = {"task_sampler": task_sampler | {"worker": 1, "num_workers": 2}, "num_sampled": 0}
+        >>> continued([{"task_sampler": task_sampler, "num_sampled": 5}], new)["num_sampled"]
         4
     """
     if "base" in new:

@@ -116,7 +116,7 @@ def install(policy: InferenceEngine, snapshot: Snapshot) -> float:
         >>> _ = torch.nn.init.zeros_(trained.model.norm.weight)
         >>> policy = HFPolicy(theirs, load_tiny_tokenizer())
         >>> parity_check = ParityCheck.of(trained, None, temperature=1.0)
-        >>> install(policy, Snapshot.of(trained, version=7, parity_check=parity check))
+        >>> install(policy, Snapshot.of(trained, version=7, parity_check=parity_check))
         0.0
         >>> policy.policy_version, theirs.model.norm.weight.any().item()
         (7, False)
