@@ -14,12 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import (
-    FullyShardedDataParallelPlugin,
-    broadcast_object_list,
-    gather_object,
-    parse_flag_from_env,
-)
+from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list, gather_object, parse_flag_from_env
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
