@@ -765,7 +765,7 @@ def prepared(trainer):
 
 
 def test_the_loop_reads_as_one_process_with_parts_of_one_kind():
-    """What several processes, Ray or foreign parts need is behind :class:`Distributed` and :class:`CollectorView`."""
+    """What several processes, Ray or other collectors need is behind :class:`Distributed` and :class:`StockCollector`."""
     source = Path(inspect.getfile(LLMTrainer)).read_text()
     calls = {
         node.func.id

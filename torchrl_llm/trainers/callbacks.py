@@ -1,35 +1,13 @@
-"""What watches a run: the :class:`Callback` protocol and the callbacks that come with the library."""
+"""Callbacks that come with the library: :class:`RefreshReference`, :class:`ProgressBar`."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
 from tqdm.auto import tqdm
 
-if TYPE_CHECKING:
-    from torchrl_llm.modules import ActorCritic
-    from torchrl_llm.trainers.trainer import LLMTrainer
-
-
-class Callback:
-    """Override what you need; every hook gets the trainer and may set ``trainer.stop_reason`` to end the run.
-
-    Examples:
-        >>> class Watch(Callback):
-        ...     def on_iteration(self, trainer, metrics):
-        ...         if metrics["rollout/reward"] > 0.9:
-        ...             trainer.stop_reason = "reward above 0.9"
-    """
-
-    def on_start(self, trainer: LLMTrainer) -> None:
-        """Before the first iteration."""
-
-    def on_iteration(self, trainer: LLMTrainer, metrics: dict[str, float]) -> None:
-        """After each iteration, with its metrics (evaluation included where there was one)."""
-
-    def on_end(self, trainer: LLMTrainer) -> None:
-        """After the last iteration, also when the run failed."""
+from torchrl_llm.modules import ActorCritic
+from torchrl_llm.trainers.base import Callback, TrainerBase
 
 
 class RefreshReference(Callback):
@@ -43,7 +21,7 @@ class RefreshReference(Callback):
     def __init__(self, models: ActorCritic, interval: int) -> None:
         self.models, self.interval = models, interval
 
-    def on_iteration(self, trainer: LLMTrainer, metrics: dict[str, float]) -> None:
+    def on_iteration(self, trainer: TrainerBase, metrics: dict[str, float]) -> None:
         if trainer.iteration % self.interval == 0:
             self.models.refresh_reference()
 
@@ -64,7 +42,7 @@ class ProgressBar(Callback):
         self._bar: tqdm | None = None
         self._postfix: dict[str, str] = {}
 
-    def on_start(self, trainer: LLMTrainer) -> None:
+    def on_start(self, trainer: TrainerBase) -> None:
         if trainer.iteration:
             tqdm.write(f"resumed at iteration {trainer.iteration}", file=sys.stderr)
         self._bar = tqdm(
@@ -77,7 +55,7 @@ class ProgressBar(Callback):
             miniters=1,
         )
 
-    def on_iteration(self, trainer: LLMTrainer, metrics: dict[str, float]) -> None:
+    def on_iteration(self, trainer: TrainerBase, metrics: dict[str, float]) -> None:
         if self._bar is None:
             raise RuntimeError("ProgressBar.on_iteration was called before on_start.")
         self._postfix |= {
@@ -87,10 +65,10 @@ class ProgressBar(Callback):
         self._bar.update(self._steps(trainer) - self._bar.n)
 
     @staticmethod
-    def _steps(trainer: LLMTrainer) -> int:
+    def _steps(trainer: TrainerBase) -> int:
         """Turns so far, those of before a resume included; the last iteration may play more than were asked for."""
         return min(trainer.steps, trainer.config.max_steps)
 
-    def on_end(self, trainer: LLMTrainer) -> None:
+    def on_end(self, trainer: TrainerBase) -> None:
         if self._bar is not None:  # another callback may have failed before this one started
             self._bar.close()

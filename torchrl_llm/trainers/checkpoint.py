@@ -22,11 +22,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation, GlobalRNGState
 
 from torchrl_llm.modules import ActorCritic
+from torchrl_llm.trainers.base import TrainerBase
 from torchrl_llm.trainers.checkpoint_files import (
     NAME,
     SUCCESS,
@@ -38,9 +39,6 @@ from torchrl_llm.trainers.checkpoint_files import (
     verify,
 )
 from torchrl_llm.trainers.checkpoint_parts import Collectors, Optimizer, environment, states_of
-
-if TYPE_CHECKING:
-    from torchrl_llm.trainers.trainer import LLMTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +137,7 @@ class CheckpointStore:
         """The one with the highest success rate in the evaluation of its iteration."""
         return self.rotation.best()
 
-    def save(self, trainer: LLMTrainer, metrics: Mapping[str, float], *, early: bool = False) -> Path:
+    def save(self, trainer: TrainerBase, metrics: Mapping[str, float], *, early: bool = False) -> Path:
         """Save the run at the end of an iteration, and delete what is neither among the newest nor the best.
 
         Args:
@@ -185,7 +183,7 @@ class CheckpointStore:
         self._link("best", best)
 
     def save_to(
-        self, path: str | Path, trainer: LLMTrainer, *, lora_only: bool = True, save_optimizer: bool = True
+        self, path: str | Path, trainer: TrainerBase, *, lora_only: bool = True, save_optimizer: bool = True
     ) -> Path:
         """Save to a folder of the caller's choice; see :meth:`torchrl_llm.trainers.Run.save_checkpoint`."""
         path = Path(path)
@@ -227,7 +225,7 @@ class CheckpointStore:
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(root / "tokenizer")
 
-    def resume(self, trainer: LLMTrainer, path: str | Path) -> dict[str, Any]:
+    def resume(self, trainer: TrainerBase, path: str | Path) -> dict[str, Any]:
         """Put ``trainer`` where it was when ``path`` was saved.
 
         Returns:
@@ -286,7 +284,7 @@ class CheckpointStore:
         # Renamed first: after a crash in the middle of the deletion, clean() deletes what has this name.
         shutil.rmtree(copy.replace(self.directory / f".{place.name}.delete-{uuid.uuid4().hex}"))
 
-    def _metadata(self, trainer: LLMTrainer, metrics: Mapping[str, float]) -> dict[str, Any]:
+    def _metadata(self, trainer: TrainerBase, metrics: Mapping[str, float]) -> dict[str, Any]:
         return {
             SUCCESS: float(metrics.get("evaluation/success", NOT_EVALUATED)),
             "iteration": trainer.iteration,
@@ -302,7 +300,7 @@ class CheckpointStore:
             raise CheckpointError(f"The weights of {path} cannot be loaded: {error}") from error
 
     @contextmanager
-    def _gathered(self, trainer: LLMTrainer) -> Iterator[Checkpoint]:
+    def _gathered(self, trainer: TrainerBase) -> Iterator[Checkpoint]:
         """The states that the first rank saves; all ranks bring theirs together, and the weights can be written."""
         shared = _shared(trainer)
         for part in shared.values():
@@ -310,7 +308,7 @@ class CheckpointStore:
         with trainer.distributed.full_state_on_cpu():
             yield self._states(trainer, shared)
 
-    def _states(self, trainer: LLMTrainer, shared: Mapping[str, Any]) -> Checkpoint:
+    def _states(self, trainer: TrainerBase, shared: Mapping[str, Any]) -> Checkpoint:
         states = {**shared, "rng": GlobalRNGState(), "trainer": trainer}
         if (scaler := trainer.accelerator.scaler) is not None:
             states["scaler"] = scaler
@@ -337,8 +335,8 @@ class CheckpointStore:
         return "There is no other whole checkpoint."
 
 
-def _shared(trainer: LLMTrainer) -> dict[str, Any]:
+def _shared(trainer: TrainerBase) -> dict[str, Any]:
     """The components that every rank has a part of."""
     distributed = trainer.distributed
-    collectors = Collectors(trainer.collector, distributed, trainer.saver.collector_state)
+    collectors = Collectors(trainer.collector, distributed, trainer.collector_state)
     return {"collector": collectors, "optimizer": Optimizer(trainer.optimizer, distributed)}

@@ -152,10 +152,6 @@ class Distributed:
         """The largest of a number over the ranks."""
         return max(self.all_gather([value]))
 
-    def all_reduce_any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
-        return any(self.all_gather([flag]))
-
     def on_main(self, function: Callable[[], T]) -> T:
         """What ``function`` returns on rank 0, which alone calls it; what it raises there is raised on all ranks."""
         return function()

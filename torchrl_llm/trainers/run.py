@@ -18,6 +18,7 @@ from torchrl_llm.envs import GEMEnv, SeenTasks, resolve_env
 from torchrl_llm.modules import ActorCritic, TurnPolicy
 from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.optional import running_ray
+from torchrl_llm.trainers.base import Callback
 from torchrl_llm.trainers.build import (
     check_sharding,
     load_models,
@@ -32,7 +33,7 @@ from torchrl_llm.trainers.build import (
     make_sampling,
     make_workers,
 )
-from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReference
+from torchrl_llm.trainers.callbacks import ProgressBar, RefreshReference
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import verify
 from torchrl_llm.trainers.checkpoint_parts import Optimizer, states_of

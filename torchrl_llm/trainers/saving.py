@@ -10,7 +10,7 @@ from torchrl.checkpoint import GlobalRNGState
 
 from torchrl_llm.interrupts import Interrupted
 from torchrl_llm.trainers.base import TrainerBase
-from torchrl_llm.trainers.limits import is_due
+from torchrl_llm.trainers.schedule import is_due
 
 
 class RunSaver:
@@ -18,15 +18,10 @@ class RunSaver:
 
     Args:
         run: the trainer, whose ``checkpoints`` save it.
-
-    Attributes:
-        collector_state: the collector's state before the rollout or evaluation that runs, or was dropped; ``None``: the
-            state that it has.
     """
 
     def __init__(self, run: TrainerBase) -> None:
         self.run = run
-        self.collector_state: dict[str, Any] | None = None
         self._rng: dict[str, Any] | None = None
 
     def save(self, metrics: Mapping[str, float], *, early: bool = False) -> None:
@@ -67,9 +62,11 @@ class RunSaver:
     @contextmanager
     def droppable(self) -> Iterator[None]:
         """Around rollouts and evaluations, which change collector and global generators only: a signal drops them."""
-        self.collector_state, self._rng = self.run.rollouts.state_before_playing(), GlobalRNGState().state_dict()
+        # A collector with a thread samples what was in flight again anyway, and asking for its state pauses it.
+        self.run.collector_state = None if self.run.rollouts.background else self.run.collector.state_dict()
+        self._rng = GlobalRNGState().state_dict()
         yield
-        self.collector_state = self._rng = None
+        self.run.collector_state = self._rng = None
 
     @contextmanager
     def saved_if_interrupted(self) -> Iterator[None]:

@@ -9,8 +9,8 @@ from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_llm import keys
 from torchrl_llm.data import apply_in_micro_batches, informative, penalise_overlong
+from torchrl_llm.objectives import TurnEstimator
 from torchrl_llm.trainers.base import TrainerBase
-from torchrl_llm.trainers.collector_view import corrects_sampler, credit_reads_scores, with_statistics_of
 
 
 class RowScorer:
@@ -25,8 +25,11 @@ class RowScorer:
 
     @property
     def estimator(self) -> ValueEstimatorBase:
-        """The loss's value estimator; looked up each time, for ``loss.make_value_estimator`` may replace it during a run."""
-        return with_statistics_of(self.run.distributed.process_group, self.run.loss.value_estimator)
+        """The loss's value estimator, which takes its statistics over all ranks if it can."""
+        estimator = self.run.loss.value_estimator  # not kept: loss.make_value_estimator may replace it during a run
+        if isinstance(estimator, TurnEstimator) and estimator.process_group is None:
+            estimator.process_group = self.run.distributed.process_group
+        return estimator
 
     @property
     def exact(self) -> bool:
@@ -38,7 +41,7 @@ class RowScorer:
     def scores_old(self) -> bool:
         """Whether the log-probs that ratios are taken against are scored, and not the sampler's."""
         if self.run.config.old_log_probs == "auto":
-            return not self.exact or corrects_sampler(self.estimator) or self.run.rollouts.max_staleness > 0
+            return not self.exact or self.run.credit_corrects_sampler or self.run.rollouts.max_staleness > 0
         return self.run.config.old_log_probs == "scorer"
 
     # ------------------------------------------------------------------ scores and credit
@@ -92,4 +95,7 @@ class RowScorer:
 
     def _informative(self, rows: TensorDictBase) -> Tensor:
         """Which rows are of groups that the update would learn from, ``[B]`` bool: what the estimator really does decides."""
-        return informative(self.score_and_credit(rows.copy(), score=credit_reads_scores(self.run.loss)))
+        estimator = self.estimator
+        penalized = isinstance(estimator, TurnEstimator) and estimator.kl_coeff != 0
+        scored = penalized or self.run.credit_corrects_sampler or self.run.loss.critic_network is not None
+        return informative(self.score_and_credit(rows.copy(), score=scored))

@@ -21,10 +21,9 @@ from torchrl_llm.interrupts import catch_signals, interruptible, run_begins
 from torchrl_llm.record import credit_metrics, rollout_metrics, staleness, throughput
 from torchrl_llm.record.metrics import CREDIT_KEYS, ROLLOUT_KEYS
 from torchrl_llm.trainers.base import Evaluator, TrainerBase
-from torchrl_llm.trainers.checks import check_options
 from torchrl_llm.trainers.evaluation import checked_metrics
-from torchrl_llm.trainers.limits import is_due, limit_reached, success_reached
 from torchrl_llm.trainers.saving import RunSaver
+from torchrl_llm.trainers.schedule import is_due, limit_reached, success_reached
 from torchrl_llm.trainers.scoring import RowScorer
 from torchrl_llm.trainers.update import Updater
 
@@ -101,7 +100,7 @@ class LLMTrainer(TrainerBase):
             Interrupted: a signal has come; it ends the process with the signal's exit code if nobody catches it.
         """
         self.start_clock()
-        check_options(self.config, self.loss, self.optimizer, self.policy)  # again: the estimator may be another
+        self.check_options()  # again: the estimator may be another
         resume = "resume=True and else the same settings, without overwrite and resume_from"
         with catch_signals(resume), closing(self), self._end_watched(), self.saver.saved_if_interrupted():
             for callback in self.callbacks:
@@ -142,7 +141,7 @@ class LLMTrainer(TrainerBase):
 
     def _next_batch(self, batches: Iterator[object]) -> TensorDictBase | None:
         with self.timer("rollout"), self.playing(here=self.rollouts.runs_here):
-            if self.distributed.all_reduce_any(next(batches, _END) is _END):
+            if self.distributed.all_reduce_max(next(batches, _END) is _END):
                 self.stop_reason = "the collector reached its own limit"
                 return None
             batch = self.replay_buffer[:].contiguous().to(self.accelerator.device)
@@ -163,7 +162,7 @@ class LLMTrainer(TrainerBase):
             self.seen_tasks.add(played[keys.TASK_ID].cpu())
         chosen = self.choose(batch)
         num_chosen = self.distributed.all_reduce_sum(chosen.shape[0])
-        metrics = rollout_metrics(played, self.rollouts.env_names)
+        metrics = rollout_metrics(played, self.env_names)
         metrics["data/chosen_share"] = num_chosen / played.shape[0]
         metrics["data/staleness"] = staleness(played, self.policy.policy_version)
         if num_chosen:
