@@ -24,7 +24,7 @@ from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.envs import EnvironmentFault, GEMEnv, NotAppendOnlyError
 from torchrl_llm.modules import AdapterError
-from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer, tiny_model_path
+from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 from torchrl_llm.trainers import ConfigError, RunConfig, build, build_run, loggers
 
 BASE = {
@@ -212,6 +212,7 @@ class Recorder:
     def __init__(self, *args: Any, **options: Any) -> None:
         simple = (str, int, float, bool, dict, type(None))
         kept = {name: value for name, value in options.items() if isinstance(value, simple)}
+        self.policy = options.get("policy")
         self.calls.append(str(kept | {"at": [each for each in args if isinstance(each, str)]}))
 
 
@@ -223,15 +224,15 @@ def engine(config: RunConfig, env: Any) -> Any:
         for name in names:
             patch.setattr(build, name, type(name, (Recorder,), {}))
         tokenizer = load_tiny_tokenizer()
-        sampling, path = config.sampling(), str(tiny_model_path())
-        models = build.load_models(config, path, tokenizer, sampling, device="cpu")
-        policy, sync = build.make_policy(config, path, tokenizer, sampling, models)
+        sampling = config.sampling()
+        models = build.load_models(config, tokenizer, sampling, device="cpu")
+        policy, sync = build.make_policy(config, tokenizer, sampling, models)
         worker = build._worker_policy(config, tokenizer, sampling, None) if config.policy == "vllm" else None
         if config.collector == "ray":
             game = GEMEnv(Guess, tokenizer=tokenizer)
             distributed = build.Distributed.of(build.make_accelerator(config))
-            workers = build.Workers(None, None, sync)
-            build.make_collector(config, game, policy, build.make_replay_buffer(config), distributed, workers)
+            workers = build.worker_options(config, None, tokenizer, models, sync)
+            build.make_collector(config, game, policy, build.make_replay_buffer(config), distributed, **workers)
     return {"calls": Recorder.calls, "plays": (type(policy).__name__, type(worker).__name__)}
 
 

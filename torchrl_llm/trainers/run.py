@@ -18,21 +18,8 @@ from torchrl_llm.envs import GEMEnv, SeenTasks, resolve_env
 from torchrl_llm.modules import ActorCritic, TurnPolicy
 from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.optional import running_ray
+from torchrl_llm.trainers import build
 from torchrl_llm.trainers.base import Callback
-from torchrl_llm.trainers.build import (
-    check_sharding,
-    load_models,
-    make_accelerator,
-    make_collector,
-    make_environment,
-    make_evaluator,
-    make_objective,
-    make_optimizer,
-    make_policy,
-    make_replay_buffer,
-    make_sampling,
-    make_workers,
-)
 from torchrl_llm.trainers.callbacks import ProgressBar, RefreshReference
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import verify
@@ -42,7 +29,7 @@ from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.resume import Opening, accept_changes, find_start
 from torchrl_llm.trainers.run_folder import RunFolder
-from torchrl_llm.trainers.sources import load_tokenizer, model_path
+from torchrl_llm.trainers.sources import load_tokenizer
 from torchrl_llm.trainers.trainer import LLMTrainer
 from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
 
@@ -160,7 +147,7 @@ class Run:
         if load_optimizer:
             states_of(optimizer=Optimizer(self.trainer.optimizer, self.trainer.distributed)).load(path)
         elif merge_lora_configs:
-            self.trainer.replace_optimizer(make_optimizer(self.config, self.models))
+            self.trainer.replace_optimizer(build.make_optimizer(self.config, self.models))
         if self.weight_sync is None:
             self.policy.weights_changed()
         else:
@@ -212,33 +199,32 @@ def build_run(
         )
     if config.collector == "ray":
         running_ray()  # before the models are loaded
-    accelerator = make_accelerator(config)
+    accelerator = build.make_accelerator(config)
     distributed = Distributed.of(accelerator)
-    check_sharding(config, distributed)
+    build.check_sharding(config, distributed)
     folder = RunFolder(config)
     start = distributed.on_main(lambda: find_start(config, folder))  # before the models are loaded
     tokenizer = load_tokenizer(config)
-    path = model_path(config)
     if make_env is None:
         names = [config.env_name] if isinstance(config.env_name, str) else config.env_name
         # Ids are resolved here: workers on Ray may not have registered the family.
         sources = env or [resolve_env(name) for name in names]
         make_env = partial(GEMEnv, sources, weights=config.env_weights, divide=True)
-    make_env = partial(
-        make_environment, config, tokenizer, make_env, worker=distributed.rank, num_workers=distributed.world_size
-    )
+    rank, num_ranks = distributed.rank, distributed.world_size
+    shard = {"worker": rank, "num_workers": num_ranks} if num_ranks > 1 else {}
+    make_env = partial(build.make_environment, config, tokenizer, make_env, **shard)
     make_train_env = partial(make_env, stream="train", group_size=config.group_size)
     train_env, evaluation_env = make_train_env(), make_env(stream="eval")
     _check_mixture(config, train_env)
-    sampling = make_sampling(config, path, train_env)
-    models = load_models(config, path, tokenizer, sampling, device=accelerator.device)
-    policy, weight_sync = make_policy(config, path, tokenizer, sampling, models)
-    replay_buffer = make_replay_buffer(config)
-    workers = None
+    sampling = build.make_sampling(config, train_env)
+    models = build.load_models(config, tokenizer, sampling, device=accelerator.device)
+    policy, weight_sync = build.make_policy(config, tokenizer, sampling, models)
+    replay_buffer = build.make_replay_buffer(config)
+    workers = {}
     if isinstance(weight_sync, RayWeightSync):
-        workers = make_workers(config, make_train_env, tokenizer, sampling, models, weight_sync)
-    collector = make_collector(config, train_env, policy, replay_buffer, distributed, workers)
-    loss = (make_loss or make_objective)(config, models)
+        workers = build.worker_options(config, make_train_env, tokenizer, models, weight_sync)
+    collector = build.make_collector(config, train_env, policy, replay_buffer, distributed, **workers)
+    loss = (make_loss or build.make_objective)(config, models)
     if not isinstance(loss, TurnPolicyLoss):
         raise ConfigError(f"make_loss(config, models) returned a {type(loss).__name__}; expected a TurnPolicyLoss.")
     checkpoints = CheckpointStore(
@@ -256,11 +242,11 @@ def build_run(
         replay_buffer=replay_buffer,
         policy=policy,
         loss=loss,
-        optimizer=make_optimizer(config, models),
+        optimizer=build.make_optimizer(config, models),
         config=config,
         reference=models.reference,
         weight_sync=weight_sync,
-        evaluator=make_evaluator(config, policy, evaluation_env, distributed, seen_tasks),
+        evaluator=build.make_evaluator(config, policy, evaluation_env, distributed, seen_tasks),
         checkpoints=checkpoints if config.save_checkpoints else None,
         callbacks=[opening, *_callbacks(config, models, callbacks, progress=config.progress and distributed.is_main)],
         accelerator=accelerator,
