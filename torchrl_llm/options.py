@@ -13,7 +13,7 @@ import inspect
 import textwrap
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from itertools import pairwise
 from numbers import Integral, Real
 from os import PathLike
@@ -42,6 +42,7 @@ __all__ = [
     "fits",
     "meanings",
     "nearest",
+    "options_class",
     "options_of",
 ]  # ConfigError is documented with the settings
 
@@ -268,10 +269,10 @@ def options_of(cls: type) -> dict[str, Option]:
     for base in cls.__mro__:
         if "__init__" not in vars(base):
             continue
-        hints = _hints(base)
+        hints, own = _hints(base), fields(base) if is_dataclass(base) else ()
         parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
         named = [each for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        made = {each.name: each.default_factory() for each in _fields(base) if each.default_factory is not MISSING}
+        made = {each.name: each.default_factory() for each in own if each.default_factory is not MISSING}
         for each in named:
             found.setdefault(each.name, Option(hints.get(each.name, Any), made.get(each.name, each.default)))
         if all(each.kind is not each.VAR_KEYWORD for each in parameters):
@@ -281,27 +282,36 @@ def options_of(cls: type) -> dict[str, Option]:
 
 
 def meanings(cls: type) -> dict[str, str]:
-    """What the docstrings below the fields of a dataclass, and of its bases, say of them.
+    """The docstrings below the fields of a dataclass and of its bases, each on one line.
 
     Args:
-        cls: a dataclass whose source is at hand.
-
-    Returns:
-        The meaning of each field that has one, on one line.
+        cls: a dataclass whose source can be read, or that :func:`options_class` made.
     """
     found: dict[str, str] = {}
     # Python throws these strings away (PEP 258 was never built in), so they are read from the source, as Sphinx does.
     for base in filter(is_dataclass, reversed(cls.__mro__)):
+        if "_meanings" in vars(base):
+            found |= vars(base)["_meanings"]
+            continue
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        for field, said in pairwise(definition.body):  # type: ignore[attr-defined]
-            match field, said:
+        for declared, said in pairwise(definition.body):  # type: ignore[attr-defined]
+            match declared, said:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     found[name] = " ".join(text.split())
     return found
 
 
-def _fields(cls: type) -> tuple[Field[Any], ...]:
-    return fields(cls) if is_dataclass(cls) else ()
+def options_class(name: str, options: Mapping[str, Option], meaning: Mapping[str, str]) -> Any:
+    """A dataclass with options that other classes declare, so that they are declared once.
+
+    Args:
+        name: of the class.
+        options: annotation and default of each field.
+        meaning: what :func:`meanings` says of each.
+    """
+    made = [(each, option.hint, field(default=option.default)) for each, option in options.items()]
+    namespace = {"_meanings": {each: meaning[each] for each in options}}
+    return make_dataclass(name, made, bases=(Checked,), kw_only=True, namespace=namespace)
 
 
 def _hints(cls: type) -> dict[str, Any]:

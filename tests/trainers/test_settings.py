@@ -24,6 +24,7 @@ from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.envs import EnvironmentFault, GEMEnv, NotAppendOnlyError
 from torchrl_llm.modules import AdapterError
+from torchrl_llm.objectives import ReBN
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 from torchrl_llm.trainers import ConfigError, RunConfig, build, build_run, loggers
 
@@ -100,6 +101,13 @@ class Failing(Guess):
         if self.seed // 4 % 4 == 0:
             raise RuntimeError("out of order")
         return super().step(action)
+
+
+class Halved(ReBN):
+    """An estimator from outside the package."""
+
+    def compare(self, *args):
+        return super().compare(*args) / 2
 
 
 @dataclass(frozen=True)
@@ -454,6 +462,17 @@ LAW: dict[str, list[Case]] = {
     "sampler_bounds": [works(0.5, **GAP), works(1.01, **STALE), idle(1.5)],
     "sampler_level": [works("turn", **GAP), works("turn", **STALE), idle("turn")],
     "sampler_reduction": [works("mean", **GAP | {"sampler_level": "turn"}), idle("mean", **GAP), idle("mean")],
+    "estimator": [
+        works("TurnVTrace", "LLMPPO", clipping="none"),
+        works("ReBN", "LLMPPO"),
+        works(f"{__name__}:Halved"),
+        idle("TurnVTrace", clipping="none"),
+        idle("TurnVTrace", "LLMPPO"),
+        idle("TurnVTrace", "LLMPPO", clipping="none", lmbda=0.3),
+        idle("NoSuch"),
+        idle("no_such.package:Name"),
+        idle("LLMPPOLoss"),
+    ],
     "lmbda": [works(0.3, "LLMPPO"), idle(0.3), idle(7, "LLMPPO")],
     "critic_coeff": [works(5.0, "LLMPPO", max_grad_norm=1e3), idle(0.3)],
     "clip_value": [works(1e-3, "LLMPPO"), works(0.0, "LLMPPO", clip_value=1e-3), idle(0.3)],

@@ -272,9 +272,9 @@ def make_collector(
 
 def make_objective(config: RunConfig, models: ActorCritic) -> TurnPolicyLoss:
     """The loss of ``config.algo`` with its value estimator; fields that are None keep the class's default."""
-    loss_class: Any = LOSSES[config.algo]
     networks = (models.actor, models.critic) if config.algo == "LLMPPO" else (models.actor,)
-    return loss_class(*networks, **config.loss_options())
+    loss: Any = LOSSES[config.algo](*networks, **config.loss_options())
+    return loss if config.estimator is None else loss.make_value_estimator(config.value_estimator())
 
 
 def make_optimizer(config: RunConfig, models: ActorCritic) -> torch.optim.Optimizer:

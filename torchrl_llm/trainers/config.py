@@ -10,23 +10,40 @@ import json
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from pkgutil import resolve_name
+from typing import Any, ClassVar, Literal
 
 from torchrl_llm.modules.policy import SamplingConfig
-from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss
-from torchrl_llm.options import Checked, ConfigError, Idle, check_options, nearest, options_of
+from torchrl_llm.objectives import (
+    CriticEstimator,
+    LLMGRPOLoss,
+    LLMPPOLoss,
+    LLMReinforceLoss,
+    TurnEstimator,
+    TurnPolicyLoss,
+)
+from torchrl_llm.options import (
+    Checked,
+    ConfigError,
+    Idle,
+    NonNegative,
+    Option,
+    check_options,
+    meanings,
+    nearest,
+    options_class,
+    options_of,
+)
 from torchrl_llm.trainers.settings import (
     Algorithm,
     EngineConfig,
     EnvConfig,
-    LossConfig,
     ModelConfig,
     OptimConfig,
     OutputConfig,
     RayConfig,
     ReportConfig,
     RolloutConfig,
-    SamplingSettings,
     TrainerConfig,
     WeightsConfig,
     require,
@@ -40,6 +57,19 @@ LOSSES: dict[Algorithm, type[TurnPolicyLoss]] = {
 """The loss of each algorithm. Its options are those of the settings that it declares (:func:`loss_settings`)."""
 
 
+_DECIDED_BY_THE_RUN = ("actor", "critic", "single_turn", "partial")
+"""Parameters of losses that are no settings."""
+
+_OTHER_HINTS: dict[str, Any] = {
+    "kl_kind": Literal["k2", "k3"],  # as a loss "k1" has no gradient in expectation
+    "granularity": Literal[
+        "turn", "token"
+    ],  # "auto" asks whether the environment has one turn, which nobody knows here
+    "clip_value": NonNegative,  # None is the loss's default here, so that 0 has to mean no bound
+}
+"""Settings that are declared otherwise than the option of the loss."""
+
+
 def names_of(part: type[Checked]) -> tuple[str, ...]:
     """The names of the fields of a part of the settings."""
     return tuple(field.name for field in fields(part))  # type: ignore[arg-type]
@@ -48,13 +78,46 @@ def names_of(part: type[Checked]) -> tuple[str, ...]:
 @cache
 def loss_settings(algo: Algorithm) -> tuple[str, ...]:
     """The settings that the loss of ``algo`` takes, in the order of its declaration."""
-    return tuple(name for name in options_of(LOSSES[algo]) if name in (*names_of(LossConfig), "group_size"))
+    return tuple(name for name in options_of(LOSSES[algo]) if name not in _DECIDED_BY_THE_RUN)
+
+
+def _options_of_losses() -> Any:
+    """The options that the losses declare, all ``None``: the default that is declared there."""
+    options: dict[str, Option] = {}
+    meaning: dict[str, str] = {}
+    for algo, loss in LOSSES.items():
+        said = meanings(loss)
+        for name in loss_settings(algo):
+            if name not in options and name != "group_size":  # which RolloutConfig declares, for every algorithm
+                options[name] = Option(_OTHER_HINTS.get(name, options_of(loss)[name].hint) | None, None)
+                takers = [other for other in LOSSES if name in loss_settings(other)]
+                only = "" if len(takers) == len(LOSSES) else f" ({', '.join(takers)})"
+                meaning[name] = f"{said[name].removesuffix('.')}{only}."
+    return options_class("LossOptions", options, meaning)
+
+
+_LossOptions: Any = _options_of_losses()
+
+
+@dataclass(kw_only=True)
+class LossConfig(_LossOptions):
+    """The algorithm's loss and estimator. The losses declare their options; ``None`` takes the default declared there."""
+
+    estimator: str | None = None
+    """The value estimator: a class of torchrl_llm.objectives, such as "TurnVTrace", or "package.module:Name", which gets
+    those of these options that it has; None takes the algorithm's own."""
+
+
+_SAMPLING = {name: option for name, option in options_of(SamplingConfig).items() if name != "stop_ids"}
+"""Options of the sampling that a run can set; its stop ids are the model's."""
+
+SamplingSettings: Any = options_class("SamplingSettings", _SAMPLING, meanings(SamplingConfig))
 
 
 def _only(algo: Algorithm) -> tuple[str, ...]:
     """The settings that no loss but that of ``algo`` takes."""
     others = {name for other in LOSSES if other != algo for name in loss_settings(other)}
-    return tuple(name for name in names_of(LossConfig) if name in loss_settings(algo) and name not in others)
+    return tuple(name for name in loss_settings(algo) if name not in {*others, "group_size"})
 
 
 def shown_default(name: str) -> str:
@@ -63,14 +126,18 @@ def shown_default(name: str) -> str:
     Examples:
         >>> shown_default("epochs"), shown_default("clip_epsilon"), shown_default("kl_in")
         ('1', '0.2', 'loss (LLMPPO, GRPO), reward (LLMREINFORCE)')
+        >>> shown_default("gamma")
+        '0.99 (LLMPPO), 0.9 (LLMREINFORCE), 1.0 (GRPO)'
     """
-    own = options_of(RunConfig)[name].default
-    if name not in names_of(LossConfig):
-        return str(own)
+    if name not in names_of(_LossOptions):
+        return str(options_of(RunConfig)[name].default)
     algorithms: dict[str, list[str]] = {}
     for algo, loss in LOSSES.items():
         if name in loss_settings(algo):
-            algorithms.setdefault(str(options_of(loss)[name].default), []).append(algo)
+            default = options_of(loss)[name].default
+            if default is None and name in options_of(loss.default_value_estimator):
+                default = getattr(loss.default_value_estimator(), name)  # which decides it when it is made
+            algorithms.setdefault(str(default), []).append(algo)
     if len(algorithms) == 1:
         return next(iter(algorithms))
     return ", ".join(f"{default} ({', '.join(algos)})" for default, algos in algorithms.items())
@@ -155,6 +222,7 @@ class RunConfig(
         )
         self.sampling()  # raises what SamplingConfig says of its fields
         check_options(LOSSES[self.algo], self.loss_options())
+        self._check_estimator()
         self._check_accepted()
         self._check_groups()
         self._check_lengths()
@@ -172,6 +240,19 @@ class RunConfig(
             f"accept_changes names {', '.join(fixed)}, but a resumed run has the weights that its checkpoint began with: leave "
             "out what changes them, or start another run with init_from.",
         )
+
+    def _check_estimator(self) -> None:
+        chosen = self.value_estimator()
+        if chosen is None:
+            return
+        require(
+            self.algo == "LLMPPO" or not issubclass(chosen, CriticEstimator),
+            f"estimator={self.estimator!r} reads the values of a critic, and algo={self.algo!r} has none: use LLMPPO.",
+        )
+        own, known = options_of(LOSSES[self.algo].default_value_estimator), options_of(chosen)
+        unused = tuple(name for name in names_of(_LossOptions) if name in own and name not in known)
+        instead = "choose an estimator that has the option"
+        Idle(unused, {"estimator": (self.estimator,)}, instead).check(vars(self), dict.fromkeys(unused))
 
     def _check_groups(self) -> None:
         group = self.group_size
@@ -293,6 +374,28 @@ class RunConfig(
         if options.get("clip_value") == 0:
             options["clip_value"] = None
         return options
+
+    def value_estimator(self) -> type[TurnEstimator] | None:
+        """The class that :attr:`estimator` names; ``None``: the algorithm's own.
+
+        Raises:
+            ConfigError: there is no such class, or it is no :class:`~torchrl_llm.objectives.TurnEstimator`.
+        """
+        if self.estimator is None:
+            return None
+        name = self.estimator if ":" in self.estimator else f"torchrl_llm.objectives:{self.estimator}"
+        try:
+            found = resolve_name(name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"estimator is {self.estimator!r}, which cannot be imported ({error}); expected a class of torchrl_llm.objectives, "
+                'or "package.module:Name".'
+            ) from error
+        require(
+            isinstance(found, type) and issubclass(found, TurnEstimator),
+            f"estimator={self.estimator!r} is {found!r}; expected a subclass of TurnEstimator.",
+        )
+        return found
 
     def as_json(self) -> dict[str, Any]:
         """The settings as JSON has them: paths as text, tuples as lists."""

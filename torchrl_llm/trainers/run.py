@@ -197,6 +197,11 @@ def build_run(
             f"env_weights={config.env_weights} does nothing with build_run(make_env=...), which decides what is played: leave it "
             "out, or give make_env the weights."
         )
+    if config.estimator is not None and make_loss is not None:
+        raise ConfigError(
+            f"estimator={config.estimator!r} does nothing with build_run(make_loss=...): leave it out, or call "
+            "make_value_estimator(config.value_estimator()) of the loss there."
+        )
     if config.collector == "ray":
         running_ray()  # before the models are loaded
     accelerator = build.make_accelerator(config)

@@ -11,20 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from torchrl_llm.options import (
-    Bound,
     Checked,
     ConfigError,
     Count,
     Idle,
-    MinP,
     Natural,
     NonNegative,
     Positive,
     PositiveShare,
     Range,
-    Ratio,
     Share,
-    Temperature,
 )
 
 Algorithm = Literal["LLMPPO", "LLMREINFORCE", "GRPO"]
@@ -191,26 +187,6 @@ class EnvConfig(Checked):
 
 
 @dataclass(kw_only=True)
-class SamplingSettings(Checked):
-    """The fields of :class:`~torchrl_llm.modules.SamplingConfig` that a run can set; its stop ids are the model's."""
-
-    temperature: Temperature = 1.0
-    """Sampling temperature in training."""
-    top_k: Natural = 0
-    """Keep the likeliest tokens; 0 keeps all."""
-    top_p: PositiveShare = 1.0
-    """Keep the smallest set of tokens of this mass; 1 keeps all."""
-    min_p: MinP = 0.0
-    """Drop tokens less likely than this times the likeliest; 0 keeps all."""
-    repetition_penalty: Positive = 1.0
-    """1 is off."""
-    min_output_tokens: Natural = 0
-    """Responses cannot end earlier."""
-    max_output_tokens: Count = 64
-    """Responses are cut here."""
-
-
-@dataclass(kw_only=True)
 class EngineConfig(Checked):
     """vLLM's engine (``policy="vllm"``). ``None`` takes the default of ``torchrl_llm.modules.load_engine``."""
 
@@ -257,7 +233,8 @@ class RolloutConfig(Checked):
     """"turn" plays each batch with a turn of all slots at a time; "async" lets no episode wait for another; "ray" does
     so on workers, of a Ray that is running."""
     max_staleness: Natural | None = None
-    """Updates that the weights of a token may be behind those it trains; 0 is on-policy (not for collector="turn")."""
+    """Updates that the weights of a token may be behind those it trains; 0 is on-policy (not for collector="turn"). More
+    than 0 sets sampler_correction to "truncate" and sampler_bounds to 2, unless they are given."""
     env_threads: Natural | None = None
     """Threads that environments run in; None takes one a slot with a step_timeout or a collector other than "turn",
     else none."""
@@ -271,71 +248,6 @@ class RolloutConfig(Checked):
     """Conversations per iteration, all groups and all processes together."""
     group_size: Count = 1
     """Conversations per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for."""
-
-
-@dataclass(kw_only=True)
-class LossConfig(Checked):
-    """The options of the algorithm's loss and estimator; ``None`` takes the default that is declared there."""
-
-    gamma: Share | None = None
-    """Discount per turn."""
-    discounted_objective: bool | None = None
-    """Weigh turn k by gamma^k, as the gradient of the discounted return does."""
-    clip_advantage: Positive | None = None
-    """Bound on the absolute value of advantages."""
-    kl_coeff: NonNegative | None = None
-    """Weight of the KL to the reference model (AgileRL's beta); 0 needs no reference."""
-    kl_in: Literal["loss", "reward"] | None = None
-    """The KL in the "loss" or in the "reward"."""
-    kl_kind: Literal["k2", "k3"] | None = None
-    """The KL in the loss: "k3" or "k2"."""
-    clipping: Literal["ppo", "cispo", "none"] | None = None
-    """"ppo", "cispo" (every token keeps its gradient), or "none"."""
-    clip_epsilon: NonNegative | tuple[NonNegative, NonNegative] | None = None
-    """How far the ratio may move from 1, one number or [low, high]."""
-    dual_clip: Ratio | None = None
-    """Ratio beyond which a negative advantage has no gradient either ("ppo")."""
-    ratio_level: Literal["token", "turn", "sequence"] | None = None
-    """Importance ratio per "token", "turn" or "sequence"."""
-    ratio_reduction: Literal["sum", "mean"] | None = None
-    """A unit's log-ratio is the "sum" of its tokens' or their "mean"."""
-    unit_weight: Literal["by_tokens", "equal"] | None = None
-    """A unit counts "by_tokens", or all units are "equal"."""
-    weighting: Literal["token", "turn", "sequence", "constant"] | None = None
-    """What counts equally in the loss: "token", "turn", "sequence", or "constant"."""
-    weight_constant: Positive | None = None
-    """Tokens per conversation of weighting="constant"."""
-    entropy_coeff: NonNegative | None = None
-    """Weight of the entropy bonus."""
-    sampler_correction: Literal["truncate", "mask", "reject"] | None = None
-    """For samplers whose log-probs are not the trainer's: "truncate", "mask" or "reject". None takes none, but with
-    max_staleness "truncate"."""
-    sampler_bounds: Bound | tuple[Bound, Bound] | None = None
-    """Its cap ("truncate"), or [low, high]; None takes 2 where max_staleness asks for the correction."""
-    sampler_level: Literal["token", "turn", "sequence"] | None = None
-    """What has one such weight: "token", "turn" or "sequence"."""
-    sampler_reduction: Literal["sum", "mean"] | None = None
-    """A unit's weight is that of the "sum" or of the "mean" of its tokens' log-ratios."""
-    lmbda: Share | None = None
-    """Lambda of the turn-level GAE (LLMPPO)."""
-    critic_coeff: NonNegative | None = None
-    """Weight of the critic's term (LLMPPO)."""
-    clip_value: NonNegative | None = None
-    """How far a value may move from the old one; 0 sets no bound (LLMPPO)."""
-    granularity: Literal["turn", "token"] | None = None
-    """Credit per "turn" or per "token" (LLMPPO)."""
-    value_reduction: Literal["first", "mean", "last"] | None = None
-    """The value of a turn: "first" (unbiased), "mean" or "last" (LLMPPO)."""
-    whiten: bool | None = None
-    """Whiten the advantages over the batch (LLMPPO)."""
-    normalize_over: Literal["batch", "none"] | None = None
-    """Normalize returns over the "batch", or "none" (LLMREINFORCE)."""
-    credit: Literal["episode", "turn"] | None = None
-    """Compare the returns of the "episode", or those from each "turn" on (GRPO)."""
-    baseline: Literal["mean", "leave_one_out"] | None = None
-    """The group's "mean", or "leave_one_out" (GRPO; with scale="none")."""
-    scale: Literal["std", "none"] | None = None
-    """Divide by the group's "std", or "none" (GRPO)."""
 
 
 @dataclass(kw_only=True)
