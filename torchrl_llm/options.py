@@ -1,4 +1,4 @@
-"""Options that check themselves: types and ranges from annotations, and tables of what does nothing where.
+"""Options that check themselves: types and ranges from annotations, and rules about options without effect.
 
 An option is declared once, by the annotation of the parameter or field that takes it: ``Literal`` names the choices, and
 the aliases below add a range to a number. :class:`Checked` reads the annotations when an object is made, so that settings,
@@ -101,9 +101,9 @@ class Range:
 
 
 Count = Annotated[int, Range("[1, inf)")]
-"""How many, at least one."""
+"""A number of things, at least one."""
 Natural = Annotated[int, Range("[0, inf)")]
-"""How many; 0 is none."""
+"""A number of things; 0 is none."""
 Positive = Annotated[float, Range("(0, inf)")]
 """A finite number greater than 0."""
 NonNegative = Annotated[float, Range("[0, inf)")]
@@ -118,7 +118,7 @@ Ratio = Annotated[float, Range("(1, inf)")]
 """A ratio beyond 1."""
 
 Temperature = Annotated[float, Range("(0, inf)", "greedy decoding is ExplorationType.DETERMINISTIC")]
-"""What logits are divided by."""
+"""The divisor of logits."""
 MinP = Annotated[float, Range("[0, 1)")]
 """A share below 1."""
 
@@ -126,7 +126,7 @@ _NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "tex
 
 
 def fits(value: object, hint: Any) -> bool:
-    """Whether ``value`` is what an annotation says. Annotations of other kinds than options have (modules) fit anything.
+    """Whether ``value`` fits an annotation. Annotations of kinds that options do not have (modules) fit anything.
 
     Examples:
         >>> fits(3, float), fits(3.0, int), fits(True, int), fits("1e-3", float)
@@ -155,7 +155,7 @@ def fits(value: object, hint: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """What an annotation expects, in words.
+    """An annotation in words.
 
     Examples:
         >>> describe(Count | None)
@@ -182,7 +182,7 @@ def describe(hint: Any) -> str:
 
 
 def check_value(name: str, value: object, hint: Any) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is what the annotation says.
+    """Raise :class:`ConfigError` unless ``value`` fits the annotation.
 
     Examples:
         >>> check_value("gamma", 99, Share)
@@ -205,13 +205,13 @@ def nearest(name: str, names: Sequence[str]) -> str:
 
 
 class Idle(NamedTuple):
-    """A rule: under some values of other options, these do nothing, so that giving them is an error.
+    """A rule: these options have no effect under some values of other options, so that giving them is an error.
 
     Attributes:
         names: the options without effect.
         under: values of other options, by name, that leave them without effect; all of them together.
         instead: what to do so that they count.
-        so_anyway: values, by name, that say no more than what is so anyway, such as ``{"max_staleness": 0}`` for a collector
+        harmless: values, by name, that ask for what happens anyway, such as ``{"max_staleness": 0}`` for a collector
             that is never stale. They are no error, and neither is an option's default.
 
     Examples:
@@ -224,15 +224,15 @@ class Idle(NamedTuple):
     names: tuple[str, ...]
     under: Mapping[str, tuple[Any, ...]]
     instead: str
-    so_anyway: Mapping[str, Any] = types.MappingProxyType({})
+    harmless: Mapping[str, Any] = types.MappingProxyType({})
 
     def check(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         """Raise :class:`IdleError` for options that are given, are not their default, and do nothing."""
         present = {**defaults, **given}
         if not all(name in present and present[name] in values for name, values in self.under.items()):
             return
-        harmless = {name: (defaults.get(name), self.so_anyway.get(name)) for name in self.names}
-        idle = [name for name in self.names if name in given and given[name] not in harmless[name]]
+        allowed = {name: (defaults.get(name), self.harmless.get(name)) for name in self.names}
+        idle = [name for name in self.names if name in given and given[name] not in allowed[name]]
         if idle:
             where = " and ".join(f"{name}={present[name]!r}" for name in self.under)
             do, them = ("does", "it") if len(idle) == 1 else ("do", "them")
@@ -326,15 +326,15 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def check_options(cls: type[Checked], given: Mapping[str, Any]) -> None:
-    """Check what a class is to be made with: names, types and ranges, and that nothing given is without effect.
+    """Check the keyword arguments of a class: names, types and ranges, and that each has an effect.
 
     Args:
-        cls: what is to be made.
+        cls: the class.
         given: its keyword arguments.
 
     Raises:
         TypeError: the class has no such option; the nearest one is named.
-        ConfigError: a value is not what the annotation says, or (:class:`IdleError`) does nothing (:attr:`Checked.idle`).
+        ConfigError: a value does not fit its annotation, or (:class:`IdleError`) does nothing (:attr:`Checked.idle`).
     """
     known = options_of(cls)
     for name in given:
@@ -348,9 +348,9 @@ def check_options(cls: type[Checked], given: Mapping[str, Any]) -> None:
 
 
 class Checked:
-    """Base class of what checks its keyword arguments before it is made, see :func:`check_options`.
+    """Base class of objects whose keyword arguments are checked before they are made, see :func:`check_options`.
 
-    A subclass that takes options of its own annotates them, and hands the others on as ``**options``.
+    A subclass annotates its own options, and passes the others on as ``**options``.
 
     Examples:
         >>> class Model(Checked):
@@ -361,7 +361,7 @@ class Checked:
     """
 
     idle: ClassVar[tuple[Idle, ...]] = ()
-    """What does nothing under which other options."""
+    """The rules about options without effect."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         check_options(cls, options)

@@ -7,6 +7,7 @@ A YAML file and the command line of ``examples/multiturn.py`` have exactly the n
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
@@ -46,7 +47,6 @@ from torchrl_llm.trainers.settings import (
     RolloutConfig,
     TrainerConfig,
     WeightsConfig,
-    require,
 )
 
 LOSSES: dict[Algorithm, type[TurnPolicyLoss]] = {
@@ -206,7 +206,6 @@ class RunConfig(
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.output_dir = Path(self.output_dir).expanduser()
         self.init_from = None if self.init_from is None else Path(self.init_from).expanduser()
         for name in ("clip_epsilon", "sampler_bounds"):
@@ -214,135 +213,105 @@ class RunConfig(
                 setattr(self, name, tuple(value))
         if self.resume_from is not None:
             self.resume, self.resume_from = True, Path(self.resume_from).expanduser()
-        require(not (self.resume and self.overwrite), "resume goes on and overwrite starts anew: give one of them.")
-        require(
-            _kept_by_json(self.chat_template_kwargs),
-            f"chat_template_kwargs is {self.chat_template_kwargs!r}; expected text keys, and values that JSON has (lists, not tuples), "
-            "because checkpoints keep the settings.",
-        )
+        super().__post_init__()
         self.sampling()  # raises what SamplingConfig says of its fields
         check_options(LOSSES[self.algo], self.loss_options())
         self._check_estimator()
-        self._check_accepted()
-        self._check_groups()
-        self._check_lengths()
-        self._check_rollout()
-        self._check_ray()
-        self._check_model()
 
-    def _check_accepted(self) -> None:
+    def _contradictions(self) -> Iterator[str]:
+        yield from super()._contradictions()
+        if self.resume and self.overwrite:
+            yield "resume continues a run and overwrite starts a new one: give one of them."
+        if not _kept_by_json(self.chat_template_kwargs):
+            yield (
+                f"chat_template_kwargs is {self.chat_template_kwargs!r}; expected text keys, and values that JSON has (lists, not "
+                "tuples), because checkpoints keep the settings."
+            )
+        yield from self._wrong_changes()
+        yield from self._wrong_sizes()
+        yield from self._wrong_rollout()
+        yield from self._wrong_model()
+
+    def _wrong_changes(self) -> Iterator[str]:
         names = list(vars(self))
         for name in self.accept_changes:
-            require(name in names, f"accept_changes names {name}: no such setting.{nearest(name, names)}")
+            if name not in names:
+                yield f"accept_changes names {name}: no such setting.{nearest(name, names)}"
         fixed = [name for name in self.accept_changes if name in names_of(WeightsConfig)]
-        require(
-            not fixed,
-            f"accept_changes names {', '.join(fixed)}, but a resumed run has the weights that its checkpoint began with: leave "
-            "out what changes them, or start another run with init_from.",
-        )
+        if fixed:
+            yield (
+                f"accept_changes names {', '.join(fixed)}, but a resumed run has the weights that its checkpoint began with: leave "
+                "out what changes them, or start another run with init_from."
+            )
+
+    def _wrong_sizes(self) -> Iterator[str]:
+        group, length = self.group_size, self.max_output_tokens
+        for name, value in (("batch_size", self.batch_size), ("num_envs", self.num_envs)):
+            if value % group:
+                yield f"{name}={value} is not a multiple of group_size={group}, and a group must not be cut: use one."
+        for given, name in ((self.dynamic_sampling, "dynamic_sampling"), (self.algo == "GRPO", "GRPO")):
+            if given and group < 2:
+                yield f"{name} compares the episodes of one task: group_size={group}, expected at least 2."
+        if self.minibatch_size is not None and self.batch_size % self.minibatch_size:
+            yield (
+                f"minibatch_size={self.minibatch_size} does not divide batch_size={self.batch_size}: optimizer steps would differ "
+                "in size."
+            )
+        if length >= self.max_model_len:
+            yield (
+                f"max_output_tokens={length} leaves no room for a prompt in max_model_len={self.max_model_len}: lower the first or "
+                "raise the second."
+            )
+        if self.overlong_buffer is not None and self.overlong_buffer > length:
+            yield (
+                f"overlong_buffer={self.overlong_buffer} is more than a response has, max_output_tokens={length}: lower the first "
+                "or raise the second."
+            )
+
+    def _wrong_rollout(self) -> Iterator[str]:
+        stale = self.max_staleness or 0
+        if self.step_timeout is not None and self.env_threads == 0:
+            yield (
+                f"step_timeout={self.step_timeout} with env_threads=0: a call in the main thread cannot be left. Give it a thread, "
+                "or leave env_threads out."
+            )
+        if stale and self.old_log_probs == "sampler":
+            yield f'max_staleness={stale} with old_log_probs="sampler": the sampler may have had older weights. Use "auto".'
+        if stale and self.adaptive_mixture:
+            yield f"adaptive_mixture adapts between batches, and max_staleness={stale} leaves none between them: choose one."
+        if stale and self.sleep_mode:
+            yield f"max_staleness={stale} samples during updates, and sleep_mode stops the engine for them: choose one."
+        if self.weight_sync == "adapter" and not self.lora_r:
+            yield "weight_sync='adapter' sends an adapter, and lora_r=0 has none: leave it out."
+        if self.collector == "ray" and self.sleep_mode:
+            yield "sleep_mode shares a GPU with the trainer, and the engines of collector='ray' have their own: leave it out."
+        if self.collector == "ray" and self.weight_sync not in (None, "adapter"):
+            yield f"weight_sync={self.weight_sync!r} needs an engine here, and collector='ray' has them elsewhere: leave it out."
+
+    def _wrong_model(self) -> Iterator[str]:
+        if self.compile and self.gradient_checkpointing:
+            yield "compile and gradient_checkpointing exclude each other: choose one."
+        if self.quantization is not None and not self.lora_r:
+            yield f"quantization={self.quantization!r} is for LoRA: lora_r=0 would train the weights that it rounds."
+        # PEFT reads a string as a regular expression of whole module paths, which a bare name never matches.
+        if isinstance(self.lora_targets, str) and self.lora_targets.isidentifier():
+            yield (
+                f"lora_targets is {self.lora_targets!r}; expected a list of names, [{self.lora_targets}], a regular expression "
+                'that matches whole module paths, or "all-linear".'
+            )
 
     def _check_estimator(self) -> None:
         chosen = self.value_estimator()
         if chosen is None:
             return
-        require(
-            self.algo == "LLMPPO" or not issubclass(chosen, CriticEstimator),
-            f"estimator={self.estimator!r} reads the values of a critic, and algo={self.algo!r} has none: use LLMPPO.",
-        )
+        if self.algo != "LLMPPO" and issubclass(chosen, CriticEstimator):
+            raise ConfigError(
+                f"estimator={self.estimator!r} needs a critic, and algo={self.algo!r} has none: use LLMPPO."
+            )
         own, known = options_of(LOSSES[self.algo].default_value_estimator), options_of(chosen)
         unused = tuple(name for name in names_of(_LossOptions) if name in own and name not in known)
         instead = "choose an estimator that has the option"
         Idle(unused, {"estimator": (self.estimator,)}, instead).check(vars(self), dict.fromkeys(unused))
-
-    def _check_groups(self) -> None:
-        group = self.group_size
-        for name in ("batch_size", "num_envs"):
-            value = getattr(self, name)
-            require(
-                value % group == 0,
-                f"{name}={value} is not a multiple of group_size={group}: a group must not be cut. "
-                f"Use a multiple of {group}.",
-            )
-        require(
-            not self.dynamic_sampling or group >= 2,
-            f"dynamic_sampling compares the conversations of one task: group_size={group}, expected at least 2.",
-        )
-        require(
-            self.minibatch_size is None or self.batch_size % self.minibatch_size == 0,
-            f"minibatch_size={self.minibatch_size} does not divide batch_size={self.batch_size}: "
-            "optimizer steps would differ in size.",
-        )
-        require(
-            self.algo != "GRPO" or group >= 2,
-            f"GRPO compares the conversations of one task: group_size={group}, expected at least 2.",
-        )
-
-    def _check_lengths(self) -> None:
-        require(
-            self.max_output_tokens < self.max_model_len,
-            f"max_output_tokens={self.max_output_tokens} leaves no room for a prompt in "
-            f"max_model_len={self.max_model_len}: lower the first or raise the second.",
-        )
-        require(
-            self.overlong_buffer is None or self.overlong_buffer <= self.max_output_tokens,
-            f"overlong_buffer={self.overlong_buffer} is more than a response has, max_output_tokens="
-            f"{self.max_output_tokens}: lower the first or raise the second.",
-        )
-
-    def _check_rollout(self) -> None:
-        require(
-            self.step_timeout is None or self.env_threads != 0,
-            f"step_timeout={self.step_timeout} with env_threads=0: what runs in the main thread cannot be left. Give it a "
-            "thread, or leave env_threads out.",
-        )
-        stale = self.max_staleness or 0
-        require(
-            stale == 0 or self.old_log_probs != "sampler",
-            f'max_staleness={stale} with old_log_probs="sampler": the sampler may have had older weights. Use "auto".',
-        )
-        require(
-            stale == 0 or not self.adaptive_mixture,
-            f"adaptive_mixture changes between batches what is dealt, and max_staleness={stale} leaves none between them: "
-            "choose one.",
-        )
-        require(
-            stale == 0 or not self.sleep_mode,
-            f"max_staleness={stale} plays on during updates, and sleep_mode stops the engine for them: choose one.",
-        )
-        require(
-            self.weight_sync != "adapter" or self.lora_r > 0,
-            "weight_sync='adapter' sends an adapter, and lora_r=0 has none: leave it out.",
-        )
-
-    def _check_ray(self) -> None:
-        if self.collector != "ray":
-            return
-        require(
-            not self.sleep_mode,
-            "sleep_mode shares a GPU between trainer and engine, and the engines of collector='ray' have their own: leave it out.",
-        )
-        require(
-            self.weight_sync in (None, "adapter"),
-            f"weight_sync={self.weight_sync!r} needs the engine at hand, and those of collector='ray' are elsewhere: leave it "
-            "out.",
-        )
-
-    def _check_model(self) -> None:
-        require(
-            not (self.compile and self.gradient_checkpointing),
-            "compile and gradient_checkpointing exclude each other: choose one.",
-        )
-        require(
-            self.quantization is None or self.lora_r > 0,
-            f"quantization={self.quantization!r} is for LoRA: lora_r=0 would train the weights that it rounds.",
-        )
-        # PEFT reads a string as a regular expression of whole module paths, which a bare name never matches.
-        bare = isinstance(self.lora_targets, str) and self.lora_targets.isidentifier()
-        require(
-            not bare,
-            f"lora_targets is {self.lora_targets!r}; expected a list of names, [{self.lora_targets}], a regular expression "
-            'that matches whole module paths, or "all-linear".',
-        )
 
     def loss_options(self, loss_class: type[TurnPolicyLoss] | None = None) -> dict[str, Any]:
         """The keyword arguments of the algorithm's loss; fields that are ``None`` are left to its class.
@@ -391,10 +360,8 @@ class RunConfig(
                 f"estimator is {self.estimator!r}, which cannot be imported ({error}); expected a class of torchrl_llm.objectives, "
                 'or "package.module:Name".'
             ) from error
-        require(
-            isinstance(found, type) and issubclass(found, TurnEstimator),
-            f"estimator={self.estimator!r} is {found!r}; expected a subclass of TurnEstimator.",
-        )
+        if not (isinstance(found, type) and issubclass(found, TurnEstimator)):
+            raise ConfigError(f"estimator={self.estimator!r} is {found!r}; expected a subclass of TurnEstimator.")
         return found
 
     def as_json(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ documentation show the docstrings of the fields (:func:`torchrl_llm.options.mean
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -25,12 +26,6 @@ from torchrl_llm.options import (
 
 Algorithm = Literal["LLMPPO", "LLMREINFORCE", "GRPO"]
 OldLogProbs = Literal["auto", "sampler", "scorer"]
-
-
-def require(holds: bool, message: str) -> None:
-    """Raise :class:`ConfigError` with ``message`` unless ``holds``."""
-    if not holds:
-        raise ConfigError(message)
 
 
 @dataclass(kw_only=True)
@@ -88,11 +83,16 @@ class TrainerConfig(Checked):
     )
 
     def __post_init__(self) -> None:
-        require(
-            self.max_iterations is None or self.critic_warmup <= self.max_iterations,
-            f"critic_warmup={self.critic_warmup} is more than max_iterations={self.max_iterations}: the policy would never "
-            "learn. Lower the first or raise the second.",
-        )
+        for problem in self._contradictions():
+            raise ConfigError(problem)
+
+    def _contradictions(self) -> Iterator[str]:
+        """What is wrong with these settings together, and what to do."""
+        if self.max_iterations is not None and self.critic_warmup > self.max_iterations:
+            yield (
+                f"critic_warmup={self.critic_warmup} is more than max_iterations={self.max_iterations}: the policy would never "
+                "learn. Lower the first or raise the second."
+            )
 
 
 @dataclass(kw_only=True)
