@@ -20,7 +20,6 @@ import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ LINKS = ("last", "best")
 
 
 class _Rotation(CheckpointRotation):
-    """TorchRL's, which deletes no files but those that were saved."""
+    """TorchRL's rotation, but it deletes only files that were saved."""
 
     def _remove_atomically(self, path: Path) -> None:
         foreign = foreign_files(path)
@@ -98,7 +97,7 @@ class CheckpointStore:
         return next(reversed(self.checkpoints()), None)
 
     def checkpoints(self) -> list[Path]:
-        """All of them, the oldest first. A folder ``last`` or ``best`` counts if no other has the checkpoint of its iteration.
+        """All checkpoints, the oldest first. A folder ``last`` or ``best`` counts if no other has the checkpoint of its iteration.
 
         Raises:
             CheckpointError: a folder ``last`` or ``best`` is no copy of a checkpoint.
@@ -149,8 +148,7 @@ class CheckpointStore:
             The new checkpoint's folder. ``last`` and ``best`` beside it are links. Of several ranks the first one writes.
         """
         place = self.directory / f"checkpoint-{trainer.iteration:012d}"
-        with self._gathered(trainer) as states:
-            write = partial(self._write, states, metadata=self._metadata(trainer, metrics))
+        with self._writing(trainer, metrics) as write:
             trainer.distributed.on_main(lambda: self._save(place, write, early=early))
         return place
 
@@ -190,40 +188,53 @@ class CheckpointStore:
         merged = not lora_only and self.models.adapter is not None
         if merged and trainer.distributed.sharded:
             raise CheckpointError(
-                "lora_only=False merges a copy of the model, which is shared out (FSDP2): save adapters, and merge them in a run "
+                "lora_only=False merges a copy of the model, which is sharded (FSDP2): save adapters, and merge them in a run "
                 "of one process."
             )
         trainer.distributed.on_main(lambda: check_replaceable(path))
-        with self._gathered(trainer) as states:
-            metadata, names = self._metadata(trainer, {}), None if save_optimizer else ()
-            write = partial(self._write, states, metadata=metadata, names=names, merged=merged)
+        with self._writing(trainer, {}, components=None if save_optimizer else (), merged=merged) as write:
             trainer.distributed.on_main(lambda: publish(path, write))
         return path
 
-    def _write(
+    @contextmanager
+    def _writing(
         self,
-        states: Checkpoint,
-        root: Path,
+        trainer: TrainerBase,
+        metrics: Mapping[str, float],
         *,
-        metadata: dict[str, Any],
-        names: Collection[str] | None = None,
+        components: Collection[str] | None = None,
         merged: bool = False,
-    ) -> None:
-        """Write states and manifest as TorchRL does, and the weights beside them, where PEFT and transformers look.
+    ) -> Iterator[Callable[[Path], None]]:
+        """Gather states and weights of all ranks; inside, the function that is yielded writes them to a new folder on the first rank.
 
         Args:
-            states: what has a ``state_dict``.
-            root: the new folder.
-            metadata: for the manifest.
-            names: which of the states; ``None`` writes all.
+            trainer: between two iterations.
+            metrics: for the manifest.
+            components: names of the states to write; ``None`` writes all.
             merged: add the actor as one whole model.
         """
-        states.save(root, components=names, metadata=metadata)
-        self.models.save_pretrained(root)
-        if merged:
-            self.models.export_merged(root / "merged", self.tokenizer)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(root / "tokenizer")
+        shared = _shared(trainer)
+        for part in shared.values():
+            part.gather()
+        metadata = {
+            SUCCESS: float(metrics.get("evaluation/success", NOT_EVALUATED)),
+            "iteration": trainer.iteration,
+            "steps": trainer.steps,
+            "config": self.config,
+            "environment": environment(),
+        }
+
+        def write(root: Path) -> None:
+            # The weights lie beside TorchRL's files, where PEFT and transformers look.
+            _states(trainer, shared).save(root, components=components, metadata=metadata)
+            self.models.save_pretrained(root)
+            if merged:
+                self.models.export_merged(root / "merged", self.tokenizer)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(root / "tokenizer")
+
+        with trainer.distributed.full_state_on_cpu():
+            yield write
 
     def resume(self, trainer: TrainerBase, path: str | Path) -> dict[str, Any]:
         """Put ``trainer`` where it was when ``path`` was saved.
@@ -237,12 +248,14 @@ class CheckpointStore:
         """
         manifest = self.verify(path)
         with trainer.distributed.full_state_on_cpu(read=True):
-            self._load_weights(Path(path))
-            # After the weights: reading those may draw random numbers, and the generators are to be as they were saved.
-            self._states(trainer, _shared(trainer)).load(path)
-        said, found = (
-            {name: of[name] for name in ("iteration", "steps")} for of in (manifest["metadata"], vars(trainer))
-        )
+            try:
+                self.models.load_pretrained(path)
+            except Exception as error:
+                raise CheckpointError(f"The weights of {path} cannot be loaded: {error}") from error
+            # After the weights: reading those may draw random numbers, and the generators must be as they were saved.
+            _states(trainer, _shared(trainer)).load(path)
+        said = {name: manifest["metadata"][name] for name in ("iteration", "steps")}
+        found = {"iteration": trainer.iteration, "steps": trainer.steps}
         if said != found:
             raise CheckpointError(f"{Path(path) / 'manifest.json'} says {said}, but what was saved is of {found}.")
         return manifest
@@ -255,7 +268,7 @@ class CheckpointStore:
             raise CheckpointError(f"{error} {self._offer(Path(path))}") from error
 
     def clean(self) -> None:
-        """Put right what a crash in the middle of a save or of a deletion has left."""
+        """Repair what a crash in the middle of a save or of a deletion has left."""
         for old in list(self.directory.glob(".checkpoint-*.old-*")):
             if name := NAME.search(old.name):
                 recover(self.directory / name[0])
@@ -266,7 +279,7 @@ class CheckpointStore:
             self.link()
 
     def _copies(self) -> list[Path]:
-        """The folders that a copy without links has put in place of ``last`` and ``best``."""
+        """The folders that a copy which follows links has in place of ``last`` and ``best``."""
         found = (self.directory / name for name in LINKS)
         return [path for path in found if path.is_dir() and not path.is_symlink()]
 
@@ -283,36 +296,6 @@ class CheckpointStore:
             ) from error
         # Renamed first: after a crash in the middle of the deletion, clean() deletes what has this name.
         shutil.rmtree(copy.replace(self.directory / f".{place.name}.delete-{uuid.uuid4().hex}"))
-
-    def _metadata(self, trainer: TrainerBase, metrics: Mapping[str, float]) -> dict[str, Any]:
-        return {
-            SUCCESS: float(metrics.get("evaluation/success", NOT_EVALUATED)),
-            "iteration": trainer.iteration,
-            "steps": trainer.steps,
-            "config": self.config,
-            "environment": environment(),
-        }
-
-    def _load_weights(self, path: Path) -> None:
-        try:
-            self.models.load_pretrained(path)
-        except Exception as error:
-            raise CheckpointError(f"The weights of {path} cannot be loaded: {error}") from error
-
-    @contextmanager
-    def _gathered(self, trainer: TrainerBase) -> Iterator[Checkpoint]:
-        """The states that the first rank saves; all ranks bring theirs together, and the weights can be written."""
-        shared = _shared(trainer)
-        for part in shared.values():
-            part.gather()
-        with trainer.distributed.full_state_on_cpu():
-            yield self._states(trainer, shared)
-
-    def _states(self, trainer: TrainerBase, shared: Mapping[str, Any]) -> Checkpoint:
-        states = {**shared, "rng": GlobalRNGState(), "trainer": trainer}
-        if (scaler := trainer.accelerator.scaler) is not None:
-            states["scaler"] = scaler
-        return states_of(**states)
 
     def _link(self, name: str, target: Path | None) -> None:
         if target is None:
@@ -336,7 +319,14 @@ class CheckpointStore:
 
 
 def _shared(trainer: TrainerBase) -> dict[str, Any]:
-    """The components that every rank has a part of."""
+    """The components of a checkpoint that every rank holds a part of."""
     distributed = trainer.distributed
     collectors = Collectors(trainer.collector, distributed, trainer.collector_state)
     return {"collector": collectors, "optimizer": Optimizer(trainer.optimizer, distributed)}
+
+
+def _states(trainer: TrainerBase, shared: Mapping[str, Any]) -> Checkpoint:
+    states = {**shared, "rng": GlobalRNGState(), "trainer": trainer}
+    if (scaler := trainer.accelerator.scaler) is not None:
+        states["scaler"] = scaler
+    return states_of(**states)

@@ -308,6 +308,11 @@ class RunConfig(
             raise ConfigError(
                 f"estimator={self.estimator!r} needs a critic, and algo={self.algo!r} has none: use LLMPPO."
             )
+        if chosen.corrects_sampler and (self.clipping != "none" or self.sampler_correction):
+            raise ConfigError(
+                f"estimator={self.estimator!r} corrects for the sampler itself, where clipping and sampler_correction would do so "
+                'again: set clipping to "none" and leave sampler_correction out.'
+            )
         own, known = options_of(LOSSES[self.algo].default_value_estimator), options_of(chosen)
         unused = tuple(name for name in names_of(_LossOptions) if name in own and name not in known)
         instead = "choose an estimator that has the option"
@@ -338,7 +343,9 @@ class RunConfig(
             )
         values = {name: getattr(self, name) for name in loss_settings(self.algo)}
         options = {name: value for name, value in values.items() if value is not None}
-        if self.max_staleness and self.sampler_correction is None:
+        estimator = self.value_estimator()
+        corrected = estimator is not None and estimator.corrects_sampler
+        if self.max_staleness and self.sampler_correction is None and not corrected:
             options = {"sampler_correction": "truncate", "sampler_bounds": 2.0} | options
         if options.get("clip_value") == 0:
             options["clip_value"] = None

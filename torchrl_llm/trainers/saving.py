@@ -1,4 +1,4 @@
-"""When a run is saved, and as of which moment: :class:`RunSaver`."""
+"""When and in which state a run is saved: :class:`RunSaver`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RunSaver:
 
     @contextmanager
     def saved_if_it_fails(self, metrics: Mapping[str, float] | None = None) -> Iterator[None]:
-        """Around evaluators, loggers and callbacks: their error does not cost the iteration.
+        """Save the iteration if an evaluator, a logger or a callback inside raises.
 
         Args:
             metrics: of the iteration, if all processes have finished it: several save when it is due, because saving takes
@@ -61,7 +61,7 @@ class RunSaver:
 
     @contextmanager
     def droppable(self) -> Iterator[None]:
-        """Around rollouts and evaluations, which change collector and global generators only: a signal drops them."""
+        """For rollouts and evaluations, which change only the collector and the global generators: a signal drops them."""
         # A collector with a thread samples what was in flight again anyway, and asking for its state pauses it.
         self.run.collector_state = None if self.run.rollouts.background else self.run.collector.state_dict()
         self._rng = GlobalRNGState().state_dict()
@@ -70,7 +70,7 @@ class RunSaver:
 
     @contextmanager
     def saved_if_interrupted(self) -> Iterator[None]:
-        """Around a run: a signal saves it where it was before what the signal drops."""
+        """For a whole run: a signal saves it as it was before the rollout or evaluation that the signal drops."""
         try:
             yield
         except Interrupted as interrupted:
