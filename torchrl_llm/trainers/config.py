@@ -286,7 +286,7 @@ class RunConfig(
         if self.collector == "ray" and self.sleep_mode:
             yield "sleep_mode shares a GPU with the trainer, and the engines of collector='ray' have their own: leave it out."
         if self.collector == "ray" and self.weight_sync not in (None, "adapter"):
-            yield f"weight_sync={self.weight_sync!r} needs an engine here, and collector='ray' has them elsewhere: leave it out."
+            yield f"weight_sync={self.weight_sync!r} needs the engine here, and collector='ray' has it elsewhere: leave it out."
 
     def _wrong_model(self) -> Iterator[str]:
         if self.compile and self.gradient_checkpointing:

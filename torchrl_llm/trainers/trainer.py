@@ -24,8 +24,7 @@ from torchrl_llm.trainers.base import Evaluator, TrainerBase
 from torchrl_llm.trainers.evaluation import checked_metrics
 from torchrl_llm.trainers.saving import RunSaver
 from torchrl_llm.trainers.schedule import is_due, limit_reached, success_reached
-from torchrl_llm.trainers.scoring import RowScorer
-from torchrl_llm.trainers.update import Updater
+from torchrl_llm.trainers.update import RowScorer, Updater
 
 logger = logging.getLogger(__name__)
 _END = object()
