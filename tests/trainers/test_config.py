@@ -317,7 +317,7 @@ class TestParseRunConfig:
         with pytest.raises(SystemExit):
             parse_run_config(arguments)
         said = capsys.readouterr().err
-        flags = re.search(rf"They stand in {path}: remove them there, or add (.*) to the command line\.", said).group(1)
+        flags = re.search(rf"They are from {path}: remove them there, or add (.*) to the command line\.", said).group(1)
         config = parse_run_config([*arguments, *flags.split()])
         assert (config.algo, config.lr_critic, config.critic_coeff, config.lmbda) == ("GRPO", None, None, None)
 

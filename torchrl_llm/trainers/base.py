@@ -30,11 +30,11 @@ from torchrl_llm.weight_update import WeightSync
 logger = logging.getLogger(__name__)
 
 Evaluator = Callable[[], Mapping[str, Any]]
-"""Collects held-out episodes and returns metrics, of any names but those of training; ``evaluation/success`` decides what is best."""
+"""Collects held-out episodes and returns metrics, under names that training does not use; ``evaluation/success`` decides which checkpoint is best."""
 
 _ARGUMENTS = ("accelerator", "collector", "config", "optimizer", "policy", "reference", "replay_buffer", "weight_sync")
 _FIXED = {name: f"LLMTrainer({name}=...)" for name in _ARGUMENTS} | {
-    "distributed": "it is that of LLMTrainer(accelerator=...)",
+    "distributed": "LLMTrainer(accelerator=...)",
     "loss": "build_run(config, make_loss=...), or LLMTrainer(loss=...)",
     "module": "it wraps the loss of LLMTrainer(loss=...)",
 }
@@ -220,7 +220,7 @@ class TrainerBase:
     # ------------------------------------------------------------------ where the run is
 
     def start_clock(self) -> None:
-        """Count seconds from here on, after those of the last checkpoint."""
+        """Start the clock at the seconds of the last checkpoint."""
         self._started = time.monotonic() - self.elapsed
 
     @property
@@ -236,7 +236,7 @@ class TrainerBase:
         return int(self.history[-1]["rollout/steps"]) if self.history else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is, without weights, optimizer and collector; to be taken between iterations."""
+        """The counters and generators of the run, without weights, optimizer and collector; to be taken between iterations."""
         return {name: getattr(self, name) for name in _SAVED} | {
             "generator": self.generator.get_state(),
             "unfinished": self.unfinished,
@@ -254,9 +254,7 @@ class TrainerBase:
         if "seen_tasks" in state_dict:
             self.seen_tasks.tasks = state_dict["seen_tasks"].numpy()
         else:
-            logger.warning(
-                "an older version saved this run: evaluation/task_overlap counts what is played from here on"
-            )
+            logger.warning("an older version saved this run: evaluation/task_overlap counts tasks from here on")
         self.saved_iteration = self.iteration
 
 

@@ -1,6 +1,6 @@
-"""The parts of a run from its settings: a function each, from accelerate to the evaluator.
+"""Makes the parts of a run from its settings, one function a part.
 
-What they return is plain TorchRL; :func:`~torchrl_llm.trainers.build_run` puts them together.
+The parts are plain TorchRL; :func:`~torchrl_llm.trainers.build_run` puts them together.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _ENVIRONMENT = (
 
 
 def _given(config: RunConfig, *names: str, **renamed: str) -> dict[str, Any]:
-    """The settings that are not ``None``, by the names that a part has for them; the part's own default stands for the rest.
+    """The settings that are not ``None``, as keyword arguments of a part, whose own defaults hold for the rest.
 
     Args:
         names: settings that the part calls by the same name.
@@ -77,7 +77,7 @@ def _given(config: RunConfig, *names: str, **renamed: str) -> dict[str, Any]:
 
 
 def check_sharding(config: RunConfig, distributed: Distributed) -> None:
-    """Refuse what weights that are shared out (FSDP2) do not go with."""
+    """Refuse settings that do not work with sharded weights (FSDP2)."""
     instead = {
         "weight_sync": (config.weight_sync == "nccl", "another, or DDP"),
         "quantization": (config.quantization is not None, "None, or DDP"),
@@ -87,7 +87,7 @@ def check_sharding(config: RunConfig, distributed: Distributed) -> None:
     for name, (refused, expected) in instead.items():
         if distributed.sharded and refused:
             raise ConfigError(
-                f"{name} is {getattr(config, name)!r}, but the weights are shared out over {distributed.world_size} processes (FSDP2): "
+                f"{name} is {getattr(config, name)!r}, but the weights are sharded over {distributed.world_size} processes (FSDP2): "
                 f"expected {expected}."
             )
 
@@ -315,12 +315,12 @@ def make_evaluator(
     config: RunConfig, policy: TurnPolicy, env: GEMEnv, distributed: Distributed, seen_tasks: SeenTasks
 ) -> Callable[[], dict]:
     """A function that evaluates the policy during the run, and returns metrics."""
-    play = partial(evaluate, env, policy, config.evaluation_episodes, distributed=distributed, seen_tasks=seen_tasks)
+    collect = partial(evaluate, env, policy, config.evaluation_episodes, distributed=distributed, seen_tasks=seen_tasks)
 
     def evaluator() -> dict[str, float]:
-        metrics = play().metrics("evaluation")
+        metrics = collect().metrics("evaluation")
         if config.evaluation_greedy:
-            metrics |= play(greedy=True).metrics("evaluation_greedy")
+            metrics |= collect(greedy=True).metrics("evaluation_greedy")
         return metrics
 
     return evaluator
@@ -330,7 +330,7 @@ def _batch_share(config: RunConfig, num_ranks: int) -> int:
     """The episodes of a batch that each rank collects."""
     if config.batch_size % (num_ranks * config.group_size):
         raise ConfigError(
-            f"batch_size={config.batch_size} counts the conversations of all {num_ranks} processes, and a group of "
-            f"group_size={config.group_size} is played by one of them: make it a multiple of {num_ranks * config.group_size}."
+            f"batch_size={config.batch_size} counts the episodes of all {num_ranks} processes, and a group of "
+            f"group_size={config.group_size} is collected by one of them: make it a multiple of {num_ranks * config.group_size}."
         )
     return config.batch_size // num_ranks

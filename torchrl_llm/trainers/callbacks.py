@@ -29,7 +29,7 @@ class RefreshReference(Callback):
 class ProgressBar(Callback):
     """A tqdm bar over turns, with reward, success and KL of the last iteration.
 
-    In a resumed run the turns before count as done, not as played now: they do not enter the rate.
+    In a resumed run earlier turns count as done, but do not enter the rate.
 
     Args:
         label: what the bar is called, such as the algorithm; ``None``: the loss's class.
@@ -66,7 +66,7 @@ class ProgressBar(Callback):
 
     @staticmethod
     def _steps(trainer: TrainerBase) -> int:
-        """Turns so far, those of before a resume included; the last iteration may play more than were asked for."""
+        """Turns so far, including those before a resume; the last iteration may collect more than ``max_steps``."""
         return min(trainer.steps, trainer.config.max_steps)
 
     def on_end(self, trainer: TrainerBase) -> None:

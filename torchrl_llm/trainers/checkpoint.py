@@ -109,7 +109,7 @@ class CheckpointStore:
         return [found[place] for place in sorted(found)]
 
     def own_place(self, path: Path) -> Path:
-        """Where the checkpoint in ``path`` belongs: ``path`` itself, or, for a folder ``last`` or ``best``, that of its iteration.
+        """The right place of the checkpoint in ``path``: ``path``, or, for a folder ``last`` or ``best``, that of its iteration.
 
         Raises:
             CheckpointError: such a folder is no checkpoint, holds other files too, or is another than the one in its place.
@@ -141,7 +141,7 @@ class CheckpointStore:
 
         Args:
             trainer: between two iterations, where no episode is in flight.
-            metrics: those of the iteration.
+            metrics: of the iteration.
             early: a signal or an error ends the run: ``on_save``, which may delete what the run replaces, is not called.
 
         Returns:
@@ -157,7 +157,7 @@ class CheckpointStore:
             publish(place, write)
         except Exception as error:  # of Python, of safetensors or of tokenizers; all of them end the run
             last = self.latest()
-            rest = f"{last} is whole: resume=true goes on from it." if last else "There is no earlier one."
+            rest = f"{last} is whole: resume=true continues it." if last else "There is no earlier one."
             raise CheckpointError(f"{place} could not be saved ({type(error).__name__}: {error}). {rest}") from error
         self.rotation.prune()
         self.link()

@@ -1,4 +1,4 @@
-"""All settings of a run under flat names: :class:`RunConfig`, and what contradicts what.
+"""All settings of a run under flat names: :class:`RunConfig`, and which settings contradict each other.
 
 A YAML file and the command line of ``examples/multiturn.py`` have exactly the names of its fields, which
 :mod:`torchrl_llm.trainers.settings` declares. Contradictions are errors at construction. Nothing here builds anything.
@@ -54,7 +54,7 @@ LOSSES: dict[Algorithm, type[TurnPolicyLoss]] = {
     "LLMREINFORCE": LLMReinforceLoss,
     "GRPO": LLMGRPOLoss,
 }
-"""The loss of each algorithm. Its options are those of the settings that it declares (:func:`loss_settings`)."""
+"""The loss of each algorithm, which declares the algorithm's settings (:func:`loss_settings`)."""
 
 
 _DECIDED_BY_THE_RUN = ("actor", "critic", "single_turn", "partial")
@@ -62,12 +62,10 @@ _DECIDED_BY_THE_RUN = ("actor", "critic", "single_turn", "partial")
 
 _OTHER_HINTS: dict[str, Any] = {
     "kl_kind": Literal["k2", "k3"],  # as a loss "k1" has no gradient in expectation
-    "granularity": Literal[
-        "turn", "token"
-    ],  # "auto" asks whether the environment has one turn, which nobody knows here
+    "granularity": Literal["turn", "token"],  # "auto" needs to know whether the environment has one turn
     "clip_value": NonNegative,  # None is the loss's default here, so that 0 has to mean no bound
 }
-"""Settings that are declared otherwise than the option of the loss."""
+"""Annotations of settings that differ from those of the losses."""
 
 
 def names_of(part: type[Checked]) -> tuple[str, ...]:
@@ -121,7 +119,7 @@ def _only(algo: Algorithm) -> tuple[str, ...]:
 
 
 def shown_default(name: str) -> str:
-    """The default of a setting in words; of a loss's option that of each loss.
+    """The default of a setting as text; for an option of the losses, the default of each loss.
 
     Examples:
         >>> shown_default("epochs"), shown_default("clip_epsilon"), shown_default("kl_in")
@@ -171,7 +169,7 @@ class RunConfig(
 ):
     """A whole run: model, environment, sampling, algorithm and loop, for :func:`~torchrl_llm.trainers.build_run`.
 
-    The fields are those of its bases, from the last to the first.
+    It has the fields of its bases, from the last to the first.
     """
 
     idle: ClassVar[tuple[Idle, ...]] = (

@@ -81,7 +81,7 @@ class Distributed:
         """The module that computes ``loss`` on all ranks, and the optimizer of its parameters.
 
         Args:
-            loss: what is trained.
+            loss: the loss to train.
             optimizer: of parameters of ``loss``; it has not stepped.
             *others: modules that compute with weights and are not trained; sharded with those of ``loss``.
         """
@@ -102,7 +102,7 @@ class Distributed:
         """``loss``, which reaches a part of the parameters, where backward needs a gradient of each.
 
         Args:
-            loss: what is minimized.
+            loss: the term to minimize.
             everything: a scalar that all trainable parameters reach.
         """
         return loss
@@ -287,7 +287,7 @@ def check_accumulation(accelerator: Accelerator) -> None:
         raise ConfigError(
             f"accelerate has gradient_accumulation_steps={steps} (an argument, a plugin, or the environment variable "
             f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS), which would divide every gradient by {steps}. Leave it at 1: "
-            "minibatch_size says how many conversations an optimizer step has, and max_tokens how many tokens a backward pass."
+            "minibatch_size says how many episodes an optimizer step has, and max_tokens how many tokens a backward pass."
         )
 
 

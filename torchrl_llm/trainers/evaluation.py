@@ -67,13 +67,15 @@ def evaluate(
             chosen = env.first_of_each_task(episodes)
             env.task_sampler = _Chosen(all_tasks, chosen[rank::count], range(episodes + rank, STREAM_IDS, count))
         # Every rank collects equally many, because gathering rows needs some of each; surplus episodes are left out.
-        rows = _play(env, policy, -(-len(chosen) // count), greedy=greedy, distributed=distributed)
+        rows = _collect(env, policy, -(-len(chosen) // count), greedy=greedy, distributed=distributed)
     finally:
         env.task_sampler = own
     rows = rows if distributed is None else distributed.all_gather_rows(rows)
     wanted = [all_tasks[i] for i in chosen]
-    played = rows[torch.isin(rows[keys.EPISODE_ID], torch.tensor([t.episode_id for t in wanted], device=rows.device))]
-    return _summary(played, _with_unplayed(played, wanted, rows[:1]), env.names, seen_tasks)
+    collected = rows[
+        torch.isin(rows[keys.EPISODE_ID], torch.tensor([t.episode_id for t in wanted], device=rows.device))
+    ]
+    return _summary(collected, _with_missing(collected, wanted, rows[:1]), env.names, seen_tasks)
 
 
 class _Chosen:
@@ -95,7 +97,7 @@ class _Chosen:
         return self.task_sampler[self.others[late] if late >= 0 else self.first[index]]
 
 
-def _play(
+def _collect(
     env: Any, policy: TurnPolicy, episodes: int, *, greedy: bool, distributed: Distributed | None
 ) -> TensorDictBase:
     mode = ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM
@@ -106,27 +108,27 @@ def _play(
     return collector.rollout()
 
 
-def _with_unplayed(played: TensorDictBase, wanted: Sequence[TaskSpec], any_row: TensorDictBase) -> TensorDictBase:
+def _with_missing(collected: TensorDictBase, wanted: Sequence[TaskSpec], any_row: TensorDictBase) -> TensorDictBase:
     """Rows of all tasks ``wanted``; a task that failed at its reset has a row without a turn."""
-    known = set(played[keys.EPISODE_ID].tolist())
+    known = set(collected[keys.EPISODE_ID].tolist())
     missing = [task_spec for task_spec in wanted if task_spec.episode_id not in known]
     if not missing:
-        return played
+        return collected
     empty = zero_weight_rows(any_row[[0] * len(missing)])
     for i, name in enumerate((keys.EPISODE_ID, keys.GROUP_ID, keys.ENV_ID)):
-        empty[name] = torch.tensor([task_spec[i] for task_spec in missing], device=played.device)
+        empty[name] = torch.tensor([task_spec[i] for task_spec in missing], device=collected.device)
     # The task was never seen. A seed is as good as its id, because no other task has it.
-    empty[keys.TASK_ID] = torch.tensor([task_spec.seed for task_spec in missing], device=played.device)
-    return cat_rows([played, empty])
+    empty[keys.TASK_ID] = torch.tensor([task_spec.seed for task_spec in missing], device=collected.device)
+    return cat_rows([collected, empty])
 
 
 def _summary(
-    played: TensorDictBase, expected: TensorDictBase, names: Sequence[str], seen_tasks: SeenTasks | None
+    collected: TensorDictBase, expected: TensorDictBase, names: Sequence[str], seen_tasks: SeenTasks | None
 ) -> Evaluation:
-    """The result of the ``expected`` rows, of which those ``played`` were collected."""
+    """The result of the ``expected`` rows, of which those ``collected`` were collected."""
     metrics = rollout_metrics(expected, names)
     won = expected[keys.TURN_SUCCESS].logical_and(expected[keys.TURN_MASK]).any(-1)
-    failed = torch.isin(played[keys.TURN_STOP_REASON], torch.tensor(FAILED, device=played.device))
+    failed = torch.isin(collected[keys.TURN_STOP_REASON], torch.tensor(FAILED, device=collected.device))
     tasks = expected[keys.TASK_ID]
     return Evaluation(
         episodes=len(expected),
@@ -135,11 +137,11 @@ def _summary(
         reward=metrics["rollout/reward"],
         turns=metrics["rollout/turns"],
         response_length=metrics["rollout/response_length"],
-        faults=int((failed & played[keys.TURN_MASK]).any(-1).sum()) + len(expected) - len(played),
+        faults=int((failed & collected[keys.TURN_MASK]).any(-1).sum()) + len(expected) - len(collected),
         tasks=len(tasks.unique()),
         task_overlap=None if seen_tasks is None else seen_tasks.overlap(tasks.cpu()),
         environments={name.removeprefix("rollout/"): value for name, value in metrics.items() if name.count("/") > 1},
-        rows=played,
+        rows=collected,
     )
 
 

@@ -60,7 +60,7 @@ def _check_same(config: RunConfig, saved: dict[str, Any], start: Path) -> None:
     if changes:
         listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in changes.items())
         raise ConfigError(
-            f"The settings are not those of {start}: {listed}. Use the old ones, or name those that are meant to differ "
+            f"The settings differ from those of {start}: {listed}. Use the old ones, or name those that are meant to differ "
             f"in accept_changes: {list(changes)}."
         )
     present = environment()
@@ -109,6 +109,6 @@ def accept_changes(config: RunConfig, trainer: LLMTrainer, saved: dict[str, Any]
         group |= adamw_options(config)
     if saved["seed"] != config.seed:  # a second resume finds the new seed in its checkpoint
         trainer.generator.manual_seed(config.seed)
-        # The next tasks are of the new seed; the counter goes on, so that ids stay unique.
+        # The next tasks have the new seed; the counter continues, so that ids stay unique.
         env = trainer.collector.env
         env.task_sampler = replace(env.task_sampler, seed=config.seed)

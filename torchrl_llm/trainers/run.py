@@ -1,6 +1,6 @@
 """A run made from its settings: :func:`build_run` and :class:`Run`.
 
-What it is made of are plain TorchRL parts (:mod:`torchrl_llm.trainers.build`): replace any of them and build
+Its parts are plain TorchRL (:mod:`torchrl_llm.trainers.build`): replace any of them and build
 :class:`~torchrl_llm.trainers.LLMTrainer` yourself (``examples/custom_loop.py`` does without it).
 """
 
@@ -39,17 +39,17 @@ MakeLoss = Callable[[RunConfig, ActorCritic], TurnPolicyLoss]
 
 @dataclass(kw_only=True)
 class Run:
-    """What :func:`build_run` made.
+    """The parts of a run, made by :func:`build_run`.
 
     Attributes:
         config: the settings.
         tokenizer: the model's.
         models: actor, critic and reference.
-        policy: plays; shares the actor's weights, or gets them from ``weight_sync``.
+        policy: samples; shares the actor's weights, or gets them from ``weight_sync``.
         weight_sync: brings the actor's weights to the policy's engine, or to the workers on Ray; ``None`` where they are shared.
         trainer: the loop.
         checkpoints: where the trainer saves.
-        evaluation_env: what evaluations during the run play.
+        evaluation_env: the environment of evaluations during the run.
         make_env: makes an environment for a task stream: ``make_env(stream="test")``.
         opening: the callback behind :meth:`begin`.
     """
@@ -75,10 +75,10 @@ class Run:
         self.opening.on_start(self.trainer)
 
     def final_evaluation(self, *, greedy: bool = False) -> Evaluation:
-        """Play ``config.final_episodes`` tasks that nothing else uses."""
+        """Evaluate on ``config.final_episodes`` tasks that nothing else uses."""
         env = self.make_env(stream="test")
         try:
-            with self.trainer.playing():
+            with self.trainer.policy_weights():
                 return evaluate(
                     env,
                     self.policy,
@@ -91,14 +91,14 @@ class Run:
             env.close()
 
     def save_checkpoint(self, path: str | Path, *, lora_only: bool = True, save_optimizer: bool = True) -> Path:
-        """Save the run to ``path``, beside what the trainer saves by itself.
+        """Save the run to ``path``, in addition to what the trainer saves.
 
         Args:
             path: the checkpoint's folder. A checkpoint that it held is replaced, once the new one is whole; a folder that
                 holds anything else is refused.
             lora_only: with LoRA write adapters only; ``False`` adds the actor as one whole model in ``merged/``, which
                 transformers and vLLM load. Without LoRA whole models are written anyway.
-            save_optimizer: and all else that a resume needs; ``False`` writes weights and tokenizer only.
+            save_optimizer: save the optimizer and all else that a resume needs; ``False`` writes weights and tokenizer only.
 
         Returns:
             The folder.
@@ -175,7 +175,7 @@ def build_run(
 
     Args:
         config: the settings.
-        env: what :class:`~torchrl_llm.envs.GEMEnv` plays instead of ``config.env_name``: a factory of text environments.
+        env: a factory of text environments, for :class:`~torchrl_llm.envs.GEMEnv`, instead of ``config.env_name``.
         make_env: makes the environments of all streams from the keyword arguments of ``GEMEnv``, such as
             ``partial(PromptDatasetEnv, splits, reward_fn)``; default ``GEMEnv`` itself. Excludes ``env``.
         make_loss: makes the loss, ``make_loss(config, models)``, of ``models.actor`` and ``models.critic``;
@@ -191,10 +191,10 @@ def build_run(
         ImportError, RuntimeError: with ``collector="ray"``, Ray is not installed, or not running.
     """
     if env is not None and make_env is not None:
-        raise ConfigError("build_run got env and make_env: the second decides what is played, so leave env out.")
+        raise ConfigError("build_run got env and make_env: the second decides on the environment, so leave env out.")
     if config.env_weights is not None and make_env is not None:
         raise ConfigError(
-            f"env_weights={config.env_weights} does nothing with build_run(make_env=...), which decides what is played: leave it "
+            f"env_weights={config.env_weights} does nothing with build_run(make_env=...), which decides on the environments: leave it "
             "out, or give make_env the weights."
         )
     if config.estimator is not None and make_loss is not None:
@@ -282,11 +282,11 @@ def build_run(
 
 
 def _check_mixture(config: RunConfig, env: GEMEnv) -> None:
-    """Refuse settings of a mixture where one environment is played."""
+    """Refuse settings of a mixture if there is only one environment."""
     given = [name for name in ("adaptive_mixture", "env_weights") if getattr(config, name)]
     if given and env.task_sampler.num_tasks < 2:
         raise ConfigError(
-            f"{' and '.join(given)} chooses among environments, and {env.names[0]!r} is the only one: leave it out, or play a "
+            f"{' and '.join(given)} chooses among environments, and {env.names[0]!r} is the only one: leave it out, or give a "
             "mixture."
         )
 

@@ -16,10 +16,10 @@ GROUPS = ("actor", "critic")
 class LearningRateSchedule:
     """Warm-up, then a cosine or a constant, over the turns of a run.
 
-    It is no scheduler of PyTorch's, which count their own steps: an iteration adds as many turns as its episodes took.
+    PyTorch's schedulers count their own steps, but an iteration adds as many turns as its episodes have.
 
     Args:
-        optimizer: its rates now are those that the schedule scales.
+        optimizer: the schedule scales its present rates.
         config: ``max_steps``, ``warmup_fraction``, ``schedule`` and ``min_lr_fraction``.
     """
 

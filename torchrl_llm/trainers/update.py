@@ -62,7 +62,7 @@ class RowScorer:
 
     @torch.no_grad()
     def score(self, batch: TensorDictBase) -> None:
-        """Write what the loss needs from frozen weights: old and reference log-probs, values."""
+        """Write the inputs of the loss that need frozen weights: old and reference log-probs, values."""
         limit, loss = self.run.config.max_tokens, self.run.loss
         if self.scores_old:
             data.apply_in_micro_batches(loss.actor_network, batch, limit)
@@ -93,7 +93,7 @@ class RowScorer:
         return int(self.run.distributed.all_reduce_sum(int(self._informative(rows).sum())))
 
     def choose(self, rows: TensorDictBase) -> TensorDictBase:
-        """The rows of groups that get credit: at most one batch's, the first in the order that one process plays them in."""
+        """The rows of groups that get credit: at most one batch's, the first in the order in which one process collects them."""
         chosen = rows[self._informative(rows)]
         ids = zip(chosen[keys.GROUP_ID].tolist(), chosen[keys.EPISODE_ID].tolist(), strict=True)
         first = [episode for _, episode in sorted(self.run.distributed.all_gather(list(ids)))[: self.wanted(rows)]]
