@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -190,25 +190,28 @@ class TrainerBase:
         Raises:
             ConfigError: names the setting and what to do.
         """
+        for problem in self._contradictions():
+            raise ConfigError(problem)
+
+    def _contradictions(self) -> Iterator[str]:
         config, limit = self.config, self.policy.sampling.max_output_tokens
-        if config.critic_warmup and self.loss.critic_network is None:
-            raise ConfigError(
-                f"critic_warmup={config.critic_warmup}, but {type(self.loss).__name__} has no critic: leave it 0, or use LLMPPO."
+        warmup, buffer = config.critic_warmup, config.overlong_buffer
+        if warmup and self.loss.critic_network is None:
+            yield f"critic_warmup={warmup}, but {type(self.loss).__name__} has no critic: leave it 0, or use LLMPPO."
+        if warmup and len(self.optimizer.param_groups) < 2:
+            yield (
+                f"critic_warmup={warmup} steps the optimizer's second group of parameters, and there is one: give the critic's a "
+                "group of their own, after the actor's."
             )
-        if config.critic_warmup and len(self.optimizer.param_groups) < 2:
-            raise ConfigError(
-                f"critic_warmup={config.critic_warmup} steps the optimizer's second group of parameters, and there is one: give "
-                "the critic's a group of their own, after the actor's."
-            )
-        if config.overlong_buffer is not None and config.overlong_buffer > limit:
-            raise ConfigError(
-                f"overlong_buffer={config.overlong_buffer} is more than a response has, {limit} tokens: lower it, or raise the "
-                "policy's max_output_tokens."
+        if buffer is not None and buffer > limit:
+            yield (
+                f"overlong_buffer={buffer} is more than a response has, {limit} tokens: lower it, or raise the policy's "
+                "max_output_tokens."
             )
         if config.old_log_probs == "sampler" and (self.loss.sampler_correction or self.credit_corrects_sampler):
-            raise ConfigError(
-                'old_log_probs="sampler" leaves no gap between sampler and trainer to correct for: use "auto" or '
-                '"scorer", or no correction.'
+            yield (
+                'old_log_probs="sampler" leaves no gap between sampler and trainer to correct for: use "auto" or "scorer", or no '
+                "correction."
             )
 
     @property

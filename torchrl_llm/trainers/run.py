@@ -190,37 +190,23 @@ def build_run(
             networks than ``models``.
         ImportError, RuntimeError: with ``collector="ray"``, Ray is not installed, or not running.
     """
-    if env is not None and make_env is not None:
-        raise ConfigError("build_run got env and make_env: the second decides on the environment, so leave env out.")
-    if config.env_weights is not None and make_env is not None:
-        raise ConfigError(
-            f"env_weights={config.env_weights} does nothing with build_run(make_env=...), which decides on the environments: leave it "
-            "out, or give make_env the weights."
-        )
-    if config.estimator is not None and make_loss is not None:
-        raise ConfigError(
-            f"estimator={config.estimator!r} does nothing with build_run(make_loss=...): leave it out, or call "
-            "make_value_estimator(config.value_estimator()) of the loss there."
-        )
-    if config.collector == "ray":
-        running_ray()  # before the models are loaded
+    _check_arguments(config, env, make_env, make_loss)
     accelerator = build.make_accelerator(config)
     distributed = Distributed.of(accelerator)
     build.check_sharding(config, distributed)
     folder = RunFolder(config)
     start = distributed.on_main(lambda: find_start(config, folder))  # before the models are loaded
     tokenizer = load_tokenizer(config)
-    if make_env is None:
-        names = [config.env_name] if isinstance(config.env_name, str) else config.env_name
-        # Ids are resolved here: workers on Ray may not have registered the family.
-        sources = env or [resolve_env(name) for name in names]
-        make_env = partial(GEMEnv, sources, weights=config.env_weights, divide=True)
-    rank, num_ranks = distributed.rank, distributed.world_size
-    shard = {"worker": rank, "num_workers": num_ranks} if num_ranks > 1 else {}
-    make_env = partial(build.make_environment, config, tokenizer, make_env, **shard)
+    shard = {"worker": distributed.rank, "num_workers": distributed.world_size} if distributed.world_size > 1 else {}
+    make_env = partial(build.make_environment, config, tokenizer, make_env or _stock_env(config, env), **shard)
     make_train_env = partial(make_env, stream="train", group_size=config.group_size)
     train_env, evaluation_env = make_train_env(), make_env(stream="eval")
-    _check_mixture(config, train_env)
+    given = [name for name in ("adaptive_mixture", "env_weights") if getattr(config, name)]
+    if given and train_env.task_sampler.num_tasks < 2:
+        raise ConfigError(
+            f"{' and '.join(given)} chooses among environments, and {train_env.names[0]!r} is the only one: leave it out, or give "
+            "a mixture."
+        )
     sampling = build.make_sampling(config, train_env)
     models = build.load_models(config, tokenizer, sampling, device=accelerator.device)
     policy, weight_sync = build.make_policy(config, tokenizer, sampling, models)
@@ -242,6 +228,11 @@ def build_run(
     )
     opening = Opening(config, folder, start)
     seen_tasks = SeenTasks()
+    watchers: list[Callback] = [opening]
+    if config.refresh_reference:
+        watchers.append(RefreshReference(models, config.refresh_reference))
+    if config.progress and distributed.is_main:
+        watchers.append(ProgressBar(config.algo))
     trainer = LLMTrainer(
         collector=collector,
         replay_buffer=replay_buffer,
@@ -253,7 +244,7 @@ def build_run(
         weight_sync=weight_sync,
         evaluator=build.make_evaluator(config, policy, evaluation_env, distributed, seen_tasks),
         checkpoints=checkpoints if config.save_checkpoints else None,
-        callbacks=[opening, *_callbacks(config, models, callbacks, progress=config.progress and distributed.is_main)],
+        callbacks=[*watchers, *callbacks],
         accelerator=accelerator,
         seen_tasks=seen_tasks,
     )
@@ -281,16 +272,26 @@ def build_run(
     )
 
 
-def _check_mixture(config: RunConfig, env: GEMEnv) -> None:
-    """Refuse settings of a mixture if there is only one environment."""
-    given = [name for name in ("adaptive_mixture", "env_weights") if getattr(config, name)]
-    if given and env.task_sampler.num_tasks < 2:
+def _check_arguments(config: RunConfig, env: Any, make_env: Any, make_loss: Any) -> None:
+    """Refuse arguments of :func:`build_run` that leave another argument or a setting without effect."""
+    if env is not None and make_env is not None:
+        raise ConfigError("build_run got env and make_env: the second decides on the environment, so leave env out.")
+    if config.env_weights is not None and make_env is not None:
         raise ConfigError(
-            f"{' and '.join(given)} chooses among environments, and {env.names[0]!r} is the only one: leave it out, or give a "
-            "mixture."
+            f"env_weights={config.env_weights} does nothing with build_run(make_env=...), which decides on the environments: leave it "
+            "out, or give make_env the weights."
         )
+    if config.estimator is not None and make_loss is not None:
+        raise ConfigError(
+            f"estimator={config.estimator!r} does nothing with build_run(make_loss=...): leave it out, or call "
+            "make_value_estimator(config.value_estimator()) of the loss there."
+        )
+    if config.collector == "ray":
+        running_ray()  # before the models are loaded
 
 
-def _callbacks(config: RunConfig, models: ActorCritic, own: Sequence[Callback], *, progress: bool) -> list[Callback]:
-    refresh = [RefreshReference(models, config.refresh_reference)] if config.refresh_reference else []
-    return [*refresh, *([ProgressBar(config.algo)] if progress else []), *own]
+def _stock_env(config: RunConfig, env: Any) -> Callable[..., GEMEnv]:
+    names = [config.env_name] if isinstance(config.env_name, str) else config.env_name
+    # Ids are resolved here: workers on Ray may not have registered the family.
+    sources = env or [resolve_env(name) for name in names]
+    return partial(GEMEnv, sources, weights=config.env_weights, divide=True)
