@@ -3,9 +3,8 @@
 from torchrl_llm.interrupts import Interrupted, catch_signals, interruptible
 from torchrl_llm.options import ConfigError
 from torchrl_llm.record import Evaluation
-from torchrl_llm.trainers.base import Callback
 from torchrl_llm.trainers.build import make_objective
-from torchrl_llm.trainers.callbacks import ProgressBar
+from torchrl_llm.trainers.callbacks import Callback, ProgressBar
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import verify
 from torchrl_llm.trainers.cli import parse_run_config, resume_command, save_run_config

@@ -22,6 +22,7 @@ from torchrl_llm.modules import TokenScorer
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.objectives import TurnEstimator, TurnPolicyLoss
 from torchrl_llm.record import Timer
+from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.config import ConfigError, TrainerConfig
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.schedule import LearningRateSchedule
@@ -41,26 +42,6 @@ _FIXED = {name: f"LLMTrainer({name}=...)" for name in _ARGUMENTS} | {
 """Read-only attribute -> how to give the trainer another one."""
 
 _SAVED = ("iteration", "steps", "episodes", "best_success", "history", "stop_reason", "elapsed")
-
-
-class Callback:
-    """Watches a run. Override what you need; every hook gets the trainer and may set ``trainer.stop_reason`` to end the run.
-
-    Examples:
-        >>> class Watch(Callback):
-        ...     def on_iteration(self, trainer, metrics):
-        ...         if metrics["rollout/reward"] > 0.9:
-        ...             trainer.stop_reason = "reward above 0.9"
-    """
-
-    def on_start(self, trainer: Any) -> None:
-        """Before the first iteration."""
-
-    def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """After each iteration, with its metrics (evaluation included where there was one)."""
-
-    def on_end(self, trainer: Any) -> None:
-        """After the last iteration, also when the run failed."""
 
 
 class RunStore(Protocol):

@@ -1,13 +1,33 @@
-"""Callbacks that come with the library: :class:`RefreshReference`, :class:`ProgressBar`."""
+"""Objects that watch a run: :class:`Callback`, :class:`RefreshReference`, :class:`ProgressBar`."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from tqdm.auto import tqdm
 
 from torchrl_llm.modules import ActorCritic
-from torchrl_llm.trainers.base import Callback, TrainerBase
+
+
+class Callback:
+    """Watches a run. Override what you need; every hook gets the trainer and may set ``trainer.stop_reason`` to end the run.
+
+    Examples:
+        >>> class Watch(Callback):
+        ...     def on_iteration(self, trainer, metrics):
+        ...         if metrics["rollout/reward"] > 0.9:
+        ...             trainer.stop_reason = "reward above 0.9"
+    """
+
+    def on_start(self, trainer: Any) -> None:
+        """Before the first iteration."""
+
+    def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """After each iteration, with its metrics (evaluation included where there was one)."""
+
+    def on_end(self, trainer: Any) -> None:
+        """After the last iteration, also when the run failed."""
 
 
 class RefreshReference(Callback):
@@ -21,7 +41,7 @@ class RefreshReference(Callback):
     def __init__(self, models: ActorCritic, interval: int) -> None:
         self.models, self.interval = models, interval
 
-    def on_iteration(self, trainer: TrainerBase, metrics: dict[str, float]) -> None:
+    def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:
         if trainer.iteration % self.interval == 0:
             self.models.refresh_reference()
 
@@ -42,7 +62,7 @@ class ProgressBar(Callback):
         self._bar: tqdm | None = None
         self._postfix: dict[str, str] = {}
 
-    def on_start(self, trainer: TrainerBase) -> None:
+    def on_start(self, trainer: Any) -> None:
         if trainer.iteration:
             tqdm.write(f"resumed at iteration {trainer.iteration}", file=sys.stderr)
         self._bar = tqdm(
@@ -55,7 +75,7 @@ class ProgressBar(Callback):
             miniters=1,
         )
 
-    def on_iteration(self, trainer: TrainerBase, metrics: dict[str, float]) -> None:
+    def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:
         if self._bar is None:
             raise RuntimeError("ProgressBar.on_iteration was called before on_start.")
         self._postfix |= {
@@ -65,10 +85,10 @@ class ProgressBar(Callback):
         self._bar.update(self._steps(trainer) - self._bar.n)
 
     @staticmethod
-    def _steps(trainer: TrainerBase) -> int:
+    def _steps(trainer: Any) -> int:
         """Turns so far, including those before a resume; the last iteration may collect more than ``max_steps``."""
         return min(trainer.steps, trainer.config.max_steps)
 
-    def on_end(self, trainer: TrainerBase) -> None:
+    def on_end(self, trainer: Any) -> None:
         if self._bar is not None:  # another callback may have failed before this one started
             self._bar.close()

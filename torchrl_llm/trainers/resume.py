@@ -10,8 +10,8 @@ from typing import Any
 from torchrl.record.loggers import Logger
 
 from torchrl_llm.interrupts import run_begins
-from torchrl_llm.trainers.base import Callback
 from torchrl_llm.trainers.build import adamw_options
+from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.checkpoint_parts import config_changes, environment
 from torchrl_llm.trainers.cli import save_run_config
 from torchrl_llm.trainers.config import HOW_TO_RUN, ConfigError, RunConfig

@@ -19,8 +19,7 @@ from torchrl_llm.modules import ActorCritic, TurnPolicy
 from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.optional import running_ray
 from torchrl_llm.trainers import build
-from torchrl_llm.trainers.base import Callback
-from torchrl_llm.trainers.callbacks import ProgressBar, RefreshReference
+from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReference
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import verify
 from torchrl_llm.trainers.checkpoint_parts import Optimizer, states_of
