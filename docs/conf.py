@@ -111,7 +111,7 @@ PACKAGES = {
     "objectives": ("functional",),
     "collectors": (),
     "weight_update": (),
-    "trainers": ("base", "protocols", "resume", "run_folder", "saving", "scoring", "update"),
+    "trainers": ("base", "resume", "run_folder", "saving", "update"),
     "record": ("report",),
     "testing": ("enumerable", "environments", "policies", "probes", "tiny", "tokenizers"),
 }

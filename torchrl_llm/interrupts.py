@@ -1,10 +1,10 @@
-"""SIGINT and SIGTERM end a run in good order: :func:`catch_signals`, :func:`interruptible`, :class:`Interrupted`.
+"""SIGINT and SIGTERM end a run so that it can be resumed: :func:`catch_signals`, :func:`interruptible`, :class:`Interrupted`.
 
 Within :func:`catch_signals` the first signal is a request. A call within :func:`interruptible` is dropped at once; other code
-runs on to the next such call. There every rank raises :class:`Interrupted`, and callers save on the way out. A second signal
-ends the process where it stands.
+runs until the next such call. There every rank raises :class:`Interrupted`, and callers save the run. A second signal ends the
+process at once.
 
-This module does not know what is dropped or saved: :class:`~torchrl_llm.trainers.LLMTrainer` does.
+:class:`~torchrl_llm.trainers.LLMTrainer` decides what is dropped and what is saved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
-# What scripts use is offered by torchrl_llm.trainers.
+# torchrl_llm.trainers exports the functions for scripts.
 __all__ = [
     "AllReduceMax",
     "Interrupted",
@@ -70,7 +70,7 @@ class Interrupted(SystemExit):
 
 
 class AllReduceMax(Protocol):
-    """What :func:`interruptible` needs of :class:`~torchrl_llm.trainers.Distributed`."""
+    """The one method of :class:`~torchrl_llm.trainers.Distributed` that :func:`interruptible` needs."""
 
     def all_reduce_max(self, value: int) -> int:
         """The largest of a number over the ranks."""
@@ -79,7 +79,7 @@ class AllReduceMax(Protocol):
 class _Drop(KeyboardInterrupt):
     """Raised by the handler inside a droppable call; :func:`interruptible` catches it.
 
-    A ``KeyboardInterrupt``, because all code between the two lets one pass, Ray's waiting included.
+    A ``KeyboardInterrupt``, because all code between the two lets it pass, including Ray while it waits.
     """
 
 
@@ -93,14 +93,14 @@ class _Signals:
         self._old: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
-        """Take over the signals, except those that the process ignores (``nohup``)."""
+        """Install the handler, except for signals that the process ignores (``nohup``)."""
         handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
         self._old = {signum: old for signum, old in handlers.items() if old not in (None, signal.SIG_IGN)}
         for signum in self._old:
             signal.signal(signum, self._handle)
 
     def restore(self) -> None:
-        """Give them back."""
+        """Restore the former handlers."""
         for signum, old in self._old.items():
             signal.signal(signum, old)
 
@@ -109,7 +109,7 @@ class _Signals:
         for signum in self._old:
             signal.signal(signum, signal.SIG_IGN if signum == signal.SIGINT else signal.SIG_DFL)
 
-    def leave(self) -> None:
+    def check(self) -> None:
         """Raise if a signal has come."""
         if self.received:
             raise _Drop
@@ -121,9 +121,7 @@ class _Signals:
                 os._exit(128 + signum)
             return
         self.received, self._since = signum, now
-        _say(
-            f"{signal.Signals(signum).name}: the run ends as soon as it can be gone on with; a second one ends it at once."
-        )
+        _say(f"{signal.Signals(signum).name}: the run ends as soon as it can be resumed; a second one ends it at once.")
         if self.drops:
             raise _Drop
 
@@ -133,7 +131,7 @@ _active: _Signals | None = None
 
 @contextmanager
 def catch_signals(how_to_resume: str) -> Iterator[None]:
-    """Inside, SIGINT and SIGTERM raise :class:`Interrupted` at the next end of :func:`interruptible`, or at the end.
+    """Inside, SIGINT and SIGTERM raise :class:`Interrupted` when the next :func:`interruptible` returns, or at the end.
 
     The outermost one counts: it writes one line about the end to standard error and restores the handlers. Outside the main
     thread, where Python delivers no signals, it does nothing.
@@ -161,13 +159,13 @@ def catch_signals(how_to_resume: str) -> Iterator[None]:
 
 
 def run_begins() -> None:
-    """From here on an interrupted run can be resumed; before, it is started again."""
+    """From now on an interrupted run can be resumed; before, it has to be started again."""
     if _active is not None:
         _active.begun = True
 
 
 def interruptible(function: Callable[[], T], distributed: AllReduceMax | None = None) -> T:
-    """Call ``function``; a signal stops it at once, and it is not called after one.
+    """Call ``function``; a signal stops it at once, and after a signal it is not called.
 
     A function and not a context manager: a handler may raise between any two bytecodes, also while a context is left.
 
@@ -201,7 +199,7 @@ def interruptible(function: Callable[[], T], distributed: AllReduceMax | None = 
         signals.drops = outer
         if not signals.received or isinstance(error, Interrupted):
             raise
-        if not isinstance(error, KeyboardInterrupt):  # an engine may fail because it got the terminal's signal too
+        if not isinstance(error, KeyboardInterrupt):  # an engine may fail because it got the signal of the terminal too
             logger.info("dropped with %s: %s", type(error).__name__, error)
     signum = signals.received if distributed is None else distributed.all_reduce_max(signals.received)
     if signum:
@@ -225,10 +223,10 @@ def held() -> Iterator[Callable[[], None]]:
         return
     signals.drops = False
     try:
-        yield signals.leave
+        yield signals.check
     finally:
         signals.drops = True
-    signals.leave()
+    signals.check()
 
 
 def _nothing() -> None:

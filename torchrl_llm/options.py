@@ -1,4 +1,4 @@
-"""Options that check themselves: types and ranges from annotations, and tables of what does nothing where.
+"""Options that check themselves: types and ranges from annotations, and rules about options without effect.
 
 An option is declared once, by the annotation of the parameter or field that takes it: ``Literal`` names the choices, and
 the aliases below add a range to a number. :class:`Checked` reads the annotations when an object is made, so that settings,
@@ -13,7 +13,7 @@ import inspect
 import textwrap
 import types
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from itertools import pairwise
 from numbers import Integral, Real
 from os import PathLike
@@ -42,6 +42,7 @@ __all__ = [
     "fits",
     "meanings",
     "nearest",
+    "options_class",
     "options_of",
 ]  # ConfigError is documented with the settings
 
@@ -100,9 +101,9 @@ class Range:
 
 
 Count = Annotated[int, Range("[1, inf)")]
-"""How many, at least one."""
+"""A number of things, at least one."""
 Natural = Annotated[int, Range("[0, inf)")]
-"""How many; 0 is none."""
+"""A number of things; 0 is none."""
 Positive = Annotated[float, Range("(0, inf)")]
 """A finite number greater than 0."""
 NonNegative = Annotated[float, Range("[0, inf)")]
@@ -117,7 +118,7 @@ Ratio = Annotated[float, Range("(1, inf)")]
 """A ratio beyond 1."""
 
 Temperature = Annotated[float, Range("(0, inf)", "greedy decoding is ExplorationType.DETERMINISTIC")]
-"""What logits are divided by."""
+"""The divisor of logits."""
 MinP = Annotated[float, Range("[0, 1)")]
 """A share below 1."""
 
@@ -125,7 +126,7 @@ _NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "tex
 
 
 def fits(value: object, hint: Any) -> bool:
-    """Whether ``value`` is what an annotation says. Annotations of other kinds than options have (modules) fit anything.
+    """Whether ``value`` fits an annotation. Annotations of kinds that options do not have (modules) fit anything.
 
     Examples:
         >>> fits(3, float), fits(3.0, int), fits(True, int), fits("1e-3", float)
@@ -154,7 +155,7 @@ def fits(value: object, hint: Any) -> bool:
 
 
 def describe(hint: Any) -> str:
-    """What an annotation expects, in words.
+    """An annotation in words.
 
     Examples:
         >>> describe(Count | None)
@@ -181,7 +182,7 @@ def describe(hint: Any) -> str:
 
 
 def check_value(name: str, value: object, hint: Any) -> None:
-    """Raise :class:`ConfigError` unless ``value`` is what the annotation says.
+    """Raise :class:`ConfigError` unless ``value`` fits the annotation.
 
     Examples:
         >>> check_value("gamma", 99, Share)
@@ -204,13 +205,13 @@ def nearest(name: str, names: Sequence[str]) -> str:
 
 
 class Idle(NamedTuple):
-    """A rule: under some values of other options, these do nothing, so that giving them is an error.
+    """A rule: these options have no effect under some values of other options, so that giving them is an error.
 
     Attributes:
         names: the options without effect.
         under: values of other options, by name, that leave them without effect; all of them together.
         instead: what to do so that they count.
-        so_anyway: values, by name, that say no more than what is so anyway, such as ``{"max_staleness": 0}`` for a collector
+        harmless: values, by name, that ask for what happens anyway, such as ``{"max_staleness": 0}`` for a collector
             that is never stale. They are no error, and neither is an option's default.
 
     Examples:
@@ -223,15 +224,15 @@ class Idle(NamedTuple):
     names: tuple[str, ...]
     under: Mapping[str, tuple[Any, ...]]
     instead: str
-    so_anyway: Mapping[str, Any] = types.MappingProxyType({})
+    harmless: Mapping[str, Any] = types.MappingProxyType({})
 
     def check(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         """Raise :class:`IdleError` for options that are given, are not their default, and do nothing."""
         present = {**defaults, **given}
         if not all(name in present and present[name] in values for name, values in self.under.items()):
             return
-        harmless = {name: (defaults.get(name), self.so_anyway.get(name)) for name in self.names}
-        idle = [name for name in self.names if name in given and given[name] not in harmless[name]]
+        allowed = {name: (defaults.get(name), self.harmless.get(name)) for name in self.names}
+        idle = [name for name in self.names if name in given and given[name] not in allowed[name]]
         if idle:
             where = " and ".join(f"{name}={present[name]!r}" for name in self.under)
             do, them = ("does", "it") if len(idle) == 1 else ("do", "them")
@@ -268,10 +269,10 @@ def options_of(cls: type) -> dict[str, Option]:
     for base in cls.__mro__:
         if "__init__" not in vars(base):
             continue
-        hints = _hints(base)
+        hints, own = _hints(base), fields(base) if is_dataclass(base) else ()
         parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
         named = [each for each in parameters if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        made = {each.name: each.default_factory() for each in _fields(base) if each.default_factory is not MISSING}
+        made = {each.name: each.default_factory() for each in own if each.default_factory is not MISSING}
         for each in named:
             found.setdefault(each.name, Option(hints.get(each.name, Any), made.get(each.name, each.default)))
         if all(each.kind is not each.VAR_KEYWORD for each in parameters):
@@ -281,27 +282,36 @@ def options_of(cls: type) -> dict[str, Option]:
 
 
 def meanings(cls: type) -> dict[str, str]:
-    """What the docstrings below the fields of a dataclass, and of its bases, say of them.
+    """The docstrings below the fields of a dataclass and of its bases, each on one line.
 
     Args:
-        cls: a dataclass whose source is at hand.
-
-    Returns:
-        The meaning of each field that has one, on one line.
+        cls: a dataclass whose source can be read, or that :func:`options_class` made.
     """
     found: dict[str, str] = {}
     # Python throws these strings away (PEP 258 was never built in), so they are read from the source, as Sphinx does.
     for base in filter(is_dataclass, reversed(cls.__mro__)):
+        if "_meanings" in vars(base):
+            found |= vars(base)["_meanings"]
+            continue
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
-        for field, said in pairwise(definition.body):  # type: ignore[attr-defined]
-            match field, said:
+        for declared, said in pairwise(definition.body):  # type: ignore[attr-defined]
+            match declared, said:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     found[name] = " ".join(text.split())
     return found
 
 
-def _fields(cls: type) -> tuple[Field[Any], ...]:
-    return fields(cls) if is_dataclass(cls) else ()
+def options_class(name: str, options: Mapping[str, Option], meaning: Mapping[str, str]) -> Any:
+    """A dataclass with options that other classes declare, so that they are declared once.
+
+    Args:
+        name: of the class.
+        options: annotation and default of each field.
+        meaning: what :func:`meanings` says of each.
+    """
+    made = [(each, option.hint, field(default=option.default)) for each, option in options.items()]
+    namespace = {"_meanings": {each: meaning[each] for each in options}}
+    return make_dataclass(name, made, bases=(Checked,), kw_only=True, namespace=namespace)
 
 
 def _hints(cls: type) -> dict[str, Any]:
@@ -316,15 +326,15 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def check_options(cls: type[Checked], given: Mapping[str, Any]) -> None:
-    """Check what a class is to be made with: names, types and ranges, and that nothing given is without effect.
+    """Check the keyword arguments of a class: names, types and ranges, and that each has an effect.
 
     Args:
-        cls: what is to be made.
+        cls: the class.
         given: its keyword arguments.
 
     Raises:
         TypeError: the class has no such option; the nearest one is named.
-        ConfigError: a value is not what the annotation says, or (:class:`IdleError`) does nothing (:attr:`Checked.idle`).
+        ConfigError: a value does not fit its annotation, or (:class:`IdleError`) does nothing (:attr:`Checked.idle`).
     """
     known = options_of(cls)
     for name in given:
@@ -338,9 +348,9 @@ def check_options(cls: type[Checked], given: Mapping[str, Any]) -> None:
 
 
 class Checked:
-    """Base class of what checks its keyword arguments before it is made, see :func:`check_options`.
+    """Base class of objects whose keyword arguments are checked before they are made, see :func:`check_options`.
 
-    A subclass that takes options of its own annotates them, and hands the others on as ``**options``.
+    A subclass annotates its own options, and passes the others on as ``**options``.
 
     Examples:
         >>> class Model(Checked):
@@ -351,7 +361,7 @@ class Checked:
     """
 
     idle: ClassVar[tuple[Idle, ...]] = ()
-    """What does nothing under which other options."""
+    """The rules about options without effect."""
 
     def __new__(cls, *args: Any, **options: Any) -> Self:
         check_options(cls, options)

@@ -15,7 +15,7 @@ import threading
 from importlib import import_module
 
 PHASES = {
-    "build": ("torchrl_llm.trainers.run", "load_models"),
+    "build": ("torchrl_llm.trainers.build", "load_models"),
     "before": ("torchrl_llm.trainers.run", "Run.final_evaluation"),
     "rollout": ("torchrl_llm.trainers.trainer", "LLMTrainer.collect"),
     "update": ("torchrl_llm.trainers.trainer", "LLMTrainer.update"),

@@ -115,7 +115,7 @@ def build(out, *, callbacks=(), make_loss=None, **settings):
 def choose(out):
     """How many rows are chosen where only the first rank has played groups that differ: two batches of them."""
     run = build(out, **PARTS["dynamic"])
-    with run.trainer.playing():
+    with run.trainer.policy_weights():
         next(iter(run.trainer.collector))
     rows = run.trainer.replay_buffer[:].contiguous()
     more = rows.clone()

@@ -76,7 +76,7 @@ class TestRunConfig:
             ({"collector": "ray", "ray_workers": 0}, "ray_workers is 0"),
             ({"collector": "ray", "ray_worker_gpus": -1}, "ray_worker_gpus is -1"),
             ({"collector": "ray", "policy": "vllm", "sleep_mode": True}, "sleep_mode shares a GPU"),
-            ({"collector": "ray", "policy": "vllm", "weight_sync": "nccl"}, "needs the engine at hand"),
+            ({"collector": "ray", "policy": "vllm", "weight_sync": "nccl"}, "needs the engine here"),
             ({"sleep_mode": True}, "sleep_mode=True does nothing with policy='hf'"),
             ({"max_staleness": 1}, "max_staleness=1 does nothing with collector='turn'"),
             ({"collector": "async", "max_staleness": -1}, "at least 0"),
@@ -317,7 +317,7 @@ class TestParseRunConfig:
         with pytest.raises(SystemExit):
             parse_run_config(arguments)
         said = capsys.readouterr().err
-        flags = re.search(rf"They stand in {path}: remove them there, or add (.*) to the command line\.", said).group(1)
+        flags = re.search(rf"They are from {path}: remove them there, or add (.*) to the command line\.", said).group(1)
         config = parse_run_config([*arguments, *flags.split()])
         assert (config.algo, config.lr_critic, config.critic_coeff, config.lmbda) == ("GRPO", None, None, None)
 

@@ -24,7 +24,8 @@ from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.envs import EnvironmentFault, GEMEnv, NotAppendOnlyError
 from torchrl_llm.modules import AdapterError
-from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer, tiny_model_path
+from torchrl_llm.objectives import ReBN
+from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 from torchrl_llm.trainers import ConfigError, RunConfig, build, build_run, loggers
 
 BASE = {
@@ -100,6 +101,13 @@ class Failing(Guess):
         if self.seed // 4 % 4 == 0:
             raise RuntimeError("out of order")
         return super().step(action)
+
+
+class Halved(ReBN):
+    """An estimator from outside the package."""
+
+    def compare(self, *args):
+        return super().compare(*args) / 2
 
 
 @dataclass(frozen=True)
@@ -212,6 +220,7 @@ class Recorder:
     def __init__(self, *args: Any, **options: Any) -> None:
         simple = (str, int, float, bool, dict, type(None))
         kept = {name: value for name, value in options.items() if isinstance(value, simple)}
+        self.policy = options.get("policy")
         self.calls.append(str(kept | {"at": [each for each in args if isinstance(each, str)]}))
 
 
@@ -223,15 +232,15 @@ def engine(config: RunConfig, env: Any) -> Any:
         for name in names:
             patch.setattr(build, name, type(name, (Recorder,), {}))
         tokenizer = load_tiny_tokenizer()
-        sampling, path = config.sampling(), str(tiny_model_path())
-        models = build.load_models(config, path, tokenizer, sampling, device="cpu")
-        policy, sync = build.make_policy(config, path, tokenizer, sampling, models)
+        sampling = config.sampling()
+        models = build.load_models(config, tokenizer, sampling, device="cpu")
+        policy, sync = build.make_policy(config, tokenizer, sampling, models)
         worker = build._worker_policy(config, tokenizer, sampling, None) if config.policy == "vllm" else None
         if config.collector == "ray":
             game = GEMEnv(Guess, tokenizer=tokenizer)
             distributed = build.Distributed.of(build.make_accelerator(config))
-            workers = build.Workers(None, None, sync)
-            build.make_collector(config, game, policy, build.make_replay_buffer(config), distributed, workers)
+            workers = build.worker_options(config, None, tokenizer, models, sync)
+            build.make_collector(config, game, policy, build.make_replay_buffer(config), distributed, **workers)
     return {"calls": Recorder.calls, "plays": (type(policy).__name__, type(worker).__name__)}
 
 
@@ -453,6 +462,17 @@ LAW: dict[str, list[Case]] = {
     "sampler_bounds": [works(0.5, **GAP), works(1.01, **STALE), idle(1.5)],
     "sampler_level": [works("turn", **GAP), works("turn", **STALE), idle("turn")],
     "sampler_reduction": [works("mean", **GAP | {"sampler_level": "turn"}), idle("mean", **GAP), idle("mean")],
+    "estimator": [
+        works("TurnVTrace", "LLMPPO", clipping="none"),
+        works("ReBN", "LLMPPO"),
+        works(f"{__name__}:Halved"),
+        idle("TurnVTrace", clipping="none"),
+        idle("TurnVTrace", "LLMPPO"),
+        idle("TurnVTrace", "LLMPPO", clipping="none", lmbda=0.3),
+        idle("NoSuch"),
+        idle("no_such.package:Name"),
+        idle("LLMPPOLoss"),
+    ],
     "lmbda": [works(0.3, "LLMPPO"), idle(0.3), idle(7, "LLMPPO")],
     "critic_coeff": [works(5.0, "LLMPPO", max_grad_norm=1e3), idle(0.3)],
     "clip_value": [works(1e-3, "LLMPPO"), works(0.0, "LLMPPO", clip_value=1e-3), idle(0.3)],

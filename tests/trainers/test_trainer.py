@@ -578,10 +578,10 @@ class TestOptions:
         assert make_objective(small_config(tmp_path, "LLMPPO", clip_value=0.0), ModelStub).clip_value is None
 
     def test_every_field_of_the_algorithm_is_handed_on(self):
-        """No field between the first and the last of them is forgotten by ``make_objective``."""
-        names = [field.name for field in fields(RunConfig)]
-        mine = names[names.index("gamma") : names.index("lr_actor")]
-        assert set(mine) == {name for algo in LOSSES for name in loss_settings(algo)} - {"group_size"}
+        """Every option of every loss is a setting that ``make_objective`` hands on."""
+        names = {name for algo in LOSSES for name in loss_settings(algo)}
+        assert names <= {field.name for field in fields(RunConfig)}
+        assert {"gamma", "clip_epsilon", "lmbda", "normalize_over", "credit"} <= names
 
     @pytest.mark.parametrize(("choice", "top_p", "scored"), [("sampler", 0.8, False), ("scorer", 1.0, True)])
     def test_old_log_probs(self, tmp_path, choice, top_p, scored):
@@ -765,7 +765,7 @@ def prepared(trainer):
 
 
 def test_the_loop_reads_as_one_process_with_parts_of_one_kind():
-    """What several processes, Ray or foreign parts need is behind :class:`Distributed` and :class:`CollectorView`."""
+    """What several processes, Ray or other collectors need is behind :class:`Distributed` and :class:`StockCollector`."""
     source = Path(inspect.getfile(LLMTrainer)).read_text()
     calls = {
         node.func.id

@@ -35,9 +35,13 @@ class LLMGRPOLoss(TurnPolicyLoss):
     default_value_estimator = GroupRelative
 
     gamma: Share = 1.0
+    """Discount per turn."""
     credit: Credit = "episode"
+    """Compare the returns of the "episode", or those from each "turn" on."""
     baseline: F.Baseline = "mean"
+    """The group's "mean", or "leave_one_out" (with scale="none")."""
     scale: F.Scale = "std"
+    """Divide by the group's "std", or "none"."""
     group_size: Count | None = None
     partial: F.Partial = "error"
     kl_coeff: NonNegative = 5e-4

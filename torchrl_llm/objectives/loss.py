@@ -139,23 +139,41 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
     actor: InitVar[TensorDictModuleBase] = field(kw_only=False)
     critic: InitVar[TensorDictModuleBase | None] = field(default=None, kw_only=False)
     clipping: Clipping = "ppo"
+    """The objective: "ppo", "cispo" (every token keeps its gradient), or "none"."""
     clip_epsilon: NonNegative | tuple[NonNegative, NonNegative] = 0.2
+    """How far the ratio may move from 1, one number or [low, high]."""
     dual_clip: Ratio | None = None
+    """Ratio beyond which a negative advantage has no gradient either ("ppo"); None is off."""
     ratio_level: F.RatioLevel = "token"
+    """Importance ratio per "token", "turn" or "sequence"."""
     ratio_reduction: F.RatioReduction = "mean"
+    """A unit's log-ratio is the "sum" of its tokens' or their "mean"."""
     unit_weight: UnitWeight = "by_tokens"
+    """A unit counts "by_tokens", or all units are "equal"."""
     weighting: F.WeightKind = "token"
+    """What counts equally in the loss: "token", "turn", "sequence", or "constant"."""
     weight_constant: Positive | None = None
+    """Tokens per episode of weighting="constant"."""
     kl_coeff: NonNegative = 0.0
+    """Weight of the KL to the reference model (AgileRL's beta); 0 needs no reference."""
     kl_kind: F.KLKind = "k3"
+    """The KL in the loss: "k3" or "k2"."""
     kl_in: KLPlace = "loss"
+    """The KL in the "loss" or in the "reward"."""
     entropy_coeff: NonNegative = 0.0
+    """Weight of the entropy bonus."""
     sampler_correction: F.SamplerCorrection | None = None
+    """For samplers whose log-probs are not the trainer's: "truncate", "mask" or "reject"; None is off."""
     sampler_bounds: Bound | tuple[Bound, Bound] | None = None
+    """The correction's cap ("truncate"), or [low, high]."""
     sampler_level: F.RatioLevel = "token"
+    """What has one such weight: "token", "turn" or "sequence"."""
     sampler_reduction: F.RatioReduction = "sum"
+    """A unit's weight is that of the "sum" or of the "mean" of its tokens' log-ratios."""
     discounted_objective: bool = False
+    """Weigh turn k by gamma^k, as the gradient of the discounted return does."""
     clip_advantage: Positive | None = None
+    """Bound on the absolute value of advantages; None sets none."""
 
     def __post_init__(self, actor: TensorDictModuleBase, critic: TensorDictModuleBase | None) -> None:
         super().__init__()

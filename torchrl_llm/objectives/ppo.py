@@ -49,13 +49,20 @@ class LLMPPOLoss(TurnPolicyLoss):
 
     critic: InitVar[TensorDictModuleBase] = field(kw_only=False)
     critic_coeff: NonNegative = 0.5
+    """Weight of the critic's term."""
     clip_value: Positive | None = 0.2
+    """How far a value may move from the old one; 0 sets no bound."""
     gamma: Share | None = None
+    """Discount per turn."""
     lmbda: Share = 0.95
+    """Lambda of the turn-level GAE."""
     granularity: Granularity = "turn"
+    """Credit per "turn" or per "token"."""
     single_turn: bool | None = None
     value_reduction: F.ValueReduction = "first"
+    """The value of a turn: "first" (unbiased), "mean" or "last"."""
     whiten: bool = True
+    """Whiten the advantages over the batch."""
     kl_coeff: NonNegative = 0.01
 
     @property

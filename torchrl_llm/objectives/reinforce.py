@@ -29,6 +29,8 @@ class LLMReinforceLoss(TurnPolicyLoss):
     default_value_estimator = ReBN
 
     gamma: Share = 0.9
+    """Discount per turn."""
     normalize_over: Population = "batch"
+    """Normalize returns over the "batch", or "none"."""
     kl_coeff: NonNegative = 0.01
     kl_in: KLPlace = "reward"

@@ -1,12 +1,13 @@
-"""What a trainer is made of and where its run is: :class:`TrainerBase`, which the helpers of the loop work on."""
+"""The parts and counters of a run: :class:`TrainerBase`, which the helpers of the loop work on, and what it asks of its parts."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -14,27 +15,27 @@ from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.record.loggers import Logger
 
+from torchrl_llm.collectors import EpisodeCollector
 from torchrl_llm.envs import SeenTasks
+from torchrl_llm.interrupts import interruptible
 from torchrl_llm.modules import TokenScorer
 from torchrl_llm.modules.policy import TurnPolicy
-from torchrl_llm.objectives import TurnPolicyLoss
+from torchrl_llm.objectives import TurnEstimator, TurnPolicyLoss
 from torchrl_llm.record import Timer
-from torchrl_llm.trainers.checks import check_options, check_parameters
-from torchrl_llm.trainers.collector_view import CollectorView
-from torchrl_llm.trainers.config import TrainerConfig
+from torchrl_llm.trainers.callbacks import Callback
+from torchrl_llm.trainers.config import ConfigError, TrainerConfig
 from torchrl_llm.trainers.distributed import Distributed
-from torchrl_llm.trainers.precision import warn_of_half_weights
-from torchrl_llm.trainers.protocols import RunStore, RunWatcher, WeightSync
 from torchrl_llm.trainers.schedule import LearningRateSchedule
+from torchrl_llm.weight_update import WeightSync
 
 logger = logging.getLogger(__name__)
 
 Evaluator = Callable[[], Mapping[str, Any]]
-"""Plays held-out episodes and returns metrics, of any names but those of training; ``evaluation/success`` decides what is best."""
+"""Collects held-out episodes and returns metrics, under names that training does not use; ``evaluation/success`` decides which checkpoint is best."""
 
 _ARGUMENTS = ("accelerator", "collector", "config", "optimizer", "policy", "reference", "replay_buffer", "weight_sync")
 _FIXED = {name: f"LLMTrainer({name}=...)" for name in _ARGUMENTS} | {
-    "distributed": "it is that of LLMTrainer(accelerator=...)",
+    "distributed": "LLMTrainer(accelerator=...)",
     "loss": "build_run(config, make_loss=...), or LLMTrainer(loss=...)",
     "module": "it wraps the loss of LLMTrainer(loss=...)",
 }
@@ -43,8 +44,32 @@ _FIXED = {name: f"LLMTrainer({name}=...)" for name in _ARGUMENTS} | {
 _SAVED = ("iteration", "steps", "episodes", "best_success", "history", "stop_reason", "elapsed")
 
 
+class RunStore(Protocol):
+    """Saves a run, as :class:`~torchrl_llm.trainers.CheckpointStore` does."""
+
+    def save(self, trainer: Any, metrics: Mapping[str, float], *, early: bool = False) -> Any:
+        """Save it after an iteration with these metrics; ``early``: because an error or a signal ends it."""
+
+
+class StockCollector:
+    """What the loop assumes of a collector of TorchRL's own: one task a group, and weights that are never stale.
+
+    Its attributes are what the loop asks of a collector; an :class:`~torchrl_llm.collectors.EpisodeCollector` has its own.
+    """
+
+    batch_size: int | None = None
+    group_size, max_staleness = 1, 0
+    runs_here = logprobs_match_trainer = True
+    background = True  # as one with a thread, it cannot go back to its state before a rollout
+    interruptible: Any = None
+
+    def metrics(self) -> dict[str, float]:
+        """None."""
+        return {}
+
+
 class TrainerBase:
-    """Parts, counters, clock and random generator of a run. The arguments are those of :class:`~torchrl_llm.trainers.LLMTrainer`.
+    """The parts, counters, clock and random generator of a run. The arguments are those of :class:`~torchrl_llm.trainers.LLMTrainer`.
 
     Attributes:
         iteration, steps, episodes: iterations, turns and episodes so far.
@@ -54,6 +79,10 @@ class TrainerBase:
         elapsed: seconds of training up to the last checkpoint.
         unfinished: the metrics of an iteration that is to be evaluated and logged, in a run that was interrupted there.
         saved_iteration: the iteration of the last checkpoint; -1 before the first.
+        rollouts: the collector as the loop sees it.
+        env_names: the environments of a mixture.
+        collector_state: the collector's state before the rollout or evaluation that runs, or was dropped; ``None``: the state
+            that it has.
         module: computes the loss on all ranks.
         distributed: the training processes.
     """
@@ -75,7 +104,7 @@ class TrainerBase:
         evaluator: Evaluator | None = None,
         checkpoints: RunStore | None = None,
         loggers: Sequence[Logger] = (),
-        callbacks: Sequence[RunWatcher] = (),
+        callbacks: Sequence[Callback] = (),
         accelerator: Accelerator | None = None,
         seen_tasks: SeenTasks | None = None,
     ) -> None:
@@ -83,14 +112,16 @@ class TrainerBase:
         self.config, self.reference, self.weight_sync = config, reference, weight_sync
         self.evaluator, self.checkpoints = evaluator, checkpoints
         self.loggers, self.callbacks = tuple(loggers), tuple(callbacks)
-        warn_of_half_weights(optimizer)
+        _warn_of_half_weights(optimizer)
         self.accelerator = accelerator or Accelerator()
         self.distributed = Distributed.of(self.accelerator)
         self.prepare(optimizer)
         if weight_sync is not None:
             weight_sync.parameter_gather = self.distributed.parameter_gather
-        check_options(config, loss, optimizer, policy)
-        self.rollouts = CollectorView(collector, self.distributed)
+        self.check_options()
+        self.rollouts: Any = collector if isinstance(collector, EpisodeCollector) else StockCollector()
+        self.rollouts.interruptible = partial(interruptible, distributed=self.distributed)
+        self.env_names: tuple[str, ...] = getattr(getattr(collector, "env", None), "names", ())
         self.timer = Timer()
         self.seen_tasks = SeenTasks() if seen_tasks is None else seen_tasks
         self.generator = torch.Generator().manual_seed(config.seed)
@@ -100,6 +131,7 @@ class TrainerBase:
         self.stop_reason: str | None = None
         self.unfinished: dict[str, float] | None = None
         self.saved_iteration = -1
+        self.collector_state: dict[str, Any] | None = None
         self.start_clock()
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -113,16 +145,66 @@ class TrainerBase:
 
     def prepare(self, optimizer: torch.optim.Optimizer) -> None:
         """Train the loss with an optimizer that has not stepped."""
-        check_parameters(self.loss, optimizer)
+        self._check_parameters(optimizer)
         self.schedule = LearningRateSchedule(optimizer, self.config)
         others = [] if self.reference is None else [self.reference]
         module, optimizer = self.distributed.prepare(self.loss, optimizer, *others)
         self.__dict__ |= {"module": module, "optimizer": optimizer}  # past __setattr__
 
+    def _check_parameters(self, optimizer: torch.optim.Optimizer) -> None:
+        """Refuse an optimizer that steps other parameters than the loss trains, which would run without an error."""
+        stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        trained = {id(parameter): name for name, parameter in self.loss.named_parameters() if parameter.requires_grad}
+        idle = sorted(trained[each] for each in trained.keys() - stepped)
+        if idle or stepped - trained.keys():
+            listed = ", ".join(idle[:3]) + (", ..." if len(idle) > 3 else "")
+            raise ConfigError(
+                f"The optimizer steps {len(stepped - trained.keys())} parameters that are none of {type(self.loss).__name__}'s "
+                f"trainable ones, and leaves out {len(idle)} that are{f' ({listed})' if idle else ''}. Make the loss of the networks "
+                "whose parameters the optimizer has (build_run: models.actor and models.critic), and set requires_grad_(False) on "
+                "what is not to be trained."
+            )
+
+    def check_options(self) -> None:
+        """Refuse settings of the loop that do not go with the other parts.
+
+        Raises:
+            ConfigError: names the setting and what to do.
+        """
+        for problem in self._contradictions():
+            raise ConfigError(problem)
+
+    def _contradictions(self) -> Iterator[str]:
+        config, limit = self.config, self.policy.sampling.max_output_tokens
+        warmup, buffer = config.critic_warmup, config.overlong_buffer
+        if warmup and self.loss.critic_network is None:
+            yield f"critic_warmup={warmup}, but {type(self.loss).__name__} has no critic: leave it 0, or use LLMPPO."
+        if warmup and len(self.optimizer.param_groups) < 2:
+            yield (
+                f"critic_warmup={warmup} steps the optimizer's second group of parameters, and there is one: give the critic's a "
+                "group of their own, after the actor's."
+            )
+        if buffer is not None and buffer > limit:
+            yield (
+                f"overlong_buffer={buffer} is more than a response has, {limit} tokens: lower it, or raise the policy's "
+                "max_output_tokens."
+            )
+        if config.old_log_probs == "sampler" and (self.loss.sampler_correction or self.credit_corrects_sampler):
+            yield (
+                'old_log_probs="sampler" leaves no gap between sampler and trainer to correct for: use "auto" or "scorer", or no '
+                "correction."
+            )
+
+    @property
+    def credit_corrects_sampler(self) -> bool:
+        """Whether the advantages hold the ratio of the policy to the sampler, for which old log-probs are scored."""
+        estimator = self.loss.value_estimator
+        return isinstance(estimator, TurnEstimator) and estimator.corrects_sampler
+
     # ------------------------------------------------------------------ where the run is
 
     def start_clock(self) -> None:
-        """Count seconds from here on, after those of the last checkpoint."""
+        """Start the clock at the seconds of the last checkpoint."""
         self._started = time.monotonic() - self.elapsed
 
     @property
@@ -138,7 +220,7 @@ class TrainerBase:
         return int(self.history[-1]["rollout/steps"]) if self.history else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is, without weights, optimizer and collector; to be taken between iterations."""
+        """The counters and generators of the run, without weights, optimizer and collector; to be taken between iterations."""
         return {name: getattr(self, name) for name in _SAVED} | {
             "generator": self.generator.get_state(),
             "unfinished": self.unfinished,
@@ -156,7 +238,18 @@ class TrainerBase:
         if "seen_tasks" in state_dict:
             self.seen_tasks.tasks = state_dict["seen_tasks"].numpy()
         else:
-            logger.warning(
-                "an older version saved this run: evaluation/task_overlap counts what is played from here on"
-            )
+            logger.warning("an older version saved this run: evaluation/task_overlap counts tasks from here on")
         self.saved_iteration = self.iteration
+
+
+def _warn_of_half_weights(optimizer: torch.optim.Optimizer) -> None:
+    """Warn if an optimizer of PyTorch's steps weights narrower than float32: rounding loses most of its steps."""
+    kind, parameters = type(optimizer), [each for group in optimizer.param_groups for each in group["params"]]
+    narrow = {str(p.dtype) for p in parameters if p.is_floating_point() and torch.finfo(p.dtype).bits < 32}
+    # Optimizers of other packages may keep float32 copies themselves.
+    if narrow and kind.__module__.startswith("torch.optim"):
+        logger.warning(
+            "%s steps %s weights without a float32 copy: at usual learning rates rounding takes all but a few of its steps. "
+            "load_actor_critic keeps float32 weights (the default, master_weights=True); mixed precision computes in half.",
+            kind.__name__, " and ".join(sorted(narrow)),
+        )  # fmt: skip

@@ -1,6 +1,6 @@
-"""The parts of a run from its settings: a function each, from accelerate to the evaluator.
+"""Makes the parts of a run from its settings, one function a part.
 
-What they return is plain TorchRL; :func:`~torchrl_llm.trainers.build_run` puts them together.
+The parts are plain TorchRL; :func:`~torchrl_llm.trainers.build_run` puts them together.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -29,21 +29,24 @@ from torchrl_llm.stops import response_end_ids
 from torchrl_llm.trainers.config import LOSSES, ConfigError, RunConfig
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import evaluate
-from torchrl_llm.trainers.precision import mixed_precision
 from torchrl_llm.trainers.sources import model_path
 from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
 
-_CANARY_LENGTH = 257
+_PARITY_LENGTH = 257
 """Two blocks of 128 tokens, the largest of vLLM's prefix caches, and one."""
+
+_AUTOCAST = {"bfloat16": "bf16", "float16": "fp16"}
+"""A dtype's name in accelerate."""
 
 _MODEL = ("dtype", "attn_implementation", "trust_remote_code", "quantization")
 """Settings of the model wherever it is loaded by transformers: here and on workers."""
 
 _ENGINE = (
+    *("seed", "max_model_len", "trust_remote_code"),
     *("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_memory_bytes", "enforce_eager", "prefix_caching"),
     "sleep_mode",
 )
-"""Settings that vLLM's engine has defaults for."""
+"""Settings of vLLM's engine by its own names."""
 
 _ENVIRONMENT = (
     *(
@@ -56,49 +59,25 @@ _ENVIRONMENT = (
         "template",
         "history",
     ),
-    *("chat_template_kwargs", "seed"),
+    *("chat_template_kwargs", "seed", "max_faults", "success_reward"),
 )
 """Settings of every environment of a run."""
 
 
-def _values(config: RunConfig, *names: str) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in names}
-
-
 def _given(config: RunConfig, *names: str, **renamed: str) -> dict[str, Any]:
-    """The settings that are not ``None``, by the names that a part has for them; the part's own default stands for the rest.
+    """The settings that are not ``None``, as keyword arguments of a part, whose own defaults hold for the rest.
 
     Args:
         names: settings that the part calls by the same name.
         renamed: the part's name for a setting, and the setting.
     """
-    found = _values(config, *names) | {option: getattr(config, name) for option, name in renamed.items()}
-    return {option: value for option, value in found.items() if value is not None}
-
-
-class Workers(NamedTuple):
-    """What makes the workers on Ray, and sends them the weights."""
-
-    make_env: Callable[[], GEMEnv]
-    make_policy: Callable[[], TurnPolicy]
-    weight_sync: RayWeightSync
-
-
-def make_workers(
-    config: RunConfig,
-    make_env: Callable[[], GEMEnv],
-    tokenizer: Any,
-    sampling: SamplingConfig,
-    models: ActorCritic,
-    weight_sync: RayWeightSync,
-) -> Workers:
-    """The parts of ``collector="ray"``: workers get merged weights, or the adapter of ``models`` alone."""
-    lora = None if weight_sync.merged or models.adapter is None else models.model.peft_config[models.adapter]
-    return Workers(make_env, partial(_worker_policy, config, tokenizer, sampling, lora), weight_sync)
+    settings = {name: name for name in names} | renamed
+    values = {option: getattr(config, name) for option, name in settings.items()}
+    return {option: value for option, value in values.items() if value is not None}
 
 
 def check_sharding(config: RunConfig, distributed: Distributed) -> None:
-    """Refuse what weights that are shared out (FSDP2) do not go with."""
+    """Refuse settings that do not work with sharded weights (FSDP2)."""
     instead = {
         "weight_sync": (config.weight_sync == "nccl", "another, or DDP"),
         "quantization": (config.quantization is not None, "None, or DDP"),
@@ -108,7 +87,7 @@ def check_sharding(config: RunConfig, distributed: Distributed) -> None:
     for name, (refused, expected) in instead.items():
         if distributed.sharded and refused:
             raise ConfigError(
-                f"{name} is {getattr(config, name)!r}, but the weights are shared out over {distributed.world_size} processes (FSDP2): "
+                f"{name} is {getattr(config, name)!r}, but the weights are sharded over {distributed.world_size} processes (FSDP2): "
                 f"expected {expected}."
             )
 
@@ -119,8 +98,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     Raises:
         ConfigError: accelerate chose another device than ``config.device``.
     """
-    precision = mixed_precision(config, model_path(config))
-    accelerator = Accelerator(mixed_precision=precision, cpu=config.device == "cpu")
+    accelerator = Accelerator(mixed_precision=_mixed_precision(config), cpu=config.device == "cpu")
     chosen = accelerator.device
     if config.device is not None:
         wanted = torch.device(config.device)
@@ -132,37 +110,52 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     return accelerator
 
 
-def make_sampling(config: RunConfig, path: str, env: GEMEnv) -> SamplingConfig:
+def _mixed_precision(config: RunConfig) -> str:
+    """The autocast of the forward passes of training, as accelerate names it.
+
+    Where all weights train, they are kept in float32 (:func:`~torchrl_llm.modules.load_actor_critic`), and ``config.dtype`` says
+    in what they compute.
+    """
+    if config.mixed_precision is not None or config.lora_r:
+        return config.mixed_precision or "no"
+    dtype: object = config.dtype
+    if dtype == "auto":
+        dtype = AutoConfig.from_pretrained(model_path(config), trust_remote_code=config.trust_remote_code).dtype
+    return _AUTOCAST.get(str(dtype).removeprefix("torch."), "no")
+
+
+def make_sampling(config: RunConfig, env: GEMEnv) -> SamplingConfig:
     """The sampling settings, with the ids that end a response (:func:`torchrl_llm.stops.response_end_ids`)."""
+    path = model_path(config)
     try:
         named = GenerationConfig.from_pretrained(path)
-    except OSError:  # the model comes without; as transformers does then
+    except OSError:  # the model comes without one; transformers reads its configuration then
         named = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     # The formatter's own, for its settings (chat_template_kwargs) may change how a turn ends.
     ids = {*env.formatter.end_of_turn_ids, *response_end_ids(env.formatter.tokenizer, named.eos_token_id)}
     return replace(config.sampling(), stop_ids=tuple(sorted(ids)))
 
 
-def load_models(config: RunConfig, path: str, tokenizer: Any, sampling: SamplingConfig, *, device: Any) -> ActorCritic:
+def load_models(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, *, device: Any) -> ActorCritic:
     """Actor, critic and reference of ``config`` on one base model."""
-    lora = None
-    if config.lora_r:
-        lora = LoraConfig(
-            r=config.lora_r,
-            lora_alpha=config.lora_alpha or 2 * config.lora_r,
-            target_modules=config.lora_targets,
-            task_type="CAUSAL_LM",
-        )
+    rank, lora = config.lora_r, None
+    if rank:
+        alpha, targets = config.lora_alpha or 2 * rank, config.lora_targets
+        lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+    reference: Any = config.kl_coeff != 0
+    # With LoRA the frozen base model serves as the reference, unless the reference is to change.
+    if reference and rank and (config.init_reference or config.refresh_reference):
+        reference = "adapter"
     models = load_actor_critic(
-        path,
+        model_path(config),
         tokenizer=tokenizer,
         lora=lora,
         critic=config.algo == "LLMPPO" and ("shared" if config.critic_trunk == "shared" else True),
-        reference=_reference(config),
+        reference=reference,
         sampling=sampling,
         entropy=True,
         device=device,
-        **_values(config, *_MODEL, "gradient_checkpointing", "compile", "seed"),
+        **_given(config, *_MODEL, "gradient_checkpointing", "compile", "seed"),
     )
     if config.init_from is not None:
         models.load_pretrained(
@@ -175,30 +168,23 @@ def load_models(config: RunConfig, path: str, tokenizer: Any, sampling: Sampling
 
 
 def make_policy(
-    config: RunConfig, path: str, tokenizer: Any, sampling: SamplingConfig, models: ActorCritic
+    config: RunConfig, tokenizer: Any, sampling: SamplingConfig, models: ActorCritic
 ) -> tuple[TurnPolicy, EngineWeightSync | RayWeightSync | None]:
     """The policy of this process, and the weight sync of engines that hold weights of their own.
 
-    With ``collector="ray"`` those are the workers', and the policy here plays evaluations only.
+    With ``collector="ray"`` those are the workers', and the policy here samples in evaluations only.
     """
-    if config.collector == "ray" or config.policy == "hf":
-        policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed)
-        return policy, _ray_sync(config, models, policy) if config.collector == "ray" else None
-    engine = _make_engine(config, path, tokenizer, sampling)
-    sync = EngineWeightSync(
-        models.model,
-        models.adapter,
-        policy=engine,
-        method=config.weight_sync or "auto",
-        sleep_level=1 if config.sleep_mode else 0,
-    )
-    return engine, sync
-
-
-def _ray_sync(config: RunConfig, models: ActorCritic, policy: TurnPolicy) -> RayWeightSync:
+    policy: TurnPolicy
+    if config.policy == "vllm" and config.collector != "ray":
+        policy = _make_engine(config, tokenizer, sampling)
+        sync_options: Any = {"method": config.weight_sync or "auto", "sleep_level": 1 if config.sleep_mode else 0}
+        return policy, EngineWeightSync(models.model, models.adapter, policy=policy, **sync_options)
+    policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed)
+    if config.collector != "ray":
+        return policy, None
     merged = True if config.policy == "vllm" and not _serves_adapter(config) else None
-    length = min(_CANARY_LENGTH, config.max_model_len - 1)
-    return RayWeightSync(models.model, models.adapter, policy=policy, merged=merged, parity_length=length)
+    length = min(_PARITY_LENGTH, config.max_model_len - 1)
+    return policy, RayWeightSync(models.model, models.adapter, policy=policy, merged=merged, parity_length=length)
 
 
 def _serves_adapter(config: RunConfig) -> bool:
@@ -208,29 +194,45 @@ def _serves_adapter(config: RunConfig) -> bool:
     return config.lora_r > 0 and (config.weight_sync == "adapter" or (config.weight_sync is None and on_gpu))
 
 
-def _make_engine(config: RunConfig, path: str, tokenizer: Any, sampling: SamplingConfig) -> VLLMPolicy:
+def _make_engine(config: RunConfig, tokenizer: Any, sampling: SamplingConfig) -> VLLMPolicy:
     return VLLMPolicy(
-        path,
+        model_path(config),
         tokenizer,
         sampling,
         dtype=config.engine_dtype or config.dtype,
         max_num_seqs=config.num_envs,
         max_lora_rank=config.lora_r if _serves_adapter(config) else 0,
         multiprocess=bool(config.engine_process),
-        **_values(config, "seed", "max_model_len", "trust_remote_code"),
         **_given(config, *_ENGINE),
     )
+
+
+def worker_options(
+    config: RunConfig, make_env: Callable[[], GEMEnv], tokenizer: Any, models: ActorCritic, sync: RayWeightSync
+) -> dict[str, Any]:
+    """What :class:`~torchrl_llm.collectors.RayTurnCollector` needs for its workers, which ``sync`` sends the weights to."""
+    lora = None if sync.merged or models.adapter is None else models.model.peft_config[models.adapter]
+    resources = {"num_cpus": 1.0, "num_gpus": 0} | _given(
+        config, num_cpus="ray_worker_cpus", num_gpus="ray_worker_gpus"
+    )
+    return {
+        "make_env": make_env,
+        "make_policy": partial(_worker_policy, config, tokenizer, sync.policy.sampling, lora),
+        "num_workers": config.ray_workers or 2,
+        "worker_options": resources,
+        "weight_sync_schemes": {"policy": sync},
+    }
 
 
 def _worker_policy(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, lora: LoraConfig | None) -> TurnPolicy:
     """The policy of a worker; its weights come with its first task.
 
     Args:
-        lora: the settings of the adapter that is sent; ``None``: whole models are.
+        lora: the settings of the adapter that is sent; ``None``: whole models are sent.
     """
     disable_progress_bar()
     if config.policy == "vllm":
-        return _make_engine(config, model_path(config), tokenizer, sampling)
+        return _make_engine(config, tokenizer, sampling)
     models = load_actor_critic(
         model_path(config),
         tokenizer=tokenizer,
@@ -238,7 +240,7 @@ def _worker_policy(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, 
         sampling=sampling,
         master_weights=False,
         device="cuda" if config.ray_worker_gpus else "cpu",
-        **_values(config, *_MODEL),
+        **_given(config, *_MODEL),
     )
     return HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed)
 
@@ -249,50 +251,30 @@ def make_collector(
     policy: TurnPolicy,
     replay_buffer: ReplayBuffer,
     distributed: Distributed,
-    workers: Workers | None = None,
+    **workers: Any,
 ) -> TurnCollector | AsyncTurnCollector | RayTurnCollector:
-    """The collector, which fills the replay buffer with this rank's share of ``config.batch_size`` episodes an iteration."""
-    common: dict[str, Any] = {"batch_size": _share(config, distributed.world_size), "replay_buffer": replay_buffer}
-    common |= _given(config, "max_faults")
-    if config.adaptive_mixture:
-        common["post_collect_hook"] = partial(adapt_mixture, env, gather=distributed.all_gather)
-    if config.collector == "turn":
-        return TurnCollector(env, policy, **common)
-    common |= _given(config, "max_staleness", "step_timeout", num_threads="env_threads")
-    if workers is None:
-        return AsyncTurnCollector(env, policy, **common)
-    return RayTurnCollector(
-        env,
-        policy,
-        make_env=workers.make_env,
-        make_policy=workers.make_policy,
-        num_workers=config.ray_workers or 2,
-        worker_options={
-            "num_cpus": 1.0,
-            "num_gpus": 0,
-            **_given(config, num_cpus="ray_worker_cpus", num_gpus="ray_worker_gpus"),
-        },
-        weight_sync_schemes={"policy": workers.weight_sync},
-        **common,
-    )
+    """The collector, which fills the replay buffer with this rank's share of ``config.batch_size`` episodes an iteration.
 
-
-def _reference(config: RunConfig) -> bool | Literal["adapter"]:
-    """Which reference the KL has.
-
-    With LoRA the frozen base model serves as the reference. A separate reference adapter is needed only if
-    ``init_reference`` or ``refresh_reference`` is set.
+    Args:
+        workers: :func:`worker_options`, with ``collector="ray"``.
     """
-    if config.kl_coeff == 0:
-        return False
-    return "adapter" if config.lora_r and (config.init_reference or config.refresh_reference) else True
+    options = {"batch_size": _batch_share(config, distributed.world_size), "replay_buffer": replay_buffer, **workers}
+    options |= _given(config, "max_faults")
+    if config.adaptive_mixture:
+        options["post_collect_hook"] = partial(adapt_mixture, env, gather=distributed.all_gather)
+    if config.collector == "turn":
+        return TurnCollector(env, policy, **options)
+    options |= _given(config, "max_staleness", "step_timeout", num_threads="env_threads")
+    if config.collector == "async":
+        return AsyncTurnCollector(env, policy, **options)
+    return RayTurnCollector(env, policy, **options)
 
 
 def make_objective(config: RunConfig, models: ActorCritic) -> TurnPolicyLoss:
     """The loss of ``config.algo`` with its value estimator; fields that are None keep the class's default."""
-    loss_class: Any = LOSSES[config.algo]
     networks = (models.actor, models.critic) if config.algo == "LLMPPO" else (models.actor,)
-    return loss_class(*networks, **config.loss_options())
+    loss: Any = LOSSES[config.algo](*networks, **config.loss_options())
+    return loss if config.estimator is None else loss.make_value_estimator(config.value_estimator())
 
 
 def make_optimizer(config: RunConfig, models: ActorCritic) -> torch.optim.Optimizer:
@@ -316,56 +298,39 @@ def make_replay_buffer(config: RunConfig) -> ReplayBuffer:
 
 
 def make_environment(
-    config: RunConfig,
-    tokenizer: Any,
-    make: Callable[..., GEMEnv],
-    *,
-    stream: Stream,
-    group_size: int = 1,
-    worker: int = 0,
-    num_workers: int = 1,
+    config: RunConfig, tokenizer: Any, make: Callable[..., GEMEnv], *, stream: Stream, group_size: int = 1, **shard: int
 ) -> GEMEnv:
-    """An environment of the run, made by ``make`` from the keyword arguments of :class:`~torchrl_llm.envs.GEMEnv`."""
-    shared = {"worker": worker, "num_workers": num_workers} if num_workers > 1 else {}
-    timeout = _step_timeout(config)
-    return make(
-        tokenizer=tokenizer,
-        group_size=group_size,
-        stream=stream,
-        **shared,
-        **_values(config, *_ENVIRONMENT),
-        **_given(config, "max_faults", "success_reward", num_threads="env_threads"),
-        **({} if timeout is None else {"step_timeout": timeout}),
-    )
+    """An environment of the run, made by ``make`` from the keyword arguments of :class:`~torchrl_llm.envs.GEMEnv`.
 
-
-def _step_timeout(config: RunConfig) -> float | None:
-    """Seconds that an environment may take for a step: evaluation allows what training allows."""
-    if config.step_timeout is not None or config.collector == "turn" or config.env_threads == 0:
-        return config.step_timeout
-    return STEP_TIMEOUT
+    Args:
+        shard: ``worker`` and ``num_workers``, where several processes share the tasks.
+    """
+    options = _given(config, *_ENVIRONMENT, "step_timeout", num_threads="env_threads")
+    if config.collector != "turn" and config.env_threads != 0:
+        options = {"step_timeout": STEP_TIMEOUT} | options  # evaluation allows what training allows
+    return make(tokenizer=tokenizer, group_size=group_size, stream=stream, **shard, **options)
 
 
 def make_evaluator(
     config: RunConfig, policy: TurnPolicy, env: GEMEnv, distributed: Distributed, seen_tasks: SeenTasks
 ) -> Callable[[], dict]:
-    """Plays the evaluations during the run, and returns their metrics."""
-    play = partial(evaluate, env, policy, config.evaluation_episodes, distributed=distributed, seen_tasks=seen_tasks)
+    """A function that evaluates the policy during the run, and returns metrics."""
+    collect = partial(evaluate, env, policy, config.evaluation_episodes, distributed=distributed, seen_tasks=seen_tasks)
 
     def evaluator() -> dict[str, float]:
-        metrics = play().metrics("evaluation")
+        metrics = collect().metrics("evaluation")
         if config.evaluation_greedy:
-            metrics |= play(greedy=True).metrics("evaluation_greedy")
+            metrics |= collect(greedy=True).metrics("evaluation_greedy")
         return metrics
 
     return evaluator
 
 
-def _share(config: RunConfig, num_ranks: int) -> int:
-    """The conversations that each rank plays of a batch."""
+def _batch_share(config: RunConfig, num_ranks: int) -> int:
+    """The episodes of a batch that each rank collects."""
     if config.batch_size % (num_ranks * config.group_size):
         raise ConfigError(
-            f"batch_size={config.batch_size} counts the conversations of all {num_ranks} processes, and a group of "
-            f"group_size={config.group_size} is played by one of them: make it a multiple of {num_ranks * config.group_size}."
+            f"batch_size={config.batch_size} counts the episodes of all {num_ranks} processes, and a group of "
+            f"group_size={config.group_size} is collected by one of them: make it a multiple of {num_ranks * config.group_size}."
         )
     return config.batch_size // num_ranks

@@ -1,19 +1,17 @@
-"""What watches a run: the :class:`Callback` protocol and the callbacks that come with the library."""
+"""Objects that watch a run: :class:`Callback`, :class:`RefreshReference`, :class:`ProgressBar`."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import Any
 
 from tqdm.auto import tqdm
 
-if TYPE_CHECKING:
-    from torchrl_llm.modules import ActorCritic
-    from torchrl_llm.trainers.trainer import LLMTrainer
+from torchrl_llm.modules import ActorCritic
 
 
 class Callback:
-    """Override what you need; every hook gets the trainer and may set ``trainer.stop_reason`` to end the run.
+    """Watches a run. Override what you need; every hook gets the trainer and may set ``trainer.stop_reason`` to end the run.
 
     Examples:
         >>> class Watch(Callback):
@@ -22,13 +20,13 @@ class Callback:
         ...             trainer.stop_reason = "reward above 0.9"
     """
 
-    def on_start(self, trainer: LLMTrainer) -> None:
+    def on_start(self, trainer: Any) -> None:
         """Before the first iteration."""
 
-    def on_iteration(self, trainer: LLMTrainer, metrics: dict[str, float]) -> None:
+    def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:
         """After each iteration, with its metrics (evaluation included where there was one)."""
 
-    def on_end(self, trainer: LLMTrainer) -> None:
+    def on_end(self, trainer: Any) -> None:
         """After the last iteration, also when the run failed."""
 
 
@@ -43,7 +41,7 @@ class RefreshReference(Callback):
     def __init__(self, models: ActorCritic, interval: int) -> None:
         self.models, self.interval = models, interval
 
-    def on_iteration(self, trainer: LLMTrainer, metrics: dict[str, float]) -> None:
+    def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:
         if trainer.iteration % self.interval == 0:
             self.models.refresh_reference()
 
@@ -51,7 +49,7 @@ class RefreshReference(Callback):
 class ProgressBar(Callback):
     """A tqdm bar over turns, with reward, success and KL of the last iteration.
 
-    In a resumed run the turns before count as done, not as played now: they do not enter the rate.
+    In a resumed run earlier turns count as done, but do not enter the rate.
 
     Args:
         label: what the bar is called, such as the algorithm; ``None``: the loss's class.
@@ -64,7 +62,7 @@ class ProgressBar(Callback):
         self._bar: tqdm | None = None
         self._postfix: dict[str, str] = {}
 
-    def on_start(self, trainer: LLMTrainer) -> None:
+    def on_start(self, trainer: Any) -> None:
         if trainer.iteration:
             tqdm.write(f"resumed at iteration {trainer.iteration}", file=sys.stderr)
         self._bar = tqdm(
@@ -77,7 +75,7 @@ class ProgressBar(Callback):
             miniters=1,
         )
 
-    def on_iteration(self, trainer: LLMTrainer, metrics: dict[str, float]) -> None:
+    def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:
         if self._bar is None:
             raise RuntimeError("ProgressBar.on_iteration was called before on_start.")
         self._postfix |= {
@@ -87,10 +85,10 @@ class ProgressBar(Callback):
         self._bar.update(self._steps(trainer) - self._bar.n)
 
     @staticmethod
-    def _steps(trainer: LLMTrainer) -> int:
-        """Turns so far, those of before a resume included; the last iteration may play more than were asked for."""
+    def _steps(trainer: Any) -> int:
+        """Turns so far, including those before a resume; the last iteration may collect more than ``max_steps``."""
         return min(trainer.steps, trainer.config.max_steps)
 
-    def on_end(self, trainer: LLMTrainer) -> None:
+    def on_end(self, trainer: Any) -> None:
         if self._bar is not None:  # another callback may have failed before this one started
             self._bar.close()

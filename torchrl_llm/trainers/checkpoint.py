@@ -20,13 +20,13 @@ import shutil
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation, GlobalRNGState
 
 from torchrl_llm.modules import ActorCritic
+from torchrl_llm.trainers.base import TrainerBase
 from torchrl_llm.trainers.checkpoint_files import (
     NAME,
     SUCCESS,
@@ -39,9 +39,6 @@ from torchrl_llm.trainers.checkpoint_files import (
 )
 from torchrl_llm.trainers.checkpoint_parts import Collectors, Optimizer, environment, states_of
 
-if TYPE_CHECKING:
-    from torchrl_llm.trainers.trainer import LLMTrainer
-
 logger = logging.getLogger(__name__)
 
 NOT_EVALUATED = -1.0
@@ -52,7 +49,7 @@ LINKS = ("last", "best")
 
 
 class _Rotation(CheckpointRotation):
-    """TorchRL's, which deletes no files but those that were saved."""
+    """TorchRL's rotation, but it deletes only files that were saved."""
 
     def _remove_atomically(self, path: Path) -> None:
         foreign = foreign_files(path)
@@ -100,7 +97,7 @@ class CheckpointStore:
         return next(reversed(self.checkpoints()), None)
 
     def checkpoints(self) -> list[Path]:
-        """All of them, the oldest first. A folder ``last`` or ``best`` counts if no other has the checkpoint of its iteration.
+        """All checkpoints, the oldest first. A folder ``last`` or ``best`` counts if no other has the checkpoint of its iteration.
 
         Raises:
             CheckpointError: a folder ``last`` or ``best`` is no copy of a checkpoint.
@@ -112,7 +109,7 @@ class CheckpointStore:
         return [found[place] for place in sorted(found)]
 
     def own_place(self, path: Path) -> Path:
-        """Where the checkpoint in ``path`` belongs: ``path`` itself, or, for a folder ``last`` or ``best``, that of its iteration.
+        """The right place of the checkpoint in ``path``: ``path``, or, for a folder ``last`` or ``best``, that of its iteration.
 
         Raises:
             CheckpointError: such a folder is no checkpoint, holds other files too, or is another than the one in its place.
@@ -139,20 +136,19 @@ class CheckpointStore:
         """The one with the highest success rate in the evaluation of its iteration."""
         return self.rotation.best()
 
-    def save(self, trainer: LLMTrainer, metrics: Mapping[str, float], *, early: bool = False) -> Path:
+    def save(self, trainer: TrainerBase, metrics: Mapping[str, float], *, early: bool = False) -> Path:
         """Save the run at the end of an iteration, and delete what is neither among the newest nor the best.
 
         Args:
             trainer: between two iterations, where no episode is in flight.
-            metrics: those of the iteration.
+            metrics: of the iteration.
             early: a signal or an error ends the run: ``on_save``, which may delete what the run replaces, is not called.
 
         Returns:
             The new checkpoint's folder. ``last`` and ``best`` beside it are links. Of several ranks the first one writes.
         """
         place = self.directory / f"checkpoint-{trainer.iteration:012d}"
-        with self._gathered(trainer) as states:
-            write = partial(self._write, states, metadata=self._metadata(trainer, metrics))
+        with self._writing(trainer, metrics) as write:
             trainer.distributed.on_main(lambda: self._save(place, write, early=early))
         return place
 
@@ -161,7 +157,7 @@ class CheckpointStore:
             publish(place, write)
         except Exception as error:  # of Python, of safetensors or of tokenizers; all of them end the run
             last = self.latest()
-            rest = f"{last} is whole: resume=true goes on from it." if last else "There is no earlier one."
+            rest = f"{last} is whole: resume=true continues it." if last else "There is no earlier one."
             raise CheckpointError(f"{place} could not be saved ({type(error).__name__}: {error}). {rest}") from error
         self.rotation.prune()
         self.link()
@@ -185,49 +181,62 @@ class CheckpointStore:
         self._link("best", best)
 
     def save_to(
-        self, path: str | Path, trainer: LLMTrainer, *, lora_only: bool = True, save_optimizer: bool = True
+        self, path: str | Path, trainer: TrainerBase, *, lora_only: bool = True, save_optimizer: bool = True
     ) -> Path:
         """Save to a folder of the caller's choice; see :meth:`torchrl_llm.trainers.Run.save_checkpoint`."""
         path = Path(path)
         merged = not lora_only and self.models.adapter is not None
         if merged and trainer.distributed.sharded:
             raise CheckpointError(
-                "lora_only=False merges a copy of the model, which is shared out (FSDP2): save adapters, and merge them in a run "
+                "lora_only=False merges a copy of the model, which is sharded (FSDP2): save adapters, and merge them in a run "
                 "of one process."
             )
         trainer.distributed.on_main(lambda: check_replaceable(path))
-        with self._gathered(trainer) as states:
-            metadata, names = self._metadata(trainer, {}), None if save_optimizer else ()
-            write = partial(self._write, states, metadata=metadata, names=names, merged=merged)
+        with self._writing(trainer, {}, components=None if save_optimizer else (), merged=merged) as write:
             trainer.distributed.on_main(lambda: publish(path, write))
         return path
 
-    def _write(
+    @contextmanager
+    def _writing(
         self,
-        states: Checkpoint,
-        root: Path,
+        trainer: TrainerBase,
+        metrics: Mapping[str, float],
         *,
-        metadata: dict[str, Any],
-        names: Collection[str] | None = None,
+        components: Collection[str] | None = None,
         merged: bool = False,
-    ) -> None:
-        """Write states and manifest as TorchRL does, and the weights beside them, where PEFT and transformers look.
+    ) -> Iterator[Callable[[Path], None]]:
+        """Gather states and weights of all ranks; inside, the function that is yielded writes them to a new folder on the first rank.
 
         Args:
-            states: what has a ``state_dict``.
-            root: the new folder.
-            metadata: for the manifest.
-            names: which of the states; ``None`` writes all.
+            trainer: between two iterations.
+            metrics: for the manifest.
+            components: names of the states to write; ``None`` writes all.
             merged: add the actor as one whole model.
         """
-        states.save(root, components=names, metadata=metadata)
-        self.models.save_pretrained(root)
-        if merged:
-            self.models.export_merged(root / "merged", self.tokenizer)
-        if self.tokenizer is not None:
-            self.tokenizer.save_pretrained(root / "tokenizer")
+        shared = _shared(trainer)
+        for part in shared.values():
+            part.gather()
+        metadata = {
+            SUCCESS: float(metrics.get("evaluation/success", NOT_EVALUATED)),
+            "iteration": trainer.iteration,
+            "steps": trainer.steps,
+            "config": self.config,
+            "environment": environment(),
+        }
 
-    def resume(self, trainer: LLMTrainer, path: str | Path) -> dict[str, Any]:
+        def write(root: Path) -> None:
+            # The weights lie beside TorchRL's files, where PEFT and transformers look.
+            _states(trainer, shared).save(root, components=components, metadata=metadata)
+            self.models.save_pretrained(root)
+            if merged:
+                self.models.export_merged(root / "merged", self.tokenizer)
+            if self.tokenizer is not None:
+                self.tokenizer.save_pretrained(root / "tokenizer")
+
+        with trainer.distributed.full_state_on_cpu():
+            yield write
+
+    def resume(self, trainer: TrainerBase, path: str | Path) -> dict[str, Any]:
         """Put ``trainer`` where it was when ``path`` was saved.
 
         Returns:
@@ -239,12 +248,14 @@ class CheckpointStore:
         """
         manifest = self.verify(path)
         with trainer.distributed.full_state_on_cpu(read=True):
-            self._load_weights(Path(path))
-            # After the weights: reading those may draw random numbers, and the generators are to be as they were saved.
-            self._states(trainer, _shared(trainer)).load(path)
-        said, found = (
-            {name: of[name] for name in ("iteration", "steps")} for of in (manifest["metadata"], vars(trainer))
-        )
+            try:
+                self.models.load_pretrained(path)
+            except Exception as error:
+                raise CheckpointError(f"The weights of {path} cannot be loaded: {error}") from error
+            # After the weights: reading those may draw random numbers, and the generators must be as they were saved.
+            _states(trainer, _shared(trainer)).load(path)
+        said = {name: manifest["metadata"][name] for name in ("iteration", "steps")}
+        found = {"iteration": trainer.iteration, "steps": trainer.steps}
         if said != found:
             raise CheckpointError(f"{Path(path) / 'manifest.json'} says {said}, but what was saved is of {found}.")
         return manifest
@@ -257,7 +268,7 @@ class CheckpointStore:
             raise CheckpointError(f"{error} {self._offer(Path(path))}") from error
 
     def clean(self) -> None:
-        """Put right what a crash in the middle of a save or of a deletion has left."""
+        """Repair what a crash in the middle of a save or of a deletion has left."""
         for old in list(self.directory.glob(".checkpoint-*.old-*")):
             if name := NAME.search(old.name):
                 recover(self.directory / name[0])
@@ -268,7 +279,7 @@ class CheckpointStore:
             self.link()
 
     def _copies(self) -> list[Path]:
-        """The folders that a copy without links has put in place of ``last`` and ``best``."""
+        """The folders that a copy which follows links has in place of ``last`` and ``best``."""
         found = (self.directory / name for name in LINKS)
         return [path for path in found if path.is_dir() and not path.is_symlink()]
 
@@ -285,36 +296,6 @@ class CheckpointStore:
             ) from error
         # Renamed first: after a crash in the middle of the deletion, clean() deletes what has this name.
         shutil.rmtree(copy.replace(self.directory / f".{place.name}.delete-{uuid.uuid4().hex}"))
-
-    def _metadata(self, trainer: LLMTrainer, metrics: Mapping[str, float]) -> dict[str, Any]:
-        return {
-            SUCCESS: float(metrics.get("evaluation/success", NOT_EVALUATED)),
-            "iteration": trainer.iteration,
-            "steps": trainer.steps,
-            "config": self.config,
-            "environment": environment(),
-        }
-
-    def _load_weights(self, path: Path) -> None:
-        try:
-            self.models.load_pretrained(path)
-        except Exception as error:
-            raise CheckpointError(f"The weights of {path} cannot be loaded: {error}") from error
-
-    @contextmanager
-    def _gathered(self, trainer: LLMTrainer) -> Iterator[Checkpoint]:
-        """The states that the first rank saves; all ranks bring theirs together, and the weights can be written."""
-        shared = _shared(trainer)
-        for part in shared.values():
-            part.gather()
-        with trainer.distributed.full_state_on_cpu():
-            yield self._states(trainer, shared)
-
-    def _states(self, trainer: LLMTrainer, shared: Mapping[str, Any]) -> Checkpoint:
-        states = {**shared, "rng": GlobalRNGState(), "trainer": trainer}
-        if (scaler := trainer.accelerator.scaler) is not None:
-            states["scaler"] = scaler
-        return states_of(**states)
 
     def _link(self, name: str, target: Path | None) -> None:
         if target is None:
@@ -337,8 +318,15 @@ class CheckpointStore:
         return "There is no other whole checkpoint."
 
 
-def _shared(trainer: LLMTrainer) -> dict[str, Any]:
-    """The components that every rank has a part of."""
+def _shared(trainer: TrainerBase) -> dict[str, Any]:
+    """The components of a checkpoint that every rank holds a part of."""
     distributed = trainer.distributed
-    collectors = Collectors(trainer.collector, distributed, trainer.saver.collector_state)
+    collectors = Collectors(trainer.collector, distributed, trainer.collector_state)
     return {"collector": collectors, "optimizer": Optimizer(trainer.optimizer, distributed)}
+
+
+def _states(trainer: TrainerBase, shared: Mapping[str, Any]) -> Checkpoint:
+    states = {**shared, "rng": GlobalRNGState(), "trainer": trainer}
+    if (scaler := trainer.accelerator.scaler) is not None:
+        states["scaler"] = scaler
+    return states_of(**states)

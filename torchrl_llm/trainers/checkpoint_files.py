@@ -73,7 +73,7 @@ def _files(path: Path) -> list[str]:
 
 
 def foreign_files(path: Path) -> list[str]:
-    """What a checkpoint's folder holds that was not saved with it; all that a folder holds that is no checkpoint."""
+    """The files in a checkpoint's folder that were not saved with it; of a folder that is no checkpoint, all files."""
     try:
         saved = {_SUMS, *_read_sums(path)}
     except (OSError, ValueError):
@@ -127,11 +127,11 @@ def _sha256(path: Path) -> str:
 
 
 def publish(place: Path, write: Callable[[Path], None]) -> None:
-    """Write a checkpoint beside its place, its sums last, and move it there: it is there whole or not at all.
+    """Write a checkpoint beside its place, its sums last, and move it there: after a crash it is whole or not there.
 
     Args:
         place: the checkpoint's folder; a checkpoint that is there is replaced.
-        write: writes everything but the sums into the folder that it gets, which does not exist yet.
+        write: writes everything but the sums into the folder given to it, which does not exist yet.
 
     Raises:
         CheckpointError: ``place`` holds files that are no checkpoint's.
@@ -152,7 +152,7 @@ def publish(place: Path, write: Callable[[Path], None]) -> None:
 
 
 def check_replaceable(place: Path) -> None:
-    """Refuse to write over anything but a checkpoint, or nothing."""
+    """Refuse to replace a folder that holds anything but a checkpoint."""
     recover(place)
     folder = place.is_dir() and not place.is_symlink()
     foreign = foreign_files(place) if folder else [place.name] if os.path.lexists(place) else []
@@ -164,6 +164,6 @@ def check_replaceable(place: Path) -> None:
 
 
 def recover(place: Path) -> None:
-    """Bring back, or delete, what a crash between the two steps of a replacement has left."""
+    """Put the old checkpoint back after a crash between the two steps of a replacement, or delete it."""
     for old in place.parent.glob(f".{place.name}.old-*"):
         shutil.rmtree(old) if place.exists() else old.replace(place)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides weights: the states of the optimizer, the collectors and the rest of a run."""
+"""The states in a checkpoint besides weights: optimizer, collectors, and the environment of the run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class State(StateDictCheckpointAdapter):
 
 
 class Optimizer:
-    """The optimizer of all ranks as one component of a checkpoint, in the same format however its state is shared out.
+    """The optimizer of all ranks as one component of a checkpoint, in the same format however its state is sharded.
 
     Args:
         optimizer: this rank's.
@@ -54,15 +54,15 @@ class Optimizer:
         self._state: dict[str, Any] = {}
 
     def gather(self) -> None:
-        """Bring the state together on the first rank."""
+        """Gather the state on the first rank."""
         self._state = self.distributed.full_state(self.optimizer.state_dict())
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`gather` found."""
+        """The state that :meth:`gather` found."""
         return self._state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state, or this rank's part of it."""
+        """Load the state, or this rank's shard of it."""
         parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
         state = {
             index: {name: shard_like(parameters[int(index)], value) for name, value in values.items()}
@@ -85,15 +85,15 @@ class Collectors:
         self._states: list[dict[str, Any]] = []
 
     def gather(self) -> None:
-        """Bring the states together on the first rank."""
+        """Gather the states on the first rank."""
         self._states = self.distributed.all_gather([self.collector.state_dict() if self.state is None else self.state])
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`gather` found, by rank."""
+        """The states that :meth:`gather` found, by rank."""
         return {str(rank): state for rank, state in enumerate(self._states)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with this rank's next task; if the number of ranks has changed, with one that no rank has dealt."""
+        """Continue with this rank's next task; if the number of ranks has changed, with one that no rank has sampled."""
         if len(state_dict) == self.distributed.world_size:
             state = state_dict[str(self.distributed.rank)]
         else:
@@ -109,7 +109,7 @@ def sampled_further(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) ->
         new: the state of one of this run.
 
     Returns:
-        The new state, with the first task to deal and what the old ones have learnt
+        The new state, with the first task to sample and the success rates of the old ones
         (:func:`torchrl_llm.envs.tasks.continued`).
     """
     env = continued([state["env_state_dict"] for state in old], new["env_state_dict"])
@@ -117,7 +117,7 @@ def sampled_further(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) ->
 
 
 def states_of(**components: Any) -> Checkpoint:
-    """A checkpoint of what has a ``state_dict``, of which no pickle is read."""
+    """A checkpoint of components with a ``state_dict``; no pickle is read."""
     checkpoint = Checkpoint()
     for name, component in components.items():
         checkpoint.register(name, component, adapter=State())
@@ -125,7 +125,7 @@ def states_of(**components: Any) -> Checkpoint:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, threads and git revision: what must be the same for a run to go on in the same bytes."""
+    """Versions, threads and git revision: what must be the same for a run to continue in the same bytes."""
     packages = ("torch", "torchrl", "tensordict", "transformers", "peft", "accelerate", "torchrl_llm")
     versions = {}
     for name in packages:

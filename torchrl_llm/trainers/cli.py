@@ -1,4 +1,4 @@
-"""Command line and YAML -> :class:`~torchrl_llm.trainers.RunConfig`, read by the annotations that the class checks itself by."""
+"""Command line and YAML -> :class:`~torchrl_llm.trainers.RunConfig`, read by the annotations of its fields."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def parse_run_config(argv: Sequence[str] | None = None, *, description: str | No
 
 
 def _run_config(settings: dict[str, Any], files: dict[str, Path]) -> RunConfig:
-    """The settings, without those of a file that a flag leaves without effect: they are for the other case.
+    """The settings, without those of a file that a flag leaves without effect.
 
-    Not so where the flag is the algorithm: a file is tuned for one, and no other gets its numbers by leaving some out.
+    If that flag is the algorithm, they are refused: a file is tuned for one algorithm, and its other numbers would not fit.
 
     Args:
         settings: names and values.
-        files: which of them stand in a file, and in which.
+        files: the file of each setting that is from one.
     """
     while True:
         try:
@@ -70,7 +70,7 @@ def _run_config(settings: dict[str, Any], files: dict[str, Path]) -> RunConfig:
                 where = ", ".join(dict.fromkeys(str(files[name]) for name in idle))
                 flags = " ".join(f"--{name} {_default_as_text(name)}" for name in idle)
                 raise ConfigError(
-                    f"{error} They stand in {where}: remove them there, or add {flags} to the command line."
+                    f"{error} They are from {where}: remove them there, or add {flags} to the command line."
                 ) from error
             for name in idle:
                 del settings[name]
@@ -82,7 +82,7 @@ def _default_as_text(name: str) -> str:
 
 
 def resume_command(config: RunConfig) -> str:
-    """The command line that goes on with a run which this process began from :func:`parse_run_config`.
+    """The command line that resumes a run which this process began from :func:`parse_run_config`.
 
     Args:
         config: the run's settings.
@@ -101,7 +101,7 @@ def resume_command(config: RunConfig) -> str:
 
 
 def _without(argv: Sequence[str], *switches: str) -> list[str]:
-    """``argv`` without some switches, and the values that stand behind them."""
+    """``argv`` without some switches and their values."""
     kept, dropped = [], False
     for word in argv:
         is_value = dropped and word in ("true", "false")
@@ -112,10 +112,10 @@ def _without(argv: Sequence[str], *switches: str) -> list[str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Knows which settings stand in a file.
+    """A parser that knows which settings are from a file.
 
     Attributes:
-        files: by setting, the file that it is from; not those that a later flag gives.
+        files: the file of each setting that is from one, and that no later flag gives.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -123,7 +123,7 @@ class _Parser(argparse.ArgumentParser):
         self.files: dict[str, Path] = {}
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong, and no more: the usage has a hundred lines."""
+        """Exit with the message alone: the usage has a hundred lines."""
         self.exit(2, f"{self.prog}: error: {message} (--help lists every setting.)\n")
 
 
@@ -136,7 +136,7 @@ class _Flag(argparse.Action):
         parser.files.pop(self.dest, None)
         try:
             setattr(namespace, self.dest, _read(str(option_string), yaml.compose(values, _Loader), values, self.hint))
-        except yaml.YAMLError:  # an open bracket, say: as it is
+        except yaml.YAMLError:  # such as an open bracket: taken as text
             setattr(namespace, self.dest, values)
         except ConfigError as error:
             parser.error(str(error))
@@ -185,15 +185,15 @@ _Dumper.yaml_implicit_resolvers = {
 }
 
 _FOR_THIS_START = ("resume", "resume_from", "accept_changes", "overwrite")
-"""Settings that say what to do with a folder now. In a file that is read again they would be of the time before."""
+"""Settings about the start of a run. They are not saved, because a saved file is read by a later start."""
 
 
 def save_run_config(config: RunConfig, path: str | Path) -> None:
-    """Write the settings to a file that ``--config`` reads, but those that say how the run starts (``resume``, ``overwrite``).
+    """Write the settings to a file that ``--config`` reads, without those about the start of a run (``resume``, ``overwrite``).
 
     Args:
         config: the settings.
-        path: the file; one that is there is replaced, at once or not at all.
+        path: the file; an older one is replaced atomically.
 
     Examples:
         >>> import tempfile
@@ -236,7 +236,7 @@ def _settings_of(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _read(name: str, node: yaml.Node | None, text: Any, hint: Any) -> Any:
-    """The value of a node; where the field takes text only, the text itself."""
+    """The value of a node; the text itself, if the field takes only text."""
     loader = _Loader("")
     try:
         value = text if node is None else loader.construct_document(node)

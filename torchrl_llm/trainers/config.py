@@ -1,4 +1,4 @@
-"""All settings of a run under flat names: :class:`RunConfig`, and what contradicts what.
+"""All settings of a run under flat names: :class:`RunConfig`, and which settings contradict each other.
 
 A YAML file and the command line of ``examples/multiturn.py`` have exactly the names of its fields, which
 :mod:`torchrl_llm.trainers.settings` declares. Contradictions are errors at construction. Nothing here builds anything.
@@ -7,29 +7,46 @@ A YAML file and the command line of ``examples/multiturn.py`` have exactly the n
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from pkgutil import resolve_name
+from typing import Any, ClassVar, Literal
 
 from torchrl_llm.modules.policy import SamplingConfig
-from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss
-from torchrl_llm.options import Checked, ConfigError, Idle, check_options, nearest, options_of
+from torchrl_llm.objectives import (
+    CriticEstimator,
+    LLMGRPOLoss,
+    LLMPPOLoss,
+    LLMReinforceLoss,
+    TurnEstimator,
+    TurnPolicyLoss,
+)
+from torchrl_llm.options import (
+    Checked,
+    ConfigError,
+    Idle,
+    NonNegative,
+    Option,
+    check_options,
+    meanings,
+    nearest,
+    options_class,
+    options_of,
+)
 from torchrl_llm.trainers.settings import (
     Algorithm,
     EngineConfig,
     EnvConfig,
-    LossConfig,
     ModelConfig,
     OptimConfig,
     OutputConfig,
     RayConfig,
     ReportConfig,
     RolloutConfig,
-    SamplingSettings,
     TrainerConfig,
     WeightsConfig,
-    require,
 )
 
 LOSSES: dict[Algorithm, type[TurnPolicyLoss]] = {
@@ -37,7 +54,18 @@ LOSSES: dict[Algorithm, type[TurnPolicyLoss]] = {
     "LLMREINFORCE": LLMReinforceLoss,
     "GRPO": LLMGRPOLoss,
 }
-"""The loss of each algorithm. Its options are those of the settings that it declares (:func:`loss_settings`)."""
+"""The loss of each algorithm, which declares the algorithm's settings (:func:`loss_settings`)."""
+
+
+_DECIDED_BY_THE_RUN = ("actor", "critic", "single_turn", "partial")
+"""Parameters of losses that are no settings."""
+
+_OTHER_HINTS: dict[str, Any] = {
+    "kl_kind": Literal["k2", "k3"],  # as a loss "k1" has no gradient in expectation
+    "granularity": Literal["turn", "token"],  # "auto" needs to know whether the environment has one turn
+    "clip_value": NonNegative,  # None is the loss's default here, so that 0 has to mean no bound
+}
+"""Annotations of settings that differ from those of the losses."""
 
 
 def names_of(part: type[Checked]) -> tuple[str, ...]:
@@ -48,29 +76,66 @@ def names_of(part: type[Checked]) -> tuple[str, ...]:
 @cache
 def loss_settings(algo: Algorithm) -> tuple[str, ...]:
     """The settings that the loss of ``algo`` takes, in the order of its declaration."""
-    return tuple(name for name in options_of(LOSSES[algo]) if name in (*names_of(LossConfig), "group_size"))
+    return tuple(name for name in options_of(LOSSES[algo]) if name not in _DECIDED_BY_THE_RUN)
+
+
+def _options_of_losses() -> Any:
+    """The options that the losses declare, all ``None``: the default that is declared there."""
+    options: dict[str, Option] = {}
+    meaning: dict[str, str] = {}
+    for algo, loss in LOSSES.items():
+        said = meanings(loss)
+        for name in loss_settings(algo):
+            if name not in options and name != "group_size":  # which RolloutConfig declares, for every algorithm
+                options[name] = Option(_OTHER_HINTS.get(name, options_of(loss)[name].hint) | None, None)
+                takers = [other for other in LOSSES if name in loss_settings(other)]
+                only = "" if len(takers) == len(LOSSES) else f" ({', '.join(takers)})"
+                meaning[name] = f"{said[name].removesuffix('.')}{only}."
+    return options_class("LossOptions", options, meaning)
+
+
+_LossOptions: Any = _options_of_losses()
+
+
+@dataclass(kw_only=True)
+class LossConfig(_LossOptions):
+    """The algorithm's loss and estimator. The losses declare their options; ``None`` takes the default declared there."""
+
+    estimator: str | None = None
+    """The value estimator: a class of torchrl_llm.objectives, such as "TurnVTrace", or "package.module:Name", which gets
+    those of these options that it has; None takes the algorithm's own."""
+
+
+_SAMPLING = {name: option for name, option in options_of(SamplingConfig).items() if name != "stop_ids"}
+"""Options of the sampling that a run can set; its stop ids are the model's."""
+
+SamplingSettings: Any = options_class("SamplingSettings", _SAMPLING, meanings(SamplingConfig))
 
 
 def _only(algo: Algorithm) -> tuple[str, ...]:
     """The settings that no loss but that of ``algo`` takes."""
     others = {name for other in LOSSES if other != algo for name in loss_settings(other)}
-    return tuple(name for name in names_of(LossConfig) if name in loss_settings(algo) and name not in others)
+    return tuple(name for name in loss_settings(algo) if name not in {*others, "group_size"})
 
 
 def shown_default(name: str) -> str:
-    """The default of a setting in words; of a loss's option that of each loss.
+    """The default of a setting as text; for an option of the losses, the default of each loss.
 
     Examples:
         >>> shown_default("epochs"), shown_default("clip_epsilon"), shown_default("kl_in")
         ('1', '0.2', 'loss (LLMPPO, GRPO), reward (LLMREINFORCE)')
+        >>> shown_default("gamma")
+        '0.99 (LLMPPO), 0.9 (LLMREINFORCE), 1.0 (GRPO)'
     """
-    own = options_of(RunConfig)[name].default
-    if name not in names_of(LossConfig):
-        return str(own)
+    if name not in names_of(_LossOptions):
+        return str(options_of(RunConfig)[name].default)
     algorithms: dict[str, list[str]] = {}
     for algo, loss in LOSSES.items():
         if name in loss_settings(algo):
-            algorithms.setdefault(str(options_of(loss)[name].default), []).append(algo)
+            default = options_of(loss)[name].default
+            if default is None and name in options_of(loss.default_value_estimator):
+                default = getattr(loss.default_value_estimator(), name)  # which decides it when it is made
+            algorithms.setdefault(str(default), []).append(algo)
     if len(algorithms) == 1:
         return next(iter(algorithms))
     return ", ".join(f"{default} ({', '.join(algos)})" for default, algos in algorithms.items())
@@ -104,7 +169,7 @@ class RunConfig(
 ):
     """A whole run: model, environment, sampling, algorithm and loop, for :func:`~torchrl_llm.trainers.build_run`.
 
-    The fields are those of its bases, from the last to the first.
+    It has the fields of its bases, from the last to the first.
     """
 
     idle: ClassVar[tuple[Idle, ...]] = (
@@ -139,7 +204,6 @@ class RunConfig(
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         self.output_dir = Path(self.output_dir).expanduser()
         self.init_from = None if self.init_from is None else Path(self.init_from).expanduser()
         for name in ("clip_epsilon", "sampler_bounds"):
@@ -147,121 +211,110 @@ class RunConfig(
                 setattr(self, name, tuple(value))
         if self.resume_from is not None:
             self.resume, self.resume_from = True, Path(self.resume_from).expanduser()
-        require(not (self.resume and self.overwrite), "resume goes on and overwrite starts anew: give one of them.")
-        require(
-            _kept_by_json(self.chat_template_kwargs),
-            f"chat_template_kwargs is {self.chat_template_kwargs!r}; expected text keys, and values that JSON has (lists, not tuples), "
-            "because checkpoints keep the settings.",
-        )
+        super().__post_init__()
         self.sampling()  # raises what SamplingConfig says of its fields
         check_options(LOSSES[self.algo], self.loss_options())
-        self._check_accepted()
-        self._check_groups()
-        self._check_lengths()
-        self._check_rollout()
-        self._check_ray()
-        self._check_model()
+        self._check_estimator()
 
-    def _check_accepted(self) -> None:
+    def _contradictions(self) -> Iterator[str]:
+        yield from super()._contradictions()
+        if self.resume and self.overwrite:
+            yield "resume continues a run and overwrite starts a new one: give one of them."
+        if not _kept_by_json(self.chat_template_kwargs):
+            yield (
+                f"chat_template_kwargs is {self.chat_template_kwargs!r}; expected text keys, and values that JSON has (lists, not "
+                "tuples), because checkpoints keep the settings."
+            )
+        yield from self._wrong_changes()
+        yield from self._wrong_sizes()
+        yield from self._wrong_rollout()
+        yield from self._wrong_model()
+
+    def _wrong_changes(self) -> Iterator[str]:
         names = list(vars(self))
         for name in self.accept_changes:
-            require(name in names, f"accept_changes names {name}: no such setting.{nearest(name, names)}")
+            if name not in names:
+                yield f"accept_changes names {name}: no such setting.{nearest(name, names)}"
         fixed = [name for name in self.accept_changes if name in names_of(WeightsConfig)]
-        require(
-            not fixed,
-            f"accept_changes names {', '.join(fixed)}, but a resumed run has the weights that its checkpoint began with: leave "
-            "out what changes them, or start another run with init_from.",
-        )
-
-    def _check_groups(self) -> None:
-        group = self.group_size
-        for name in ("batch_size", "num_envs"):
-            value = getattr(self, name)
-            require(
-                value % group == 0,
-                f"{name}={value} is not a multiple of group_size={group}: a group must not be cut. "
-                f"Use a multiple of {group}.",
+        if fixed:
+            yield (
+                f"accept_changes names {', '.join(fixed)}, but a resumed run has the weights that its checkpoint began with: leave "
+                "out what changes them, or start another run with init_from."
             )
-        require(
-            not self.dynamic_sampling or group >= 2,
-            f"dynamic_sampling compares the conversations of one task: group_size={group}, expected at least 2.",
-        )
-        require(
-            self.minibatch_size is None or self.batch_size % self.minibatch_size == 0,
-            f"minibatch_size={self.minibatch_size} does not divide batch_size={self.batch_size}: "
-            "optimizer steps would differ in size.",
-        )
-        require(
-            self.algo != "GRPO" or group >= 2,
-            f"GRPO compares the conversations of one task: group_size={group}, expected at least 2.",
-        )
 
-    def _check_lengths(self) -> None:
-        require(
-            self.max_output_tokens < self.max_model_len,
-            f"max_output_tokens={self.max_output_tokens} leaves no room for a prompt in "
-            f"max_model_len={self.max_model_len}: lower the first or raise the second.",
-        )
-        require(
-            self.overlong_buffer is None or self.overlong_buffer <= self.max_output_tokens,
-            f"overlong_buffer={self.overlong_buffer} is more than a response has, max_output_tokens="
-            f"{self.max_output_tokens}: lower the first or raise the second.",
-        )
+    def _wrong_sizes(self) -> Iterator[str]:
+        group, length = self.group_size, self.max_output_tokens
+        for name, value in (("batch_size", self.batch_size), ("num_envs", self.num_envs)):
+            if value % group:
+                yield f"{name}={value} is not a multiple of group_size={group}, and a group must not be cut: use one."
+        for given, name in ((self.dynamic_sampling, "dynamic_sampling"), (self.algo == "GRPO", "GRPO")):
+            if given and group < 2:
+                yield f"{name} compares the episodes of one task: group_size={group}, expected at least 2."
+        if self.minibatch_size is not None and self.batch_size % self.minibatch_size:
+            yield (
+                f"minibatch_size={self.minibatch_size} does not divide batch_size={self.batch_size}: optimizer steps would differ "
+                "in size."
+            )
+        if length >= self.max_model_len:
+            yield (
+                f"max_output_tokens={length} leaves no room for a prompt in max_model_len={self.max_model_len}: lower the first or "
+                "raise the second."
+            )
+        if self.overlong_buffer is not None and self.overlong_buffer > length:
+            yield (
+                f"overlong_buffer={self.overlong_buffer} is more than a response has, max_output_tokens={length}: lower the first "
+                "or raise the second."
+            )
 
-    def _check_rollout(self) -> None:
-        require(
-            self.step_timeout is None or self.env_threads != 0,
-            f"step_timeout={self.step_timeout} with env_threads=0: what runs in the main thread cannot be left. Give it a "
-            "thread, or leave env_threads out.",
-        )
+    def _wrong_rollout(self) -> Iterator[str]:
         stale = self.max_staleness or 0
-        require(
-            stale == 0 or self.old_log_probs != "sampler",
-            f'max_staleness={stale} with old_log_probs="sampler": the sampler may have had older weights. Use "auto".',
-        )
-        require(
-            stale == 0 or not self.adaptive_mixture,
-            f"adaptive_mixture changes between batches what is dealt, and max_staleness={stale} leaves none between them: "
-            "choose one.",
-        )
-        require(
-            stale == 0 or not self.sleep_mode,
-            f"max_staleness={stale} plays on during updates, and sleep_mode stops the engine for them: choose one.",
-        )
-        require(
-            self.weight_sync != "adapter" or self.lora_r > 0,
-            "weight_sync='adapter' sends an adapter, and lora_r=0 has none: leave it out.",
-        )
+        if self.step_timeout is not None and self.env_threads == 0:
+            yield (
+                f"step_timeout={self.step_timeout} with env_threads=0: a call in the main thread cannot be left. Give it a thread, "
+                "or leave env_threads out."
+            )
+        if stale and self.old_log_probs == "sampler":
+            yield f'max_staleness={stale} with old_log_probs="sampler": the sampler may have had older weights. Use "auto".'
+        if stale and self.adaptive_mixture:
+            yield f"adaptive_mixture adapts between batches, and max_staleness={stale} leaves none between them: choose one."
+        if stale and self.sleep_mode:
+            yield f"max_staleness={stale} samples during updates, and sleep_mode stops the engine for them: choose one."
+        if self.weight_sync == "adapter" and not self.lora_r:
+            yield "weight_sync='adapter' sends an adapter, and lora_r=0 has none: leave it out."
+        if self.collector == "ray" and self.sleep_mode:
+            yield "sleep_mode shares a GPU with the trainer, and the engines of collector='ray' have their own: leave it out."
+        if self.collector == "ray" and self.weight_sync not in (None, "adapter"):
+            yield f"weight_sync={self.weight_sync!r} needs the engine here, and collector='ray' has it elsewhere: leave it out."
 
-    def _check_ray(self) -> None:
-        if self.collector != "ray":
-            return
-        require(
-            not self.sleep_mode,
-            "sleep_mode shares a GPU between trainer and engine, and the engines of collector='ray' have their own: leave it out.",
-        )
-        require(
-            self.weight_sync in (None, "adapter"),
-            f"weight_sync={self.weight_sync!r} needs the engine at hand, and those of collector='ray' are elsewhere: leave it "
-            "out.",
-        )
-
-    def _check_model(self) -> None:
-        require(
-            not (self.compile and self.gradient_checkpointing),
-            "compile and gradient_checkpointing exclude each other: choose one.",
-        )
-        require(
-            self.quantization is None or self.lora_r > 0,
-            f"quantization={self.quantization!r} is for LoRA: lora_r=0 would train the weights that it rounds.",
-        )
+    def _wrong_model(self) -> Iterator[str]:
+        if self.compile and self.gradient_checkpointing:
+            yield "compile and gradient_checkpointing exclude each other: choose one."
+        if self.quantization is not None and not self.lora_r:
+            yield f"quantization={self.quantization!r} is for LoRA: lora_r=0 would train the weights that it rounds."
         # PEFT reads a string as a regular expression of whole module paths, which a bare name never matches.
-        bare = isinstance(self.lora_targets, str) and self.lora_targets.isidentifier()
-        require(
-            not bare,
-            f"lora_targets is {self.lora_targets!r}; expected a list of names, [{self.lora_targets}], a regular expression "
-            'that matches whole module paths, or "all-linear".',
-        )
+        if isinstance(self.lora_targets, str) and self.lora_targets.isidentifier():
+            yield (
+                f"lora_targets is {self.lora_targets!r}; expected a list of names, [{self.lora_targets}], a regular expression "
+                'that matches whole module paths, or "all-linear".'
+            )
+
+    def _check_estimator(self) -> None:
+        chosen = self.value_estimator()
+        if chosen is None:
+            return
+        if self.algo != "LLMPPO" and issubclass(chosen, CriticEstimator):
+            raise ConfigError(
+                f"estimator={self.estimator!r} needs a critic, and algo={self.algo!r} has none: use LLMPPO."
+            )
+        if chosen.corrects_sampler and (self.clipping != "none" or self.sampler_correction):
+            raise ConfigError(
+                f"estimator={self.estimator!r} corrects for the sampler itself, where clipping and sampler_correction would do so "
+                'again: set clipping to "none" and leave sampler_correction out.'
+            )
+        own, known = options_of(LOSSES[self.algo].default_value_estimator), options_of(chosen)
+        unused = tuple(name for name in names_of(_LossOptions) if name in own and name not in known)
+        instead = "choose an estimator that has the option"
+        Idle(unused, {"estimator": (self.estimator,)}, instead).check(vars(self), dict.fromkeys(unused))
 
     def loss_options(self, loss_class: type[TurnPolicyLoss] | None = None) -> dict[str, Any]:
         """The keyword arguments of the algorithm's loss; fields that are ``None`` are left to its class.
@@ -288,11 +341,33 @@ class RunConfig(
             )
         values = {name: getattr(self, name) for name in loss_settings(self.algo)}
         options = {name: value for name, value in values.items() if value is not None}
-        if self.max_staleness and self.sampler_correction is None:
+        estimator = self.value_estimator()
+        corrected = estimator is not None and estimator.corrects_sampler
+        if self.max_staleness and self.sampler_correction is None and not corrected:
             options = {"sampler_correction": "truncate", "sampler_bounds": 2.0} | options
         if options.get("clip_value") == 0:
             options["clip_value"] = None
         return options
+
+    def value_estimator(self) -> type[TurnEstimator] | None:
+        """The class that :attr:`estimator` names; ``None``: the algorithm's own.
+
+        Raises:
+            ConfigError: there is no such class, or it is no :class:`~torchrl_llm.objectives.TurnEstimator`.
+        """
+        if self.estimator is None:
+            return None
+        name = self.estimator if ":" in self.estimator else f"torchrl_llm.objectives:{self.estimator}"
+        try:
+            found = resolve_name(name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(
+                f"estimator is {self.estimator!r}, which cannot be imported ({error}); expected a class of torchrl_llm.objectives, "
+                'or "package.module:Name".'
+            ) from error
+        if not (isinstance(found, type) and issubclass(found, TurnEstimator)):
+            raise ConfigError(f"estimator={self.estimator!r} is {found!r}; expected a subclass of TurnEstimator.")
+        return found
 
     def as_json(self) -> dict[str, Any]:
         """The settings as JSON has them: paths as text, tuples as lists."""

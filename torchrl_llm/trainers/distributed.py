@@ -1,4 +1,4 @@
-"""The training processes: :class:`Distributed` is one, :class:`DDP` and :class:`FSDP2` are several behind its interface.
+"""The training processes: :class:`Distributed` is one process; :class:`DDP` and :class:`FSDP2` are several, with its interface.
 
 The loop calls the same methods for one process and for many, and they keep the ranks in step: losses are weighted sums whose
 weights count the tokens of all ranks, so gradients are summed; every rank takes part in every backward pass; a number that
@@ -14,12 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import (
-    FullyShardedDataParallelPlugin,
-    broadcast_object_list,
-    gather_object,
-    parse_flag_from_env,
-)
+from accelerate.utils import FullyShardedDataParallelPlugin, broadcast_object_list, gather_object, parse_flag_from_env
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,6 +27,7 @@ from torchrl_llm.trainers.fsdp import ShardedModule, check_plugin, full_on_cpu, 
 from torchrl_llm.weight_update.tensors import LOCAL_PARAMETERS, ParameterGather
 
 T = TypeVar("T")
+Prepared = tuple[nn.Module, torch.optim.Optimizer]
 
 
 class Distributed:
@@ -73,7 +69,7 @@ class Distributed:
 
     @staticmethod
     def of(accelerator: Accelerator) -> Distributed:
-        """The form for the processes and settings of ``accelerator``."""
+        """The class for the processes and settings of ``accelerator``."""
         if accelerator.num_processes == 1:
             return Distributed(accelerator)
         plugin = _fsdp_plugin(accelerator)
@@ -81,13 +77,11 @@ class Distributed:
 
     # ------------------------------------------------------------------ training
 
-    def prepare(
-        self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module) -> Prepared:
         """The module that computes ``loss`` on all ranks, and the optimizer of its parameters.
 
         Args:
-            loss: what is trained.
+            loss: the loss to train.
             optimizer: of parameters of ``loss``; it has not stepped.
             *others: modules that compute with weights and are not trained; sharded with those of ``loss``.
         """
@@ -97,7 +91,7 @@ class Distributed:
         """Refuse to :meth:`prepare` an optimizer of new parameters where gradients of the old ones are averaged."""
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Around forward and backward of all micro-batches but the last: gradients add up here before they are averaged."""
+        """For all micro-batches but the last: inside, gradients add up on this rank and are not averaged yet."""
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
@@ -108,7 +102,7 @@ class Distributed:
         """``loss``, which reaches a part of the parameters, where backward needs a gradient of each.
 
         Args:
-            loss: what is minimized.
+            loss: the term to minimize.
             everything: a scalar that all trainable parameters reach.
         """
         return loss
@@ -128,11 +122,11 @@ class Distributed:
     # ------------------------------------------------------------------ weights
 
     def gathered_parameters(self) -> AbstractContextManager[None]:
-        """Around scoring and playing with the trained weights: every rank has all of them, and none waits for another."""
+        """Inside, every rank has all trained weights, to score and sample without waiting for another."""
         return nullcontext()
 
     def full_state_on_cpu(self, *, read: bool = False) -> AbstractContextManager[None]:
-        """Around writing the trained weights to files on rank 0, or reading them on all; nothing can compute inside."""
+        """Inside, the trained weights can be written to files by rank 0, or read by all ranks; nothing can compute."""
         return nullcontext()
 
     def full_state(self, tree: Any) -> Any:
@@ -142,7 +136,7 @@ class Distributed:
     # ------------------------------------------------------------------ values
 
     def all_gather(self, values: list[T]) -> list[T]:
-        """The lists of all ranks, one after the other."""
+        """The concatenated lists of all ranks."""
         return values
 
     def broadcast(self, value: T) -> T:
@@ -156,10 +150,6 @@ class Distributed:
     def all_reduce_max(self, value: int) -> int:
         """The largest of a number over the ranks."""
         return max(self.all_gather([value]))
-
-    def all_reduce_any(self, flag: bool) -> bool:
-        """Whether the flag is set on any rank."""
-        return any(self.all_gather([flag]))
 
     def on_main(self, function: Callable[[], T]) -> T:
         """What ``function`` returns on rank 0, which alone calls it; what it raises there is raised on all ranks."""
@@ -182,15 +172,13 @@ class DDP(Distributed):
         super().__init__(accelerator)
         self.process_group = dist.group.WORLD
 
-    def prepare(
-        self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module) -> Prepared:
         return self.accelerator.prepare_model(loss), self.accelerator.prepare_optimizer(optimizer)
 
     def check_replaceable(self) -> None:
         raise ConfigError(
             f"replace_optimizer() with {self.world_size} processes, which average the gradients of the old parameters: "
-            "make the trainer anew."
+            "make another trainer."
         )
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
@@ -222,7 +210,7 @@ class DDP(Distributed):
         if self.is_main:
             try:
                 result = function()
-            except Exception as raised:  # noqa: BLE001, whatever it is: the others would wait for ever
+            except Exception as raised:  # noqa: BLE001, any error: the other ranks would wait for ever
                 error = raised
         result, error = self.broadcast((result, error))
         if error is not None:
@@ -236,7 +224,7 @@ class DDP(Distributed):
 
 
 class FSDP2(DDP):
-    """Several processes that share weights, gradients and optimizer out among them.
+    """Several processes, each with a shard of weights, gradients and optimizer state.
 
     Args:
         accelerator: knows the processes.
@@ -254,9 +242,7 @@ class FSDP2(DDP):
         check_plugin(plugin)
         self._plugin = plugin
 
-    def prepare(
-        self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module) -> Prepared:
         old = dict(loss.named_parameters())
         mesh = init_device_mesh(self.accelerator.device.type, (self.world_size,))
         self._root = ShardedModule(loss, *others, plugin=self._plugin, mesh=mesh)
@@ -301,7 +287,7 @@ def check_accumulation(accelerator: Accelerator) -> None:
         raise ConfigError(
             f"accelerate has gradient_accumulation_steps={steps} (an argument, a plugin, or the environment variable "
             f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS), which would divide every gradient by {steps}. Leave it at 1: "
-            "minibatch_size says how many conversations an optimizer step has, and max_tokens how many tokens a backward pass."
+            "minibatch_size says how many episodes an optimizer step has, and max_tokens how many tokens a backward pass."
         )
 
 

@@ -31,9 +31,9 @@ def evaluate(
     distributed: Distributed | None = None,
     seen_tasks: SeenTasks | None = None,
 ) -> Evaluation:
-    """Play the first ``episodes`` tasks of ``env`` and summarize them.
+    """Collect the first ``episodes`` tasks of ``env`` and summarize them.
 
-    The tasks (and with them the tasks and the sampling noise) are the same at each call, so that two evaluations of
+    The tasks (and with them the sampling noise) are the same at each call, so that two evaluations of
     different weights are paired. Give ``env`` a task stream of its own (``GEMEnv(..., stream="eval")``).
 
     An episode whose environment fails is not replaced: a policy must not gain by breaking the environments in which it
@@ -42,20 +42,20 @@ def evaluate(
     Args:
         env: a :class:`~torchrl_llm.envs.GEMEnv` that refills its slots. Its ``max_faults`` is how many of the episodes may
             fail.
-        policy: plays with its own sampling settings.
+        policy: samples with its own sampling settings.
         episodes: number of episodes, >= 1.
-        greedy: take the likeliest token instead of sampling. A task whose hidden state is known is then played once, however
-            often the tasks name it: each time would be the same.
-        distributed: share the episodes out; ``env`` is then this rank's worker of ``num_workers=distributed.world_size``.
-            Default: this process plays all of them.
-        seen_tasks: what training has played, such as :attr:`LLMTrainer.seen_tasks`; default none:
+        greedy: take the likeliest token instead of sampling. A task whose hidden state is known is then evaluated once,
+            however often it is sampled: the result would be the same.
+        distributed: divide the episodes; ``env`` is then this rank's worker of ``num_workers=distributed.world_size``.
+            Default: this process collects all of them.
+        seen_tasks: the tasks of training so far, such as :attr:`LLMTrainer.seen_tasks`; default none:
             :attr:`Evaluation.task_overlap` stays unknown.
 
     Returns:
         An :class:`Evaluation`.
 
     Raises:
-        EnvironmentFault: more than ``env.max_faults`` of the episodes (that this rank plays) failed.
+        EnvironmentFault: more than ``env.max_faults`` of the episodes (of this rank) failed.
     """
     env.set_seed(env.task_sampler.seed)  # back to the first task
     own, all_tasks = env.task_sampler, replace(env.task_sampler, worker=0, num_workers=1)
@@ -66,23 +66,25 @@ def evaluate(
             env.task_sampler = all_tasks
             chosen = env.first_of_each_task(episodes)
             env.task_sampler = _Chosen(all_tasks, chosen[rank::count], range(episodes + rank, STREAM_IDS, count))
-        # Every rank plays equally many, because gathering rows takes some of each; surplus episodes are left out.
-        rows = _play(env, policy, -(-len(chosen) // count), greedy=greedy, distributed=distributed)
+        # Every rank collects equally many, because gathering rows needs some of each; surplus episodes are left out.
+        rows = _collect(env, policy, -(-len(chosen) // count), greedy=greedy, distributed=distributed)
     finally:
         env.task_sampler = own
     rows = rows if distributed is None else distributed.all_gather_rows(rows)
     wanted = [all_tasks[i] for i in chosen]
-    played = rows[torch.isin(rows[keys.EPISODE_ID], torch.tensor([t.episode_id for t in wanted], device=rows.device))]
-    return _summary(played, _with_unplayed(played, wanted, rows[:1]), env.names, seen_tasks)
+    collected = rows[
+        torch.isin(rows[keys.EPISODE_ID], torch.tensor([t.episode_id for t in wanted], device=rows.device))
+    ]
+    return _summary(collected, _with_missing(collected, wanted, rows[:1]), env.names, seen_tasks)
 
 
 class _Chosen:
-    """Some tasks, each a group of its own, and after them others.
+    """A task sampler of chosen tasks, each a group of its own.
 
     Args:
-        task_sampler: all of them.
-        first: indices of those that come first.
-        others: indices of those that come then, in the place of tasks that failed at a reset.
+        task_sampler: of all tasks.
+        first: indices of the chosen tasks.
+        others: indices of the tasks that replace those that failed at a reset.
     """
 
     group_size = 1
@@ -95,7 +97,7 @@ class _Chosen:
         return self.task_sampler[self.others[late] if late >= 0 else self.first[index]]
 
 
-def _play(
+def _collect(
     env: Any, policy: TurnPolicy, episodes: int, *, greedy: bool, distributed: Distributed | None
 ) -> TensorDictBase:
     mode = ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM
@@ -106,27 +108,27 @@ def _play(
     return collector.rollout()
 
 
-def _with_unplayed(played: TensorDictBase, wanted: Sequence[TaskSpec], any_row: TensorDictBase) -> TensorDictBase:
-    """Rows of all the tasks ``wanted``; those that failed at their reset have a row without a turn."""
-    known = set(played[keys.EPISODE_ID].tolist())
+def _with_missing(collected: TensorDictBase, wanted: Sequence[TaskSpec], any_row: TensorDictBase) -> TensorDictBase:
+    """Rows of all tasks ``wanted``; a task that failed at its reset has a row without a turn."""
+    known = set(collected[keys.EPISODE_ID].tolist())
     missing = [task_spec for task_spec in wanted if task_spec.episode_id not in known]
     if not missing:
-        return played
+        return collected
     empty = zero_weight_rows(any_row[[0] * len(missing)])
     for i, name in enumerate((keys.EPISODE_ID, keys.GROUP_ID, keys.ENV_ID)):
-        empty[name] = torch.tensor([task_spec[i] for task_spec in missing], device=played.device)
+        empty[name] = torch.tensor([task_spec[i] for task_spec in missing], device=collected.device)
     # The task was never seen. A seed is as good as its id, because no other task has it.
-    empty[keys.TASK_ID] = torch.tensor([task_spec.seed for task_spec in missing], device=played.device)
-    return cat_rows([played, empty])
+    empty[keys.TASK_ID] = torch.tensor([task_spec.seed for task_spec in missing], device=collected.device)
+    return cat_rows([collected, empty])
 
 
 def _summary(
-    played: TensorDictBase, expected: TensorDictBase, names: Sequence[str], seen_tasks: SeenTasks | None
+    collected: TensorDictBase, expected: TensorDictBase, names: Sequence[str], seen_tasks: SeenTasks | None
 ) -> Evaluation:
-    """The result of the rows that were ``played``, among those ``expected``."""
+    """The result of the ``expected`` rows, of which those ``collected`` were collected."""
     metrics = rollout_metrics(expected, names)
     won = expected[keys.TURN_SUCCESS].logical_and(expected[keys.TURN_MASK]).any(-1)
-    failed = torch.isin(played[keys.TURN_STOP_REASON], torch.tensor(FAILED, device=played.device))
+    failed = torch.isin(collected[keys.TURN_STOP_REASON], torch.tensor(FAILED, device=collected.device))
     tasks = expected[keys.TASK_ID]
     return Evaluation(
         episodes=len(expected),
@@ -135,16 +137,16 @@ def _summary(
         reward=metrics["rollout/reward"],
         turns=metrics["rollout/turns"],
         response_length=metrics["rollout/response_length"],
-        faults=int((failed & played[keys.TURN_MASK]).any(-1).sum()) + len(expected) - len(played),
+        faults=int((failed & collected[keys.TURN_MASK]).any(-1).sum()) + len(expected) - len(collected),
         tasks=len(tasks.unique()),
         task_overlap=None if seen_tasks is None else seen_tasks.overlap(tasks.cpu()),
         environments={name.removeprefix("rollout/"): value for name, value in metrics.items() if name.count("/") > 1},
-        rows=played,
+        rows=collected,
     )
 
 
 def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """What an evaluator returned, as loggers and checkpoints take it.
+    """The metrics of an evaluator as loggers and checkpoints take them.
 
     Raises:
         ValueError: a name is that of a metric of training.

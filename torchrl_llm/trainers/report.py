@@ -1,6 +1,6 @@
 """The report of a run with an evaluation before and after it: ``result.json``, a learning curve, sample episodes.
 
-What the scripts in ``examples/`` share: :func:`run_and_report` is their whole course, from building to closing.
+The scripts in ``examples/`` are calls of :func:`run_and_report`, which builds a run, trains, reports and closes it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.evaluation import Evaluation
 from torchrl_llm.trainers.run import Run
 
-# At once, also into a pipe: a run is watched, and may be killed.
+# Unbuffered, also into a pipe: a run is watched, and may be killed.
 _PRINT = partial(print, flush=True)
 
 _COUNT = 6
-"""Sample episodes in a report: enough to see how the model plays, and short enough to read."""
+"""Sample episodes in a report: enough to see what the model does, and short enough to read."""
 
 
 def run_and_report(
@@ -40,10 +40,10 @@ def run_and_report(
         say: gets the lines for the terminal; default: printed.
 
     Returns:
-        What ``result.json`` holds; of several processes the main one writes it, and the others return an empty dictionary.
+        The content of ``result.json``; of several processes the main one writes it, and the others return an empty dictionary.
 
     Raises:
-        Interrupted: by a signal, after the report of what there is.
+        Interrupted: by a signal, after the report is written as far as the run came.
     """
     report = RunReport(say)
     with catch_signals(resume_command(config)):
@@ -84,7 +84,7 @@ def evaluate_before(run: Run) -> Evaluation | None:
 
 @dataclass
 class RunReport:
-    """What a report is made of, besides the run.
+    """Writes the report of a run.
 
     Attributes:
         say: gets the lines for the terminal.
@@ -99,7 +99,7 @@ class RunReport:
     started: tuple[float, float] = field(default_factory=lambda: (time.perf_counter(), time.process_time()))
 
     def write(self, run: Run, stop_reason: str | None) -> dict[str, Any]:
-        """Write the report on the main process, of an interrupted run what there is; return what ``result.json`` holds."""
+        """Write the report on the main process, of an interrupted run as far as it came; return the content of ``result.json``."""
         if not run.trainer.distributed.is_main:
             return {}
         out, title = run.config.output_dir, f"{run.config.algo} on {run.config.env_name}"
@@ -112,9 +112,8 @@ class RunReport:
             _write_conversations(run, self.after, "after")
             if run.config.export_merged:
                 run.models.export_merged(out / "merged", run.tokenizer)
-        evaluations = {
-            name: each for name, each in (("before", self.before), ("after", self.after)) if each is not None
-        }
+        both = {"before": self.before, "after": self.after}
+        evaluations = {when: each for when, each in both.items() if each is not None}
         table = f"\n\n{comparison_table(evaluations)}\n" if evaluations else ""
         self.say(f"\n{title}: {stop_reason}{table}")
         wanted = ("result.json", "learning_curve.png", "conversations_before.md", "conversations_after.md")
@@ -124,17 +123,11 @@ class RunReport:
     def _result(self, run: Run, stop_reason: str | None) -> dict[str, Any]:
         before, after, (wall, cpu) = self.before, self.after, self.started
         return {
-            "algo": run.config.algo,
-            "seed": run.config.seed,
-            "env_name": run.config.env_name,
-            "success_before": before and before.success,
+            **{name: getattr(run.config, name) for name in ("algo", "seed", "env_name")},
+            **{f"{name}_before": before and getattr(before, name) for name in ("success", "reward", "turns")},
+            **{f"{name}_after": after and getattr(after, name) for name in ("success", "reward", "turns")},
             "success_before_ci95": before and before.success_ci95,
-            "success_after": after and after.success,
             "success_ci95": after and after.success_ci95,
-            "reward_before": before and before.reward,
-            "reward_after": after and after.reward,
-            "turns_before": before and before.turns,
-            "turns_after": after and after.turns,
             "evaluation_tasks": after and after.tasks,
             "evaluation_task_overlap": after and after.task_overlap,
             "evaluation_faults": after and after.faults,

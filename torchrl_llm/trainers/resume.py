@@ -1,4 +1,4 @@
-"""Where a run starts: its folder and the checkpoint that it continues, checked before anything is built."""
+"""The start of a run: its folder and the checkpoint that it continues, checked before anything is built."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def find_start(config: RunConfig, folder: RunFolder) -> Path | None:
     if not config.resume:
         if latest is not None and not config.overwrite:
             raise ConfigError(
-                f"{config.output_dir} holds a run already (checkpoint {latest}): resume=true goes on with it, overwrite=true "
+                f"{config.output_dir} holds a run already (checkpoint {latest}): resume=true continues it, overwrite=true "
                 "replaces it, or choose another output_dir."
             )
         return None
@@ -43,7 +43,7 @@ def find_start(config: RunConfig, folder: RunFolder) -> Path | None:
         elif latest is not None:
             raise ConfigError(
                 f"resume_from is {config.resume_from}, but {config.output_dir} holds another run (checkpoint {latest}): "
-                "resume=true without resume_from goes on with that one, or choose another output_dir."
+                "resume=true without resume_from continues that one, or choose another output_dir."
             )
     if start is not None:
         manifest = checkpoints.verify(start)
@@ -60,14 +60,14 @@ def _check_same(config: RunConfig, saved: dict[str, Any], start: Path) -> None:
     if changes:
         listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in changes.items())
         raise ConfigError(
-            f"The settings are not those of {start}: {listed}. Use the old ones, or name those that are meant to differ "
+            f"The settings differ from those of {start}: {listed}. Use the old ones, or name those that are meant to differ "
             f"in accept_changes: {list(changes)}."
         )
     present = environment()
     different = [name for name in present if saved["environment"].get(name) != present[name]]
     if different:
         logger.warning(
-            "resuming %s under another %s: the run goes on, but not in the same bytes", start, " and ".join(different)
+            "resuming %s under another %s: the run continues, but not in the same bytes", start, " and ".join(different)
         )
 
 
@@ -98,7 +98,7 @@ class Opening(Callback):
         trainer.loggers = (*loggers, *trainer.loggers)  # the caller may have added some since the run was built
 
     def _begin_files(self) -> list[Logger]:
-        """What the folder gets first; if this fails, it is given back as it was."""
+        """Write the first files of the folder; if this fails, the folder is put back as it was."""
         save_run_config(self.config, self.config.output_dir / "config.yaml")
         return make_loggers(self.config)
 
@@ -109,6 +109,6 @@ def accept_changes(config: RunConfig, trainer: LLMTrainer, saved: dict[str, Any]
         group |= adamw_options(config)
     if saved["seed"] != config.seed:  # a second resume finds the new seed in its checkpoint
         trainer.generator.manual_seed(config.seed)
-        # The next tasks are of the new seed; the counter goes on, so that ids stay unique.
+        # The next tasks have the new seed; the counter continues, so that ids stay unique.
         env = trainer.collector.env
         env.task_sampler = replace(env.task_sampler, seed=config.seed)

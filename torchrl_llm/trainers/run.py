@@ -1,6 +1,6 @@
 """A run made from its settings: :func:`build_run` and :class:`Run`.
 
-What it is made of are plain TorchRL parts (:mod:`torchrl_llm.trainers.build`): replace any of them and build
+Its parts are plain TorchRL (:mod:`torchrl_llm.trainers.build`): replace any of them and build
 :class:`~torchrl_llm.trainers.LLMTrainer` yourself (``examples/custom_loop.py`` does without it).
 """
 
@@ -18,20 +18,7 @@ from torchrl_llm.envs import GEMEnv, SeenTasks, resolve_env
 from torchrl_llm.modules import ActorCritic, TurnPolicy
 from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.optional import running_ray
-from torchrl_llm.trainers.build import (
-    check_sharding,
-    load_models,
-    make_accelerator,
-    make_collector,
-    make_environment,
-    make_evaluator,
-    make_objective,
-    make_optimizer,
-    make_policy,
-    make_replay_buffer,
-    make_sampling,
-    make_workers,
-)
+from torchrl_llm.trainers import build
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReference
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import verify
@@ -41,7 +28,7 @@ from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.resume import Opening, accept_changes, find_start
 from torchrl_llm.trainers.run_folder import RunFolder
-from torchrl_llm.trainers.sources import load_tokenizer, model_path
+from torchrl_llm.trainers.sources import load_tokenizer
 from torchrl_llm.trainers.trainer import LLMTrainer
 from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
 
@@ -51,17 +38,17 @@ MakeLoss = Callable[[RunConfig, ActorCritic], TurnPolicyLoss]
 
 @dataclass(kw_only=True)
 class Run:
-    """What :func:`build_run` made.
+    """The parts of a run, made by :func:`build_run`.
 
     Attributes:
         config: the settings.
         tokenizer: the model's.
         models: actor, critic and reference.
-        policy: plays; shares the actor's weights, or gets them from ``weight_sync``.
+        policy: samples; shares the actor's weights, or gets them from ``weight_sync``.
         weight_sync: brings the actor's weights to the policy's engine, or to the workers on Ray; ``None`` where they are shared.
         trainer: the loop.
         checkpoints: where the trainer saves.
-        evaluation_env: what evaluations during the run play.
+        evaluation_env: the environment of evaluations during the run.
         make_env: makes an environment for a task stream: ``make_env(stream="test")``.
         opening: the callback behind :meth:`begin`.
     """
@@ -87,10 +74,10 @@ class Run:
         self.opening.on_start(self.trainer)
 
     def final_evaluation(self, *, greedy: bool = False) -> Evaluation:
-        """Play ``config.final_episodes`` tasks that nothing else uses."""
+        """Evaluate on ``config.final_episodes`` tasks that nothing else uses."""
         env = self.make_env(stream="test")
         try:
-            with self.trainer.playing():
+            with self.trainer.policy_weights():
                 return evaluate(
                     env,
                     self.policy,
@@ -103,14 +90,14 @@ class Run:
             env.close()
 
     def save_checkpoint(self, path: str | Path, *, lora_only: bool = True, save_optimizer: bool = True) -> Path:
-        """Save the run to ``path``, beside what the trainer saves by itself.
+        """Save the run to ``path``, in addition to what the trainer saves.
 
         Args:
             path: the checkpoint's folder. A checkpoint that it held is replaced, once the new one is whole; a folder that
                 holds anything else is refused.
             lora_only: with LoRA write adapters only; ``False`` adds the actor as one whole model in ``merged/``, which
                 transformers and vLLM load. Without LoRA whole models are written anyway.
-            save_optimizer: and all else that a resume needs; ``False`` writes weights and tokenizer only.
+            save_optimizer: save the optimizer and all else that a resume needs; ``False`` writes weights and tokenizer only.
 
         Returns:
             The folder.
@@ -159,7 +146,7 @@ class Run:
         if load_optimizer:
             states_of(optimizer=Optimizer(self.trainer.optimizer, self.trainer.distributed)).load(path)
         elif merge_lora_configs:
-            self.trainer.replace_optimizer(make_optimizer(self.config, self.models))
+            self.trainer.replace_optimizer(build.make_optimizer(self.config, self.models))
         if self.weight_sync is None:
             self.policy.weights_changed()
         else:
@@ -187,7 +174,7 @@ def build_run(
 
     Args:
         config: the settings.
-        env: what :class:`~torchrl_llm.envs.GEMEnv` plays instead of ``config.env_name``: a factory of text environments.
+        env: a factory of text environments, for :class:`~torchrl_llm.envs.GEMEnv`, instead of ``config.env_name``.
         make_env: makes the environments of all streams from the keyword arguments of ``GEMEnv``, such as
             ``partial(PromptDatasetEnv, splits, reward_fn)``; default ``GEMEnv`` itself. Excludes ``env``.
         make_loss: makes the loss, ``make_loss(config, models)``, of ``models.actor`` and ``models.critic``;
@@ -202,42 +189,32 @@ def build_run(
             networks than ``models``.
         ImportError, RuntimeError: with ``collector="ray"``, Ray is not installed, or not running.
     """
-    if env is not None and make_env is not None:
-        raise ConfigError("build_run got env and make_env: the second decides what is played, so leave env out.")
-    if config.env_weights is not None and make_env is not None:
-        raise ConfigError(
-            f"env_weights={config.env_weights} does nothing with build_run(make_env=...), which decides what is played: leave it "
-            "out, or give make_env the weights."
-        )
-    if config.collector == "ray":
-        running_ray()  # before the models are loaded
-    accelerator = make_accelerator(config)
+    _check_arguments(config, env, make_env, make_loss)
+    accelerator = build.make_accelerator(config)
     distributed = Distributed.of(accelerator)
-    check_sharding(config, distributed)
+    build.check_sharding(config, distributed)
     folder = RunFolder(config)
     start = distributed.on_main(lambda: find_start(config, folder))  # before the models are loaded
     tokenizer = load_tokenizer(config)
-    path = model_path(config)
-    if make_env is None:
-        names = [config.env_name] if isinstance(config.env_name, str) else config.env_name
-        # Ids are resolved here: workers on Ray may not have registered the family.
-        sources = env or [resolve_env(name) for name in names]
-        make_env = partial(GEMEnv, sources, weights=config.env_weights, divide=True)
-    make_env = partial(
-        make_environment, config, tokenizer, make_env, worker=distributed.rank, num_workers=distributed.world_size
-    )
+    shard = {"worker": distributed.rank, "num_workers": distributed.world_size} if distributed.world_size > 1 else {}
+    make_env = partial(build.make_environment, config, tokenizer, make_env or _stock_env(config, env), **shard)
     make_train_env = partial(make_env, stream="train", group_size=config.group_size)
     train_env, evaluation_env = make_train_env(), make_env(stream="eval")
-    _check_mixture(config, train_env)
-    sampling = make_sampling(config, path, train_env)
-    models = load_models(config, path, tokenizer, sampling, device=accelerator.device)
-    policy, weight_sync = make_policy(config, path, tokenizer, sampling, models)
-    replay_buffer = make_replay_buffer(config)
-    workers = None
+    given = [name for name in ("adaptive_mixture", "env_weights") if getattr(config, name)]
+    if given and train_env.task_sampler.num_tasks < 2:
+        raise ConfigError(
+            f"{' and '.join(given)} chooses among environments, and {train_env.names[0]!r} is the only one: leave it out, or give "
+            "a mixture."
+        )
+    sampling = build.make_sampling(config, train_env)
+    models = build.load_models(config, tokenizer, sampling, device=accelerator.device)
+    policy, weight_sync = build.make_policy(config, tokenizer, sampling, models)
+    replay_buffer = build.make_replay_buffer(config)
+    workers = {}
     if isinstance(weight_sync, RayWeightSync):
-        workers = make_workers(config, make_train_env, tokenizer, sampling, models, weight_sync)
-    collector = make_collector(config, train_env, policy, replay_buffer, distributed, workers)
-    loss = (make_loss or make_objective)(config, models)
+        workers = build.worker_options(config, make_train_env, tokenizer, models, weight_sync)
+    collector = build.make_collector(config, train_env, policy, replay_buffer, distributed, **workers)
+    loss = (make_loss or build.make_objective)(config, models)
     if not isinstance(loss, TurnPolicyLoss):
         raise ConfigError(f"make_loss(config, models) returned a {type(loss).__name__}; expected a TurnPolicyLoss.")
     checkpoints = CheckpointStore(
@@ -250,18 +227,23 @@ def build_run(
     )
     opening = Opening(config, folder, start)
     seen_tasks = SeenTasks()
+    watchers: list[Callback] = [opening]
+    if config.refresh_reference:
+        watchers.append(RefreshReference(models, config.refresh_reference))
+    if config.progress and distributed.is_main:
+        watchers.append(ProgressBar(config.algo))
     trainer = LLMTrainer(
         collector=collector,
         replay_buffer=replay_buffer,
         policy=policy,
         loss=loss,
-        optimizer=make_optimizer(config, models),
+        optimizer=build.make_optimizer(config, models),
         config=config,
         reference=models.reference,
         weight_sync=weight_sync,
-        evaluator=make_evaluator(config, policy, evaluation_env, distributed, seen_tasks),
+        evaluator=build.make_evaluator(config, policy, evaluation_env, distributed, seen_tasks),
         checkpoints=checkpoints if config.save_checkpoints else None,
-        callbacks=[opening, *_callbacks(config, models, callbacks, progress=config.progress and distributed.is_main)],
+        callbacks=[*watchers, *callbacks],
         accelerator=accelerator,
         seen_tasks=seen_tasks,
     )
@@ -289,16 +271,26 @@ def build_run(
     )
 
 
-def _check_mixture(config: RunConfig, env: GEMEnv) -> None:
-    """Refuse settings of a mixture where one environment is played."""
-    given = [name for name in ("adaptive_mixture", "env_weights") if getattr(config, name)]
-    if given and env.task_sampler.num_tasks < 2:
+def _check_arguments(config: RunConfig, env: Any, make_env: Any, make_loss: Any) -> None:
+    """Refuse arguments of :func:`build_run` that leave another argument or a setting without effect."""
+    if env is not None and make_env is not None:
+        raise ConfigError("build_run got env and make_env: the second decides on the environment, so leave env out.")
+    if config.env_weights is not None and make_env is not None:
         raise ConfigError(
-            f"{' and '.join(given)} chooses among environments, and {env.names[0]!r} is the only one: leave it out, or play a "
-            "mixture."
+            f"env_weights={config.env_weights} does nothing with build_run(make_env=...), which decides on the environments: leave it "
+            "out, or give make_env the weights."
         )
+    if config.estimator is not None and make_loss is not None:
+        raise ConfigError(
+            f"estimator={config.estimator!r} does nothing with build_run(make_loss=...): leave it out, or call "
+            "make_value_estimator(config.value_estimator()) of the loss there."
+        )
+    if config.collector == "ray":
+        running_ray()  # before the models are loaded
 
 
-def _callbacks(config: RunConfig, models: ActorCritic, own: Sequence[Callback], *, progress: bool) -> list[Callback]:
-    refresh = [RefreshReference(models, config.refresh_reference)] if config.refresh_reference else []
-    return [*refresh, *([ProgressBar(config.algo)] if progress else []), *own]
+def _stock_env(config: RunConfig, env: Any) -> Callable[..., GEMEnv]:
+    names = [config.env_name] if isinstance(config.env_name, str) else config.env_name
+    # Ids are resolved here: workers on Ray may not have registered the family.
+    sources = env or [resolve_env(name) for name in names]
+    return partial(GEMEnv, sources, weights=config.env_weights, divide=True)

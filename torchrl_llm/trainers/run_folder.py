@@ -1,16 +1,14 @@
-"""Who owns ``output_dir``: :class:`RunFolder` marks the folder of a run, and moves what an earlier run left there aside.
-
-::
+"""The folder of a run: :class:`RunFolder` marks and locks ``output_dir``, and moves an earlier run there aside::
 
     runs/multiturn/
         torchrl_llm.json                        the mark
         torchrl_llm.lock                        locked while a process runs here
         config.yaml                             its settings, for --config
         checkpoints/  csv/  result.json  ...    the run
-        previous-1/                             an earlier run, or a branch that was given up; with a mark of its own
+        previous-1/                             an earlier run, or an abandoned branch; with a mark of its own
 
-Files under other names than those of a run stay where they are. Of what was moved aside, only files that this library wrote
-are ever deleted, and only those of a run that ``overwrite`` replaced by one that has a whole checkpoint by now.
+Other files stay where they are. Of a run that was moved aside, only files of this library are ever deleted, and only if
+``overwrite`` replaced it and the new run has a whole checkpoint.
 
 ``checkpoints/`` may be a link to a folder elsewhere. The link stays, and checkpoints that are moved aside stay on their disk, in
 ``previous-1/`` of that folder, which ``previous-1/checkpoints`` links to.
@@ -50,7 +48,7 @@ MARK = "torchrl_llm.json"
 """The file that tells a run's folder from any other."""
 
 LOCK = "torchrl_llm.lock"
-"""The file that the process of a run has locked. It stays when the run ends: without a lock it means nothing."""
+"""The file that the process of a run has locked. It stays when the run ends: the lock counts, not the file."""
 
 _ATTEMPTS, _PAUSE = 5, 0.1
 """How often a lock is tried, and the seconds between: a process that only checks a folder holds its lock for a moment."""
@@ -60,32 +58,31 @@ _REPORT = (
     *("conversations_before.md", "conversations_after.md"),
 )
 _NAMES = ("config.yaml", "checkpoints", "csv", "tensorboard", "wandb", "wandb_id", *_REPORT)
-"""What a run writes."""
+"""The files and folders that a run writes."""
 
 _WORK = ("csv/scalars/**/*.csv", *_REPORT)
-"""What it has only if it came to something, besides checkpoints."""
+"""Those that a run has only if it got results; checkpoints are the others."""
 
+_MERGED = (
+    *("config", "generation_config", "tokenizer", "tokenizer_config", "special_tokens_map"),
+    "model.safetensors.index",
+)
 _FILES = (
     *("csv/scalars/*/*.csv", "csv/texts/hparams[0-9]*.txt", "tensorboard/**/events.out.tfevents.*", "wandb_id"),
-    "config.yaml",
-    *("merged/model*.safetensors", "merged/model.safetensors.index.json", "merged/chat_template.jinja"),
-    *(
-        f"merged/{name}.json"
-        for name in ("config", "generation_config", "tokenizer", "tokenizer_config", "special_tokens_map")
-    ),
-    *_REPORT,
+    *("config.yaml", "merged/model*.safetensors", "merged/chat_template.jinja", *_REPORT),
+    *(f"merged/{name}.json" for name in _MERGED),
 )
-"""The files of these, but for checkpoints, which list theirs. Others of a folder stay, W&B's own among them."""
+"""The files in these folders, without those of checkpoints, which list theirs. Other files stay, W&B's own among them."""
 
 _MOVING, _REPLACED, _KEPT = "moving", "replaced", "kept"
-"""What becomes of a folder beside the run: it goes back after a crash; it is deleted when the new run is saved; it stays."""
+"""States of a folder beside the run: put back after a crash; deleted when the new run is saved; kept."""
 
 
 class RunFolder:
     """The folder of one run.
 
     Args:
-        config: of the run; ``output_dir`` is the folder. Nothing is made or changed before :meth:`open`.
+        config: ``output_dir`` is the folder. Nothing is made or changed before :meth:`open`.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -94,9 +91,9 @@ class RunFolder:
         self._lock: _Lock | None = None
 
     def check(self) -> None:
-        """Refuse a folder that another process uses, that cannot be written to, or that holds what looks like another's run.
+        """Refuse a folder that another process uses, that cannot be written to, or that holds files of others.
 
-        What a crash has left half moved is put back.
+        A move that a crash has interrupted is undone.
 
         Raises:
             ConfigError: the message says what is there, and what to do.
@@ -106,18 +103,16 @@ class RunFolder:
             raise ConfigError(f"output_dir is {self.path}, but {nearest} is no folder: choose another output_dir.")
         self._check_writable(nearest)
         link = self.checkpoints.directory
+        if link.is_symlink() and not link.is_dir():
+            raise ConfigError(f"{link} links to {os.readlink(link)}, which is no folder: make it, or remove the link.")
         if link.is_symlink():
-            if not link.is_dir():
-                raise ConfigError(
-                    f"{link} is a link to {os.readlink(link)}, which is no folder: make it, or remove the link."
-                )
             self._check_writable(link)
         asides, lock = self._asides(_MOVING), None
         if self._owner() is None and (asides or os.path.lexists(self.path / LOCK)):
             with suppress(OSError):  # no locks here: open() warns
                 lock = _Lock(self.path)
         for aside in asides:
-            self._give_back(aside)
+            self._put_back(aside)
         if lock is not None:
             lock.release()
         names = [item.name for item in self._items() if not (item.is_symlink() and item == link and not self._saved())]
@@ -139,17 +134,14 @@ class RunFolder:
             ) from error
 
     def open(self, start: Path | None, steps: int, make_loggers: Callable[[], list[Logger]]) -> list[Logger]:
-        """Make the folder this run's: lock it, move aside what is not the run's, and open the loggers.
+        """Take the folder for this run: lock it, move an earlier run aside, and open the loggers.
 
         The lock lasts until :meth:`close`, until this object is deleted, or until the process ends, however it ends.
 
         Args:
-            start: the checkpoint that the run goes on from; ``None``: it starts anew.
-            steps: those of ``start``; what the CSV logger wrote after them is dropped, for it is written again.
+            start: the checkpoint that the run continues; ``None``: it starts from the beginning.
+            steps: those of ``start``; CSV rows of later steps are dropped, because they are written again.
             make_loggers: if it fails, everything is put back.
-
-        Returns:
-            What ``make_loggers`` made.
 
         Raises:
             ConfigError: another process has locked the folder.
@@ -163,9 +155,9 @@ class RunFolder:
             raise
 
     def lock(self) -> None:
-        """Lock the folder among processes; :meth:`open` does so first. A second call does nothing.
+        """Lock the folder among processes; a second call does nothing.
 
-        A run takes the lock over from an earlier one of its process, which is over as a rule, but may not be deleted yet.
+        A run takes the lock over from an earlier run of its process, which has usually ended, but may not be deleted yet.
 
         Raises:
             ConfigError: another process has locked it.
@@ -189,7 +181,7 @@ class RunFolder:
         _OPEN[self.path.resolve()] = self
 
     def close(self) -> None:
-        """Release the lock: another process may have the folder. A second call does nothing."""
+        """Release the lock, so that another process can take the folder. A second call does nothing."""
         if self._owner() is self:
             del _OPEN[self.path.resolve()]
         if self._lock is not None:
@@ -197,7 +189,7 @@ class RunFolder:
             self._lock = None
 
     def _owner(self) -> RunFolder | None:
-        """Which run of this process has the folder."""
+        """The run of this process that has the folder."""
         return _OPEN.get(self.path.resolve())
 
     def _open(self, start: Path | None, steps: int, make_loggers: Callable[[], list[Logger]]) -> list[Logger]:
@@ -207,7 +199,7 @@ class RunFolder:
         self.checkpoints.clean()
         if not self.config.overwrite:
             for old in self._asides(_REPLACED):
-                _write_mark(old, _KEPT)  # by a run that did not get far; nobody asks for its deletion any more
+                _write_mark(old, _KEPT)  # by a run that did not get far; overwrite is not asked for any more
         aside = self._make_room(start)
         try:
             loggers = make_loggers()
@@ -215,17 +207,17 @@ class RunFolder:
             if aside is not None:
                 if start is None:
                     self._discard(self.path)
-                self._give_back(aside)
+                self._put_back(aside)
             raise
         if start is not None:
             rewind_csv(self.path / "csv", steps)
         return loggers
 
     def settle(self) -> None:
-        """The run has a whole checkpoint: delete what it replaced.
+        """Delete the run that this one has replaced, now that this one has a whole checkpoint.
 
         Raises:
-            ConfigError: a later run of this process has the folder by now, and what it replaced is not this run's to delete.
+            ConfigError: a later run of this process has taken the folder.
         """
         if self._owner() not in (None, self):
             raise ConfigError(
@@ -238,21 +230,18 @@ class RunFolder:
     def _make_room(self, start: Path | None) -> Path | None:
         if start is not None and start.parent == self.checkpoints.directory:
             newer = [path for path in self.checkpoints.checkpoints() if path.name > start.name]
-            return self._move(newer[::-1], _KEPT, f"{start} is gone on from, and is the newest now") if newer else None
-        if not self.checkpoints.checkpoints() and not any(
-            item for pattern in _WORK for item in self.path.glob(pattern)
-        ):
-            self._discard(self.path)
-            aside = None
+            return self._move(newer[::-1], _KEPT, f"{start} is continued, and is the newest now") if newer else None
+        aside = None
+        if self.checkpoints.checkpoints() or any(item for pattern in _WORK for item in self.path.glob(pattern)):
+            aside = self._move(self._items(), _REPLACED if self.config.overwrite else _KEPT, "a new run starts")
         else:
-            state = _REPLACED if self.config.overwrite else _KEPT
-            aside = self._move(self._items(), state, "a new run starts")
+            self._discard(self.path)
         if start is not None and self.config.save_checkpoints:
             self._adopt(start)
         return aside
 
     def _adopt(self, start: Path) -> None:
-        """Copy another run's checkpoint, so that a resume of this one finds it."""
+        """Copy the checkpoint of another run, so that a resume of this run finds it."""
         name = f"checkpoint-{Checkpoint.manifest(start)['metadata']['iteration']:012d}"
         stage = self.checkpoints.directory / f".{name}.stage-copy"
         shutil.copytree(start, stage)
@@ -300,12 +289,12 @@ class RunFolder:
         return items
 
     def _saved(self) -> list[Path]:
-        """What a run has put into ``checkpoints/``."""
+        """The entries of ``checkpoints/`` that a run has written."""
         links = [path for name in LINKS if (path := self.checkpoints.directory / name).is_symlink()]
         return [*self.checkpoints.checkpoints(), *links]
 
-    def _give_back(self, aside: Path) -> None:
-        """Move back what was moved; what the run has by itself was copied."""
+    def _put_back(self, aside: Path) -> None:
+        """Move items back; those that the run still has were copied."""
         parts = [part for part in aside.iterdir() if part.name != MARK]
         for part in [*parts, *aside.glob("checkpoints/checkpoint-*")]:
             place = self.path / part.relative_to(aside)
@@ -352,7 +341,7 @@ class RunFolder:
 
 
 class _Lock:
-    """The lock of a folder among processes, which the system takes back when the process ends, however it ends.
+    """The lock of a folder among processes. The system releases it when the process ends, however it ends.
 
     Args:
         folder: gets the file :data:`LOCK`, if it has none.
@@ -394,7 +383,7 @@ class _Lock:
         )
 
     def sign(self) -> None:
-        """Write down which process has the lock, for the others' message."""
+        """Write this process's id into the file, for the error message of others."""
         os.ftruncate(self.descriptor, 0)
         os.pwrite(self.descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
 
@@ -406,15 +395,15 @@ class _Lock:
             return "a process that has not written its number down"
 
     def in_place(self) -> bool:
-        """Whether the file that is locked is still the one of the folder."""
+        """Whether the locked file is still the file in the folder."""
         return self.file.exists() and os.path.samestat(self.file.stat(), os.fstat(self.descriptor))
 
     def release(self) -> None:
-        """A second call does nothing."""
+        """Release the lock; a second call does nothing."""
         self._finalizer()
 
     def forget(self) -> None:
-        """In a forked process: close its copy of the descriptor, for the lock lasts until all copies are closed.
+        """In a forked process: close its copy of the descriptor, because the lock lasts until all copies are closed.
 
         A child that outlives a crashed parent, such as an engine, would keep the folder locked.
         """
@@ -428,7 +417,7 @@ def _unlock(descriptor: int) -> None:
 
 
 _OPEN: weakref.WeakValueDictionary[Path, RunFolder] = weakref.WeakValueDictionary()
-"""The runs of this process, by the folders that are theirs."""
+"""The runs of this process, by folder."""
 
 
 def _forget_all() -> None:

@@ -1,4 +1,4 @@
-"""When a run is saved, and as of which moment: :class:`RunSaver`."""
+"""When and in which state a run is saved: :class:`RunSaver`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torchrl.checkpoint import GlobalRNGState
 
 from torchrl_llm.interrupts import Interrupted
 from torchrl_llm.trainers.base import TrainerBase
-from torchrl_llm.trainers.limits import is_due
+from torchrl_llm.trainers.schedule import is_due
 
 
 class RunSaver:
@@ -18,15 +18,10 @@ class RunSaver:
 
     Args:
         run: the trainer, whose ``checkpoints`` save it.
-
-    Attributes:
-        collector_state: the collector's state before the rollout or evaluation that runs, or was dropped; ``None``: the
-            state that it has.
     """
 
     def __init__(self, run: TrainerBase) -> None:
         self.run = run
-        self.collector_state: dict[str, Any] | None = None
         self._rng: dict[str, Any] | None = None
 
     def save(self, metrics: Mapping[str, float], *, early: bool = False) -> None:
@@ -49,7 +44,7 @@ class RunSaver:
 
     @contextmanager
     def saved_if_it_fails(self, metrics: Mapping[str, float] | None = None) -> Iterator[None]:
-        """Around evaluators, loggers and callbacks: their error does not cost the iteration.
+        """Save the iteration if an evaluator, a logger or a callback inside raises.
 
         Args:
             metrics: of the iteration, if all processes have finished it: several save when it is due, because saving takes
@@ -66,14 +61,16 @@ class RunSaver:
 
     @contextmanager
     def droppable(self) -> Iterator[None]:
-        """Around rollouts and evaluations, which change collector and global generators only: a signal drops them."""
-        self.collector_state, self._rng = self.run.rollouts.state_before_playing(), GlobalRNGState().state_dict()
+        """For rollouts and evaluations, which change only the collector and the global generators: a signal drops them."""
+        # A collector with a thread samples what was in flight again anyway, and asking for its state pauses it.
+        self.run.collector_state = None if self.run.rollouts.background else self.run.collector.state_dict()
+        self._rng = GlobalRNGState().state_dict()
         yield
-        self.collector_state = self._rng = None
+        self.run.collector_state = self._rng = None
 
     @contextmanager
     def saved_if_interrupted(self) -> Iterator[None]:
-        """Around a run: a signal saves it where it was before what the signal drops."""
+        """For a whole run: a signal saves it as it was before the rollout or evaluation that the signal drops."""
         try:
             yield
         except Interrupted as interrupted:

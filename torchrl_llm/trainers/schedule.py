@@ -1,12 +1,13 @@
-"""Learning rates over a run: :class:`LearningRateSchedule`."""
+"""When things happen in a run: its learning rates (:class:`LearningRateSchedule`), evaluations, checkpoints and end."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
-from torchrl_llm.trainers.config import TrainerConfig
+from torchrl_llm.trainers.config import ConfigError, TrainerConfig
 
 GROUPS = ("actor", "critic")
 """The parameter groups of an optimizer, by their place."""
@@ -15,10 +16,10 @@ GROUPS = ("actor", "critic")
 class LearningRateSchedule:
     """Warm-up, then a cosine or a constant, over the turns of a run.
 
-    It is no scheduler of PyTorch's, which count their own steps: an iteration adds as many turns as its episodes took.
+    PyTorch's schedulers count their own steps, but an iteration adds as many turns as its episodes have.
 
     Args:
-        optimizer: its rates now are those that the schedule scales.
+        optimizer: the schedule scales its present rates.
         config: ``max_steps``, ``warmup_fraction``, ``schedule`` and ``min_lr_fraction``.
     """
 
@@ -50,3 +51,41 @@ def lr_factor(config: TrainerConfig, before: int, after: int) -> float:
         return 1.0
     rest = (min(1.0, began) - config.warmup_fraction) / max(1e-12, 1 - config.warmup_fraction)
     return config.min_lr_fraction + (1 - config.min_lr_fraction) * 0.5 * (1 + math.cos(math.pi * rest))
+
+
+def is_due(interval: int, iteration: int) -> bool:
+    """Whether something that happens every ``interval`` iterations (0: never) happens after this one.
+
+    Examples:
+        >>> is_due(5, 10), is_due(5, 11), is_due(0, 10)
+        (True, False, False)
+    """
+    return interval > 0 and iteration % interval == 0
+
+
+def limit_reached(config: TrainerConfig, *, steps: int, iteration: int, seconds: float) -> str | None:
+    """Why a run ends after this iteration; ``None``: it continues."""
+    if steps >= config.max_steps:
+        return f"max_steps={config.max_steps} turns played"
+    if config.max_iterations is not None and iteration >= config.max_iterations:
+        return f"max_iterations={config.max_iterations}"
+    if config.max_seconds is not None and seconds >= config.max_seconds:
+        return f"max_seconds={config.max_seconds}"
+    return None
+
+
+def success_reached(config: TrainerConfig, metrics: Mapping[str, float]) -> str | None:
+    """Why a run ends after an evaluation with these metrics; ``None``: it continues.
+
+    Raises:
+        ConfigError: ``stop_at_success`` is set, and the evaluator reports no success rate.
+    """
+    success, target = metrics.get("evaluation/success"), config.stop_at_success
+    if target is None:
+        return None
+    if success is None:
+        raise ConfigError(
+            f'stop_at_success={target} needs "evaluation/success", and the evaluator returned {sorted(metrics)}: return '
+            "it, or set stop_at_success to null."
+        )
+    return f"stop_at_success={target} reached: {success:.3f}" if success >= target else None

@@ -6,35 +6,26 @@ documentation show the docstrings of the fields (:func:`torchrl_llm.options.mean
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
 from torchrl_llm.options import (
-    Bound,
     Checked,
     ConfigError,
     Count,
     Idle,
-    MinP,
     Natural,
     NonNegative,
     Positive,
     PositiveShare,
     Range,
-    Ratio,
     Share,
-    Temperature,
 )
 
 Algorithm = Literal["LLMPPO", "LLMREINFORCE", "GRPO"]
 OldLogProbs = Literal["auto", "sampler", "scorer"]
-
-
-def require(holds: bool, message: str) -> None:
-    """Raise :class:`ConfigError` with ``message`` unless ``holds``."""
-    if not holds:
-        raise ConfigError(message)
 
 
 @dataclass(kw_only=True)
@@ -44,19 +35,19 @@ class TrainerConfig(Checked):
     epochs: Count = 1
     """Passes over each batch."""
     minibatch_size: Count | None = None
-    """Conversations per optimizer step; None takes the whole batch in one step."""
+    """Episodes per optimizer step; None takes the whole batch in one step."""
     max_tokens: Count = 16_384
     """Tokens (padding included) of one forward and backward pass. It bounds memory and never changes the gradient."""
     old_log_probs: OldLogProbs = "auto"
-    """What ratios are taken against: the "sampler"'s log-probs, or those that the "scorer" gives the tokens before the
+    """The denominator of ratios: the "sampler"'s log-probs, or those that the "scorer" gives the tokens before the
     update (one more forward pass); "auto" takes the sampler's where they are the scorer's anyway."""
     critic_warmup: Natural = 0
     """Iterations at the start in which only the critic learns, of a shared trunk its head alone (LLMPPO)."""
     dynamic_sampling: Natural = 0
-    """0 is off; else learn only from groups that the estimator gives an advantage (GRPO: those that differ), and
+    """0 is off; else learn only from groups that the estimator gives an advantage (GRPO: groups whose returns differ), and
     collect up to this many batches an iteration until there are enough of them."""
     overlong_filter: bool = False
-    """Leave conversations that a limit of length cut out of the update; credit still counts them."""
+    """Leave episodes that a length limit has cut out of the update; credit still counts them."""
     overlong_penalty: NonNegative = 0.0
     """Taken from the reward of a response that reaches max_output_tokens, less of it before; 0 is off."""
     overlong_buffer: Count | None = None
@@ -70,7 +61,7 @@ class TrainerConfig(Checked):
     min_lr_fraction: Share = 0.0
     """The cosine schedule ends at this share of the learning rate."""
     max_steps: Count = 100_000
-    """Turns to play in training; the run ends with the iteration that reaches it."""
+    """Turns to collect in training; the run ends with the iteration that reaches it."""
     max_iterations: Count | None = None
     """Cap on iterations; None sets none."""
     max_seconds: Positive | None = None
@@ -92,16 +83,21 @@ class TrainerConfig(Checked):
     )
 
     def __post_init__(self) -> None:
-        require(
-            self.max_iterations is None or self.critic_warmup <= self.max_iterations,
-            f"critic_warmup={self.critic_warmup} is more than max_iterations={self.max_iterations}: the policy would never "
-            "learn. Lower the first or raise the second.",
-        )
+        for problem in self._contradictions():
+            raise ConfigError(problem)
+
+    def _contradictions(self) -> Iterator[str]:
+        """What is wrong with these settings together, and what to do."""
+        if self.max_iterations is not None and self.critic_warmup > self.max_iterations:
+            yield (
+                f"critic_warmup={self.critic_warmup} is more than max_iterations={self.max_iterations}: the policy would never "
+                "learn. Lower the first or raise the second."
+            )
 
 
 @dataclass(kw_only=True)
 class WeightsConfig(Checked):
-    """The weights that a run begins with. A resumed run has those of its checkpoint, so none of these can be changed."""
+    """The initial weights of a run. A resumed run takes them from its checkpoint, so none of these can be changed."""
 
     algo: Algorithm = "LLMPPO"
     """The algorithm."""
@@ -114,7 +110,7 @@ class WeightsConfig(Checked):
     """LoRA's scale is lora_alpha / lora_r; None takes 2 * lora_r."""
     lora_targets: list[str] | str = "all-linear"
     """Names of the linear modules that get adapters, as a list; or "all-linear", or a regular expression that matches
-    whole module paths. Of a multimodal model those of its language model only."""
+    whole module paths. Of a multimodal model only the language model gets adapters."""
     init_from: Path | None = None
     """A checkpoint (or what ActorCritic.save_pretrained wrote) whose weights the run starts from."""
     init_reference: bool = False
@@ -162,20 +158,20 @@ class EnvConfig(Checked):
     """The environment and the text that the model reads."""
 
     env_name: str | list[str] = "game:GuessTheNumber-v0-easy"
-    """Id of a GEM environment, or a list of ids (a mixture); a label where build_run is told what to play."""
+    """Id of a GEM environment, or a list of ids (a mixture); only a label if build_run gets env or make_env."""
     env_weights: list[Positive] | None = None
-    """How often each environment of a mixture is dealt, relative to each other; None deals them in turn."""
+    """Relative frequency of each environment of a mixture; None takes them in turn."""
     adaptive_mixture: bool = False
-    """Deal those environments of a mixture more often that are won about half of the time: env_weights count times p
+    """Sample the environments of a mixture more often that are won about half of the time: env_weights count times p
     (1 - p) + 0.05 for a recent success rate p, which changes between batches."""
     num_envs: Count = 16
-    """Environment slots played side by side, by each process and by each of its workers on Ray."""
+    """Environments that run side by side, in each process and in each of its workers on Ray."""
     max_turns: Count | None = None
     """Our own cap on turns (truncation); None leaves it to the environment."""
     max_model_len: Count = 1024
     """Longest context in tokens, the last response included."""
     overflow: Literal["truncate", "slide"] = "truncate"
-    """What happens when it is full: "truncate" ends the conversation, "slide" drops its oldest turns."""
+    """What happens when it is full: "truncate" ends the episode, "slide" drops its oldest turns."""
     success_reward: float | None = None
     """An episode is a success if it terminates with at least this reward, and its environment does not say
     info["success"]; None takes 1."""
@@ -184,30 +180,10 @@ class EnvConfig(Checked):
     template: Literal["chat", "raw"] = "chat"
     """"chat" for the tokenizer's chat template, "raw" for plain concatenation (base models)."""
     history: Literal["refuse", "append"] = "refuse"
-    """What to do with a template that renders earlier turns anew: "refuse" it, or "append", which keeps what was
+    """What to do with a template that renders earlier turns again: "refuse" it, or "append", which keeps what was
     sampled and seen."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the chat template, such as enable_thinking."""
-
-
-@dataclass(kw_only=True)
-class SamplingSettings(Checked):
-    """The fields of :class:`~torchrl_llm.modules.SamplingConfig` that a run can set; its stop ids are the model's."""
-
-    temperature: Temperature = 1.0
-    """Sampling temperature in training."""
-    top_k: Natural = 0
-    """Keep the likeliest tokens; 0 keeps all."""
-    top_p: PositiveShare = 1.0
-    """Keep the smallest set of tokens of this mass; 1 keeps all."""
-    min_p: MinP = 0.0
-    """Drop tokens less likely than this times the likeliest; 0 keeps all."""
-    repetition_penalty: Positive = 1.0
-    """1 is off."""
-    min_output_tokens: Natural = 0
-    """Responses cannot end earlier."""
-    max_output_tokens: Count = 64
-    """Responses are cut here."""
 
 
 @dataclass(kw_only=True)
@@ -240,11 +216,11 @@ class RayConfig(Checked):
     """Workers on Ray (``collector="ray"``)."""
 
     ray_workers: Count | None = None
-    """How many workers play; None takes 2."""
+    """Number of workers; None takes 2."""
     ray_worker_cpus: NonNegative | None = None
     """CPUs that each asks Ray for; None takes 1."""
     ray_worker_gpus: NonNegative | None = None
-    """GPUs that each asks Ray for, and plays on; None takes none."""
+    """GPUs that each asks Ray for, and samples on; None takes none."""
 
 
 @dataclass(kw_only=True)
@@ -252,12 +228,13 @@ class RolloutConfig(Checked):
     """How batches are collected."""
 
     policy: Literal["hf", "vllm"] = "hf"
-    """Who plays: "hf", the model itself, or "vllm", an engine that gets the weights after every update."""
+    """What samples: "hf", the model itself, or "vllm", an engine that gets the weights after every update."""
     collector: Literal["turn", "async", "ray"] = "turn"
-    """"turn" plays each batch with a turn of all slots at a time; "async" lets no episode wait for another; "ray" does
+    """"turn" steps all environments together, a turn at a time; "async" lets no episode wait for another; "ray" does
     so on workers, of a Ray that is running."""
     max_staleness: Natural | None = None
-    """Updates that the weights of a token may be behind those it trains; 0 is on-policy (not for collector="turn")."""
+    """Updates that the weights of a token may be behind those it trains; 0 is on-policy (not for collector="turn"). More
+    than 0 sets sampler_correction to "truncate" and sampler_bounds to 2, unless they are given."""
     env_threads: Natural | None = None
     """Threads that environments run in; None takes one a slot with a step_timeout or a collector other than "turn",
     else none."""
@@ -265,77 +242,12 @@ class RolloutConfig(Checked):
     """Seconds that an environment may take for a step, in training and in evaluation; its episode is cut then. None
     takes 60 with a collector other than "turn" (and env_threads other than 0), else no limit."""
     max_faults: Natural | None = None
-    """Episodes whose environment may fail in one batch, where their groups are dropped and others played; in one
+    """Episodes whose environment may fail in one batch, where their groups are dropped and replaced; in one
     evaluation, where they count as not won; and in a row. None takes 16."""
     batch_size: Count = 32
-    """Conversations per iteration, all groups and all processes together."""
+    """Episodes per iteration, all groups and all processes together."""
     group_size: Count = 1
-    """Conversations per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for."""
-
-
-@dataclass(kw_only=True)
-class LossConfig(Checked):
-    """The options of the algorithm's loss and estimator; ``None`` takes the default that is declared there."""
-
-    gamma: Share | None = None
-    """Discount per turn."""
-    discounted_objective: bool | None = None
-    """Weigh turn k by gamma^k, as the gradient of the discounted return does."""
-    clip_advantage: Positive | None = None
-    """Bound on the absolute value of advantages."""
-    kl_coeff: NonNegative | None = None
-    """Weight of the KL to the reference model (AgileRL's beta); 0 needs no reference."""
-    kl_in: Literal["loss", "reward"] | None = None
-    """The KL in the "loss" or in the "reward"."""
-    kl_kind: Literal["k2", "k3"] | None = None
-    """The KL in the loss: "k3" or "k2"."""
-    clipping: Literal["ppo", "cispo", "none"] | None = None
-    """"ppo", "cispo" (every token keeps its gradient), or "none"."""
-    clip_epsilon: NonNegative | tuple[NonNegative, NonNegative] | None = None
-    """How far the ratio may move from 1, one number or [low, high]."""
-    dual_clip: Ratio | None = None
-    """Ratio beyond which a negative advantage has no gradient either ("ppo")."""
-    ratio_level: Literal["token", "turn", "sequence"] | None = None
-    """Importance ratio per "token", "turn" or "sequence"."""
-    ratio_reduction: Literal["sum", "mean"] | None = None
-    """A unit's log-ratio is the "sum" of its tokens' or their "mean"."""
-    unit_weight: Literal["by_tokens", "equal"] | None = None
-    """A unit counts "by_tokens", or all units are "equal"."""
-    weighting: Literal["token", "turn", "sequence", "constant"] | None = None
-    """What counts equally in the loss: "token", "turn", "sequence", or "constant"."""
-    weight_constant: Positive | None = None
-    """Tokens per conversation of weighting="constant"."""
-    entropy_coeff: NonNegative | None = None
-    """Weight of the entropy bonus."""
-    sampler_correction: Literal["truncate", "mask", "reject"] | None = None
-    """For samplers whose log-probs are not the trainer's: "truncate", "mask" or "reject". None takes none, but with
-    max_staleness "truncate"."""
-    sampler_bounds: Bound | tuple[Bound, Bound] | None = None
-    """Its cap ("truncate"), or [low, high]; None takes 2 where max_staleness asks for the correction."""
-    sampler_level: Literal["token", "turn", "sequence"] | None = None
-    """What has one such weight: "token", "turn" or "sequence"."""
-    sampler_reduction: Literal["sum", "mean"] | None = None
-    """A unit's weight is that of the "sum" or of the "mean" of its tokens' log-ratios."""
-    lmbda: Share | None = None
-    """Lambda of the turn-level GAE (LLMPPO)."""
-    critic_coeff: NonNegative | None = None
-    """Weight of the critic's term (LLMPPO)."""
-    clip_value: NonNegative | None = None
-    """How far a value may move from the old one; 0 sets no bound (LLMPPO)."""
-    granularity: Literal["turn", "token"] | None = None
-    """Credit per "turn" or per "token" (LLMPPO)."""
-    value_reduction: Literal["first", "mean", "last"] | None = None
-    """The value of a turn: "first" (unbiased), "mean" or "last" (LLMPPO)."""
-    whiten: bool | None = None
-    """Whiten the advantages over the batch (LLMPPO)."""
-    normalize_over: Literal["batch", "none"] | None = None
-    """Normalize returns over the "batch", or "none" (LLMREINFORCE)."""
-    credit: Literal["episode", "turn"] | None = None
-    """Compare the returns of the "episode", or those from each "turn" on (GRPO)."""
-    baseline: Literal["mean", "leave_one_out"] | None = None
-    """The group's "mean", or "leave_one_out" (GRPO; with scale="none")."""
-    scale: Literal["std", "none"] | None = None
-    """Divide by the group's "std", or "none" (GRPO)."""
+    """Episodes per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for."""
 
 
 @dataclass(kw_only=True)
@@ -357,11 +269,11 @@ class ReportConfig(Checked):
     """Evaluation and metrics."""
 
     evaluation_episodes: Count = 256
-    """Conversations per evaluation, the same held-out tasks each time."""
+    """Episodes per evaluation, the same held-out tasks each time."""
     evaluation_greedy: bool = False
     """Evaluate greedy decoding too, each task once."""
     final_episodes: Count = 512
-    """Conversations of the evaluations before and after the run, on tasks used for nothing else."""
+    """Episodes of the evaluations before and after the run, on tasks used for nothing else."""
     tensorboard: bool = False
     """Log to TensorBoard too."""
     wandb: bool = False
@@ -383,15 +295,15 @@ class OutputConfig(Checked):
     export_merged: bool = False
     """Write the trained actor as one whole model to output_dir/merged at the end."""
     resume: bool = False
-    """Go on from the newest checkpoint in output_dir, in the same bytes as if the run had never stopped; from the
+    """Continue the newest checkpoint in output_dir, in the same bytes as if the run had never stopped; from the
     start if there is none."""
     resume_from: Path | None = None
-    """The checkpoint to go on from, instead of the newest; newer ones are moved aside."""
+    """The checkpoint to continue, instead of the newest; newer ones are moved aside."""
     accept_changes: list[str] = field(default_factory=list)
     """Names of settings that may differ from those of the checkpoint, and take effect from there; any other change is
-    an error, and those of the weights themselves (algo, critic_trunk, init_*, lora_*) cannot be accepted."""
+    an error, and those about the initial weights (algo, critic_trunk, init_*, lora_*) cannot be accepted."""
     overwrite: bool = False
-    """Start anew in an output_dir that holds a run already; it is moved aside, and deleted when the new run has a
+    """Start a new run in an output_dir that holds a run already; it is moved aside, and deleted when the new run has a
     whole checkpoint."""
     progress: bool = True
     """Show a progress bar."""

@@ -21,12 +21,10 @@ from torchrl_llm.interrupts import catch_signals, interruptible, run_begins
 from torchrl_llm.record import credit_metrics, rollout_metrics, staleness, throughput
 from torchrl_llm.record.metrics import CREDIT_KEYS, ROLLOUT_KEYS
 from torchrl_llm.trainers.base import Evaluator, TrainerBase
-from torchrl_llm.trainers.checks import check_options
 from torchrl_llm.trainers.evaluation import checked_metrics
-from torchrl_llm.trainers.limits import is_due, limit_reached, success_reached
 from torchrl_llm.trainers.saving import RunSaver
-from torchrl_llm.trainers.scoring import RowScorer
-from torchrl_llm.trainers.update import Updater
+from torchrl_llm.trainers.schedule import is_due, limit_reached, success_reached
+from torchrl_llm.trainers.update import RowScorer, Updater
 
 logger = logging.getLogger(__name__)
 _END = object()
@@ -38,7 +36,7 @@ class LLMTrainer(TrainerBase):
     Args:
         collector: fills ``replay_buffer`` with one on-policy batch of whole episodes per iteration.
         replay_buffer: holds rows (its transform is :class:`~torchrl_llm.data.TurnsToSequence`).
-        policy: what the collector plays with; told after each update that its weights are new.
+        policy: the collector samples with it; it is told after each update that its weights are new.
         loss: one of the losses of :mod:`torchrl_llm.objectives`, with its value estimator made.
         optimizer: its first parameter group is the actor's, its second, if any, the critic's.
         config: the loop's settings.
@@ -52,7 +50,7 @@ class LLMTrainer(TrainerBase):
         loggers: TorchRL loggers; each gets every metric.
         callbacks: watch the run.
         accelerator: device, mixed precision and backward; None makes a plain one.
-        seen_tasks: remembers what training has played, for :func:`~torchrl_llm.trainers.evaluate`; None makes an empty one.
+        seen_tasks: collects the tasks of training, for :func:`~torchrl_llm.trainers.evaluate`; None makes an empty one.
 
     The attributes are those of :class:`~torchrl_llm.trainers.base.TrainerBase` and the parts, which are read-only, because other
     parts hold them too: assigning one raises ``AttributeError``. ``evaluator``, ``checkpoints``, ``loggers`` and
@@ -101,7 +99,7 @@ class LLMTrainer(TrainerBase):
             Interrupted: a signal has come; it ends the process with the signal's exit code if nobody catches it.
         """
         self.start_clock()
-        check_options(self.config, self.loss, self.optimizer, self.policy)  # again: the estimator may be another
+        self.check_options()  # again: the estimator may be another
         resume = "resume=True and else the same settings, without overwrite and resume_from"
         with catch_signals(resume), closing(self), self._end_watched(), self.saver.saved_if_interrupted():
             for callback in self.callbacks:
@@ -141,38 +139,38 @@ class LLMTrainer(TrainerBase):
         return rows
 
     def _next_batch(self, batches: Iterator[object]) -> TensorDictBase | None:
-        with self.timer("rollout"), self.playing(here=self.rollouts.runs_here):
-            if self.distributed.all_reduce_any(next(batches, _END) is _END):
+        with self.timer("rollout"), self.policy_weights(here=self.rollouts.runs_here):
+            if self.distributed.all_reduce_max(next(batches, _END) is _END):
                 self.stop_reason = "the collector reached its own limit"
                 return None
             batch = self.replay_buffer[:].contiguous().to(self.accelerator.device)
             self.replay_buffer.empty(empty_write_count=False)
         return batch
 
-    def playing(self, *, here: bool = True) -> AbstractContextManager[None]:
-        """Around what the policy plays ``here``: a policy that samples from the trained model needs its full weights."""
+    def policy_weights(self, *, here: bool = True) -> AbstractContextManager[None]:
+        """Inside, a policy that samples ``here`` from the trained model has its full weights."""
         return self.distributed.gathered_parameters() if here and not self.policy.owns_weights else nullcontext()
 
     def iterate(self, batch: TensorDictBase) -> dict[str, float]:
         """One iteration on the rows that were collected: choose, score, credit, update; returns its metrics."""
-        played, before = self.distributed.all_gather_rows(batch, ROLLOUT_KEYS), self.steps
-        self.steps += int(played[keys.TURN_MASK].sum())
-        self.episodes += played.shape[0]
+        collected, before = self.distributed.all_gather_rows(batch, ROLLOUT_KEYS), self.steps
+        self.steps += int(collected[keys.TURN_MASK].sum())
+        self.episodes += collected.shape[0]
         self.schedule.set(before, self.steps)
-        if keys.TASK_ID in played:
-            self.seen_tasks.add(played[keys.TASK_ID].cpu())
+        if keys.TASK_ID in collected:
+            self.seen_tasks.add(collected[keys.TASK_ID].cpu())
         chosen = self.choose(batch)
         num_chosen = self.distributed.all_reduce_sum(chosen.shape[0])
-        metrics = rollout_metrics(played, self.rollouts.env_names)
-        metrics["data/chosen_share"] = num_chosen / played.shape[0]
-        metrics["data/staleness"] = staleness(played, self.policy.policy_version)
+        metrics = rollout_metrics(collected, self.env_names)
+        metrics["data/chosen_share"] = num_chosen / collected.shape[0]
+        metrics["data/staleness"] = staleness(collected, self.policy.policy_version)
         if num_chosen:
             metrics |= self.learn(self.distributed.nonempty(chosen, batch[: self.rollouts.group_size]))
         else:
             logger.warning("iteration %d: no group has an advantage; nothing to learn from", self.iteration)
         self.iteration += 1
         self._check_limits()
-        return metrics | self._progress(played)
+        return metrics | self._progress(collected)
 
     def choose(self, batch: TensorDictBase) -> TensorDictBase:
         """The rows of ``batch`` to learn from: with ``config.dynamic_sampling`` only groups that get credit."""
@@ -193,7 +191,7 @@ class LLMTrainer(TrainerBase):
             with self.timer("update"):
                 metrics |= self.update(kept)
         else:
-            logger.warning("iteration %d: every conversation is overlong; nothing to learn from", self.iteration)
+            logger.warning("iteration %d: every episode is overlong; nothing to learn from", self.iteration)
         if num_kept or sleeper is not None:
             metrics |= self._send_weights()
         return metrics
@@ -248,13 +246,13 @@ class LLMTrainer(TrainerBase):
     def evaluate(self, evaluator: Evaluator) -> dict[str, float]:
         """The evaluator's metrics; takes note of the success rate, if it reports one."""
         with self.saver.saved_if_it_fails():
-            with self.saver.droppable(), self.timer("evaluation"), self.playing():
+            with self.saver.droppable(), self.timer("evaluation"), self.policy_weights():
                 metrics = checked_metrics(interruptible(evaluator))
             self.stop_reason = success_reached(self.config, metrics) or self.stop_reason
         self.best_success = max(self.best_success, metrics.get("evaluation/success", self.best_success))
         return metrics
 
-    def _progress(self, played: TensorDictBase) -> dict[str, float]:
+    def _progress(self, collected: TensorDictBase) -> dict[str, float]:
         seconds = self.timer.read()
         return {
             "rollout/episodes": float(self.episodes),
@@ -263,7 +261,7 @@ class LLMTrainer(TrainerBase):
             **self.schedule.metrics(),
             **self.rollouts.metrics(),
             **seconds,
-            **throughput(played, seconds),
+            **throughput(collected, seconds),
         }
 
     def _check_limits(self) -> None:

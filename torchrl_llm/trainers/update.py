@@ -1,4 +1,4 @@
-"""Optimizer steps on scored and credited rows: :class:`Updater`."""
+"""The two halves of an update: :class:`RowScorer` writes scores and credit into rows, :class:`Updater` takes optimizer steps on them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,103 @@ from contextlib import nullcontext
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
+from torchrl.objectives.value import ValueEstimatorBase
 
-from torchrl_llm import keys
-from torchrl_llm.data import micro_batches, minibatches, padding_share
-from torchrl_llm.objectives import total, write_loss_weights
+from torchrl_llm import data, keys
+from torchrl_llm.objectives import TurnEstimator, total, write_loss_weights
 from torchrl_llm.record import LOSS_METRICS
 from torchrl_llm.trainers.base import TrainerBase
 from torchrl_llm.trainers.distributed import check_accumulation
 from torchrl_llm.trainers.fsdp import full_on_cpu
 from torchrl_llm.trainers.schedule import GROUPS
+
+
+class RowScorer:
+    """Scores rows with weights that do not change meanwhile, and credits them.
+
+    Args:
+        run: the trainer.
+    """
+
+    def __init__(self, run: TrainerBase) -> None:
+        self.run = run
+
+    @property
+    def estimator(self) -> ValueEstimatorBase:
+        """The loss's value estimator, which takes its statistics over all ranks if it can."""
+        estimator = self.run.loss.value_estimator  # not kept: loss.make_value_estimator may replace it during a run
+        if isinstance(estimator, TurnEstimator) and estimator.process_group is None:
+            estimator.process_group = self.run.distributed.process_group
+        return estimator
+
+    @property
+    def exact(self) -> bool:
+        """Whether the sampler's log-probs are the trained model's own, so that none need be scored before the update."""
+        everywhere = self.run.policy.exact and self.run.rollouts.logprobs_match_trainer
+        return everywhere and self.run.accelerator.mixed_precision == "no"
+
+    @property
+    def scores_old(self) -> bool:
+        """Whether the log-probs that ratios are taken against are scored, and not the sampler's."""
+        if self.run.config.old_log_probs == "auto":
+            return not self.exact or self.run.credit_corrects_sampler or self.run.rollouts.max_staleness > 0
+        return self.run.config.old_log_probs == "scorer"
+
+    # ------------------------------------------------------------------ scores and credit
+
+    def score_and_credit(self, batch: TensorDictBase, *, score: bool = True) -> TensorDictBase:
+        """:meth:`score`, unless told not to, and :meth:`credit` on the training's device and precision."""
+        with self.run.timer("score"), self.run.accelerator.autocast():
+            if score:
+                with self.run.distributed.gathered_parameters():
+                    self.score(batch)
+            return self.credit(batch)
+
+    @torch.no_grad()
+    def score(self, batch: TensorDictBase) -> None:
+        """Write the inputs of the loss that need frozen weights: old and reference log-probs, values."""
+        limit, loss = self.run.config.max_tokens, self.run.loss
+        if self.scores_old:
+            data.apply_in_micro_batches(loss.actor_network, batch, limit)
+            batch.rename_key_(keys.LOG_PROB, keys.OLD_LOG_PROB)
+        if self.run.reference is not None:
+            data.apply_in_micro_batches(self.run.reference, batch, limit)
+            batch.rename_key_(keys.LOG_PROB, keys.REF_LOG_PROB)
+        if loss.critic_network is not None:
+            data.apply_in_micro_batches(loss.critic_network, batch, limit)
+
+    def credit(self, batch: TensorDictBase) -> TensorDictBase:
+        """Shape the rewards of scored rows ``[B]`` as the settings say, and write the estimator's credit."""
+        config, limit = self.run.config, self.run.policy.sampling.max_output_tokens
+        if config.overlong_penalty:
+            buffer = config.overlong_buffer or limit
+            data.penalise_overlong(batch, config.overlong_penalty, max_response_length=limit, buffer=buffer)
+        return self.estimator(batch)
+
+    # ------------------------------------------------------------------ dynamic sampling
+
+    def wanted(self, rows: TensorDictBase) -> int:
+        """How many episodes an update is to have on all ranks, where the collector delivered ``rows`` in one batch."""
+        own = self.run.rollouts.batch_size
+        return int(self.run.distributed.all_reduce_sum(rows.shape[0] if own is None else own))
+
+    def found(self, rows: TensorDictBase) -> int:
+        """How many episodes of ``rows``, on all ranks, are in groups that get credit."""
+        return int(self.run.distributed.all_reduce_sum(int(self._informative(rows).sum())))
+
+    def choose(self, rows: TensorDictBase) -> TensorDictBase:
+        """The rows of groups that get credit: at most one batch's, the first in the order in which one process collects them."""
+        chosen = rows[self._informative(rows)]
+        ids = zip(chosen[keys.GROUP_ID].tolist(), chosen[keys.EPISODE_ID].tolist(), strict=True)
+        first = [episode for _, episode in sorted(self.run.distributed.all_gather(list(ids)))[: self.wanted(rows)]]
+        return chosen[torch.isin(chosen[keys.EPISODE_ID], torch.tensor(first, dtype=torch.int64, device=rows.device))]
+
+    def _informative(self, rows: TensorDictBase) -> Tensor:
+        """Which rows are of groups that the update would learn from, ``[B]`` bool: what the estimator really does decides."""
+        estimator = self.estimator
+        penalized = isinstance(estimator, TurnEstimator) and estimator.kl_coeff != 0
+        scored = penalized or self.run.credit_corrects_sampler or self.run.loss.critic_network is not None
+        return data.informative(self.score_and_credit(rows.copy(), score=scored))
 
 
 class Updater:
@@ -39,14 +127,14 @@ class Updater:
         run, distributed = self.run, self.run.distributed
         check_accumulation(run.accelerator)  # again: an Accelerator made since then may have changed it
         size = run.config.minibatch_size or int(distributed.all_reduce_sum(batch.shape[0]))
-        found = minibatches(batch, size, generator=run.generator, process_group=distributed.process_group)
+        found = data.minibatches(batch, size, generator=run.generator, process_group=distributed.process_group)
         return [distributed.nonempty(rows, batch[:1]) for rows in found]
 
     def micro_batches(self, rows: TensorDictBase) -> list[TensorDictBase]:
         """An optimizer batch with its loss weights, cut so that a part fits into memory; equally many on all ranks."""
         distributed = self.run.distributed
         weighted = write_loss_weights(rows, self.run.loss, distributed.process_group)
-        return distributed.equal_count(micro_batches(weighted, self.run.config.max_tokens))
+        return distributed.equal_count(data.micro_batches(weighted, self.run.config.max_tokens))
 
     def accumulate(self, parts: list[TensorDictBase]) -> dict[str, Tensor]:
         """Accumulate the gradient of one optimizer batch: losses are weighted sums, so its micro-batches add up."""
@@ -61,7 +149,7 @@ class Updater:
                 self.run.distributed.backward(loss)
             outputs.append(out)
         merged = self.run.distributed.merge_outputs(outputs)
-        padding = torch.tensor(padding_share(parts), dtype=torch.float64)
+        padding = torch.tensor(data.padding_share(parts), dtype=torch.float64)
         return {name: merged[key] for key, name in LOSS_METRICS.items() if key in merged} | {
             "data/padding_share": padding
         }
