@@ -109,11 +109,7 @@ class TestTurnPolicy:
 
     @pytest.mark.parametrize(
         ("kind", "greedy"),
-        [
-            (ExplorationType.RANDOM, False),
-            (ExplorationType.DETERMINISTIC, True),
-            (ExplorationType.MODE, True),
-        ],
+        [(ExplorationType.RANDOM, False), (ExplorationType.DETERMINISTIC, True), (ExplorationType.MODE, True)],
     )
     def test_exploration_type(self, kind, greedy):
         policy = Counter()

@@ -22,14 +22,7 @@ from torchrl_llm.modules.hf._cached_model import CachedModel
 from torchrl_llm.modules.hf._kv_cache import Ints
 from torchrl_llm.modules.lm import causal_lm, generation_end_ids, is_full_precision, vocabulary_of
 from torchrl_llm.modules.policy import Generation, TurnPolicy
-from torchrl_llm.modules.sampling import (
-    SamplingConfig,
-    SamplingProcessor,
-    decide_stop_ids,
-    draw,
-    likeliest,
-    turn_noise,
-)
+from torchrl_llm.modules.sampling import SamplingConfig, SamplingProcessor, decide_stop_ids, draw, likeliest, turn_noise
 from torchrl_llm.modules.scorer import next_log_probs
 from torchrl_llm.modules.weights import set_adapter_tensors
 

@@ -22,13 +22,7 @@ from torch import Tensor
 
 from torchrl_llm.interrupts import held
 from torchrl_llm.modules.checks import VocabularyMismatchError
-from torchrl_llm.modules.engine import (
-    ContextLengthError,
-    EngineError,
-    NonFiniteLogitsError,
-    TurnRequest,
-    TurnResponse,
-)
+from torchrl_llm.modules.engine import ContextLengthError, EngineError, NonFiniteLogitsError, TurnRequest, TurnResponse
 from torchrl_llm.modules.policy import Generation, TurnPolicy
 from torchrl_llm.modules.sampling import SamplingConfig, decide_stop_ids, turn_seed
 from torchrl_llm.modules.vllm import weights
@@ -334,11 +328,7 @@ class VLLMPolicy(TurnPolicy):
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
         """See :meth:`TurnPolicy.updating`. Turns in flight keep their tokens, and go on with the new weights."""
-        with (
-            self.exclusive(),
-            super().updating(version),
-            weights.paused(self.llm, version, asleep=self._asleep),
-        ):
+        with self.exclusive(), super().updating(version), weights.paused(self.llm, version, asleep=self._asleep):
             yield
         self._asleep = False
 
