@@ -1,7 +1,7 @@
 """Actor, critic and reference on one base model: :func:`load_actor_critic`, and their files.
 
-With LoRA they are adapters on one frozen base, without it copies. How adapters are switched stands in
-:mod:`torchrl_llm.modules.adapters`, how weights are read and written in :mod:`torchrl_llm.modules.weights`.
+With LoRA they are adapters on one frozen base, without it copies. :mod:`torchrl_llm.modules.adapters` switches adapters,
+:mod:`torchrl_llm.modules.weights` reads and writes files.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import copy
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,14 +22,12 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from torchrl_llm.modules._base import Quantization, load_base
-from torchrl_llm.modules._compile import compile_layers
-from torchrl_llm.modules._memory import on_host
-from torchrl_llm.modules.adapters import AdapterError, enable_gradient_checkpointing
+from torchrl_llm.modules._base import Quantization, compile_layers, load_base
+from torchrl_llm.modules.adapters import AdapterError, enable_gradient_checkpointing, trainable_parameters
 from torchrl_llm.modules.checks import FAILURES, check_head, check_repeatable, check_rows, check_vocabulary, run_once
 from torchrl_llm.modules.critic import TurnCritic
 from torchrl_llm.modules.lm import backbone, causal_lm, generation_end_ids, vocabulary_of
-from torchrl_llm.modules.merging import export_merged
+from torchrl_llm.modules.merging import merged_tensors
 from torchrl_llm.modules.sampling import SamplingConfig, decide_stop_ids
 from torchrl_llm.modules.scorer import TokenScorer
 from torchrl_llm.modules.weights import (
@@ -52,15 +50,15 @@ class LoraTargetError(ValueError):
 
 @dataclass(kw_only=True)
 class ActorCritic:
-    """What :func:`load_actor_critic` makes: everything that computes with the model in one training run.
+    """The models of one training run, as :func:`load_actor_critic` loads them.
 
     Attributes:
-        model: what a policy generates with, under :attr:`adapter`.
+        model: the model that a policy generates with, under :attr:`adapter`.
         adapter: ``"actor"`` with LoRA, ``None`` without.
-        actor: scores the policy being trained.
-        critic: values of states, or ``None``.
-        reference: scores the policy that the KL is taken to, without a graph; writes ``"log_prob"`` too, which the
-            caller renames; or ``None``.
+        actor: computes log-probs under the policy being trained.
+        critic: computes values of states; or ``None``.
+        reference: computes log-probs under the policy that the KL is taken to, without a graph; writes ``"log_prob"`` too,
+            which the caller renames; or ``None``.
     """
 
     model: PreTrainedModel | PeftModel
@@ -71,7 +69,7 @@ class ActorCritic:
 
     def actor_parameters(self) -> list[nn.Parameter]:
         """The trainable parameters of the actor."""
-        return _trainable(self.model, self.adapter)
+        return trainable_parameters(self.model, self.adapter)
 
     def critic_parameters(self) -> list[nn.Parameter]:
         """The trainable parameters of the critic, value head included; empty without a critic.
@@ -80,25 +78,27 @@ class ActorCritic:
         """
         if self.critic is None:
             return []
-        trunk = _trainable(self.critic.model, self.critic.adapter) if "critic" in self._trunks() else []
+        trunk = trainable_parameters(self.critic.model, self.critic.adapter) if "critic" in self._trunks() else []
         return trunk + list(self.critic.value_head.parameters())
 
     def base_parameters(self) -> list[nn.Parameter]:
         """The frozen parameters that belong to no adapter: the base under LoRA, the reference's copy without."""
         models: list[Any] = [self.model, *(part.model for part in (self.critic, self.reference) if part is not None)]
-        found = {
-            id(parameter): parameter
+        found = [
+            parameter
             for model in models
             for name, parameter in model.named_parameters()
             if not parameter.requires_grad and not set(name.split(".")) & set(getattr(model, "peft_config", ()))
-        }
-        return list(found.values())
+        ]
+        return list(dict.fromkeys(found))
 
-    def offload_base(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def offload_base(self) -> Iterator[None]:
         """``with models.offload_base():`` keeps :meth:`base_parameters` in the host's memory, pinned for CUDA.
 
         Adapters and heads stay where they are, so they can be sent to an engine meanwhile. For rollouts by a policy
-        that has its own copy of the model; nothing here can compute inside. On a CPU it does nothing.
+        that has its own copy of the model; no forward here can run inside. On a CPU it does nothing. The ``nn.Parameter``
+        objects stay, so modules, optimizers and tied weights that refer to them remain valid.
 
         Examples:
             >>> from torchrl_llm.testing.tiny import tiny_model_path
@@ -107,10 +107,21 @@ class ActorCritic:
             ...     {p.device.type for p in models.base_parameters()}
             {'cpu'}
         """
-        return on_host(self.base_parameters())
+        moved = [
+            (parameter, parameter.device) for parameter in self.base_parameters() if parameter.device.type != "cpu"
+        ]
+        try:
+            for parameter, _ in moved:
+                host = torch.empty_like(parameter.data, device="cpu", pin_memory=parameter.is_cuda)
+                parameter.data = host.copy_(parameter.data)
+            torch.cuda.empty_cache()  # else the memory would stay with this process's allocator
+            yield
+        finally:
+            for parameter, device in moved:
+                parameter.data = parameter.data.to(device)
 
     def refresh_reference(self) -> None:
-        """Make the reference what the actor is now.
+        """Copy the actor's weights into the reference.
 
         Raises:
             AdapterError: there is no reference, or it is the base with adapters off.
@@ -134,8 +145,7 @@ class ActorCritic:
             save_weights(model, None if self.adapter is None else role, path / role)
         if self.critic is not None:
             (path / "critic").mkdir(parents=True, exist_ok=True)
-            head = {name: value.contiguous() for name, value in self.critic.value_head.state_dict().items()}
-            save_file(head, path / "critic" / _VALUE_HEAD)
+            save_file(self.critic.value_head.state_dict(), path / "critic" / _VALUE_HEAD)
 
     def export_merged(self, path: str | Path, tokenizer: Any = None) -> None:
         """Write the actor as one whole model that transformers and vLLM load, its adapter merged into the weights.
@@ -149,7 +159,10 @@ class ActorCritic:
         Raises:
             WeightsError: the base is quantized, or the adapter changes tied embeddings.
         """
-        export_merged(self.model, self.adapter, Path(path))
+        merged = None
+        if self.adapter is not None:
+            merged = {name: tensor.cpu() for name, tensor in merged_tensors(self.model, self.adapter)}
+        causal_lm(self.model).save_pretrained(path, state_dict=merged)
         if tokenizer is not None:
             tokenizer.save_pretrained(path)
 
@@ -218,7 +231,9 @@ class ActorCritic:
         if "reference" in trunks and (overwrite_reference_adapter or has_weights(path / "reference")):
             sources["reference"] = path / ("actor" if overwrite_reference_adapter else "reference")
         head = None
-        if self.critic is not None and (path / "critic").is_dir() and not overwrite_critic_adapter:
+        if overwrite_critic_adapter:
+            sources["critic"] = path / "actor"
+        elif self.critic is not None and (path / "critic").is_dir():
             own_trunk = has_weights(path / "critic")
             if own_trunk and "critic" not in trunks:
                 raise WeightsError(
@@ -227,8 +242,6 @@ class ActorCritic:
                 )
             head = self._read_head(path / "critic" / _VALUE_HEAD)
             sources["critic"] = path / ("critic" if own_trunk else "actor")
-        elif overwrite_critic_adapter:
-            sources["critic"] = path / "actor"
         sources = {role: folder for role, folder in sources.items() if role in trunks}
         if self.adapter is None:
             weights = {role: read_model(folder, trunks[role]) for role, folder in sources.items()}
@@ -241,7 +254,7 @@ class ActorCritic:
             self.critic.value_head.load_state_dict(head)
 
     def _trunks(self) -> dict[str, Any]:
-        """Role -> model, of those that have weights of their own; with LoRA the role is the adapter's name."""
+        """Role -> model, for roles that have weights of their own; with LoRA the role is the adapter's name."""
         trunks: dict[str, Any] = {"actor": self.model}
         for role, part in (("critic", self.critic), ("reference", self.reference)):
             if part is not None and (part.model is not self.model or part.adapter == role):
@@ -367,12 +380,12 @@ def load_actor_critic(
         with _lora_refusals(base, lora):
             actor_model = critic_model = frozen = _add_adapters(base, lora, roles, seed)
             run_once(actor_model)
-    for each in {id(m): m for m in (actor_model, critic_model)}.values():
-        if gradient_checkpointing:
+    if gradient_checkpointing:
+        for each in dict.fromkeys((actor_model, critic_model)):
             enable_gradient_checkpointing(each)
             check_repeatable(each)
     if compile:
-        for each in {id(m): m for m in (actor_model, critic_model, frozen)}.values():
+        for each in dict.fromkeys((actor_model, critic_model, frozen)):
             compile_layers(backbone(each))
     critic_adapter = "critic" if lora is not None and critic is True else adapter
     reference_adapter = "reference" if reference == "adapter" else None
@@ -388,10 +401,9 @@ def load_actor_critic(
 def _check_options(
     lora: LoraConfig | None, critic: Any, reference: Any, quantization: Any, compiled_checkpointing: bool
 ) -> None:
-    if critic not in (False, True, "shared"):
-        raise ValueError(f"critic is {critic!r}; expected False, True or 'shared'.")
-    if reference not in (False, True, "adapter"):
-        raise ValueError(f"reference is {reference!r}; expected False, True or 'adapter'.")
+    for name, value, special in (("critic", critic, "shared"), ("reference", reference, "adapter")):
+        if value not in (False, True, special):
+            raise ValueError(f"{name} is {value!r}; expected False, True or {special!r}.")
     if lora is None and reference == "adapter":
         raise ValueError("reference='adapter' needs lora=LoraConfig(...); without LoRA, reference=True is a copy.")
     if lora is None and quantization is not None:
@@ -488,12 +500,3 @@ def _check_lora(base: nn.Module, lora: LoraConfig) -> None:
             f"LoRA targets {missing} match no module of {type(base).__name__}. Its linear modules are {linear}; name "
             'some of them in target_modules, or pass "all-linear".'
         )
-
-
-def _trainable(model: nn.Module, adapter: str | None) -> list[nn.Parameter]:
-    """The parameters of ``model`` that require grad; with an adapter, its own only."""
-    return [
-        parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and (adapter is None or adapter in name.split("."))
-    ]

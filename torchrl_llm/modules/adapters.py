@@ -1,8 +1,4 @@
-"""Which adapter a forward runs under: :func:`use_adapter`, and checkpointing that remembers it.
-
-Only the switching lives here; actor, critic and reference are put together in
-:mod:`torchrl_llm.modules.actor_critic`.
-"""
+"""Switching LoRA adapters: :func:`use_adapter`, and gradient checkpointing that recomputes under the same adapter."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torchrl_llm.modules.lm import causal_lm
 
 State = tuple[list[str], bool]
-"""Of one PEFT layer: its active adapters, and whether adapters are off."""
+"""The active adapters of one PEFT layer, and whether adapters are off."""
 
 
 class AdapterError(ValueError):
@@ -100,7 +96,7 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
 
 
 def recompute_contexts(model: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """The ``context_fn`` of :func:`torch.utils.checkpoint.checkpoint`: the recomputation sees today's adapter."""
+    """The ``context_fn`` of :func:`torch.utils.checkpoint.checkpoint`: the recomputation runs under the adapter active now."""
     layers = adapter_layers(model)
     return nullcontext(), _switched_when_run(layers, [_state(layer) for layer in layers])
 
@@ -120,25 +116,22 @@ def _wanted(layer: Any, adapter: str | None) -> State:
 
 @contextmanager
 def _switched(layers: Sequence[Any], states: Sequence[State]) -> Iterator[None]:
-    """Give each layer its state, and afterwards the one it had."""
+    """Give each layer its state, and put back the old one afterwards."""
     changes = [
         (layer, state, before)
         for layer, state in zip(layers, states, strict=True)
         if (before := _state(layer)) != state
     ]
-    flags = [(p, p.requires_grad) for layer, _, _ in changes for p in _adapter_parameters(layer)]
     try:
-        _switch([(layer, state) for layer, state, _ in changes], flags)
+        _switch([(layer, state) for layer, state, _ in changes])
         yield
     finally:
-        # A forward of sharded weights may leave other parameters than it found.
-        flags = [(p, p.requires_grad) for layer, _, _ in changes for p in _adapter_parameters(layer)]
-        _switch([(layer, before) for layer, _, before in changes], flags)
+        _switch([(layer, before) for layer, _, before in changes])
 
 
 @contextmanager
 def _switched_when_run(layers: Sequence[Any], states: Sequence[State]) -> Iterator[None]:
-    """The same, each layer at its first forward: one block is recomputed at a time, and it runs few of the layers."""
+    """As :func:`_switched`, but each layer at its first forward: a recomputation runs one block, with few of the layers."""
     changes = {id(layer): (layer, state) for layer, state in zip(layers, states, strict=True) if _state(layer) != state}
     with ExitStack() as stack:
 
@@ -152,7 +145,10 @@ def _switched_when_run(layers: Sequence[Any], states: Sequence[State]) -> Iterat
         yield
 
 
-def _switch(changes: Sequence[tuple[Any, State]], flags: Sequence[tuple[nn.Parameter, bool]]) -> None:
+def _switch(changes: Sequence[tuple[Any, State]]) -> None:
+    # Listed here and not once for both ways: a forward of sharded weights may leave other parameters than it found.
+    parameters = [p for layer, _ in changes for weights in _weights_by_adapter(layer) for p in weights.parameters()]
+    flags = [parameter.requires_grad for parameter in parameters]
     try:
         for layer, (active, disabled) in changes:
             if active != layer.active_adapters:
@@ -160,12 +156,12 @@ def _switch(changes: Sequence[tuple[Any, State]], flags: Sequence[tuple[nn.Param
             if disabled != layer.disable_adapters:
                 layer.enable_adapters(not disabled)
     finally:
-        for parameter, flag in flags:
+        for parameter, flag in zip(parameters, flags, strict=True):
             if parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)
 
 
-def _adapter_dicts(layer: Any) -> Iterator[nn.ModuleDict | nn.ParameterDict]:
+def _weights_by_adapter(layer: Any) -> Iterator[nn.ModuleDict | nn.ParameterDict]:
     """The containers of a PEFT layer's weights, each keyed by adapter."""
     for name in layer.adapter_layer_names:
         found = attrgetter(name)(layer)
@@ -175,12 +171,16 @@ def _adapter_dicts(layer: Any) -> Iterator[nn.ModuleDict | nn.ParameterDict]:
 
 def available_adapters(layer: Any) -> set[str]:
     """The adapters that a PEFT layer has weights of."""
-    return {name for container in _adapter_dicts(layer) for name in container}
+    return {name for weights in _weights_by_adapter(layer) for name in weights}
 
 
-def _adapter_parameters(layer: Any) -> Iterator[nn.Parameter]:
-    for container in _adapter_dicts(layer):
-        yield from container.parameters()
+def trainable_parameters(model: nn.Module, adapter: str | None) -> list[nn.Parameter]:
+    """The parameters of ``model`` that require grad; with an adapter, its own only."""
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and (adapter is None or adapter in name.split("."))
+    ]
 
 
 def check_adapter(model: nn.Module, adapter: str | None) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm.modules.lm import causal_lm, embedding_of, hidden_states, is_full_precision, lm_logits
+from torchrl_llm.modules.lm import causal_lm, embedding_of, hidden_states, is_full_precision, lm_logits, training_flags
 
 
 class VocabularyMismatchError(ValueError):
@@ -52,20 +52,16 @@ def name_of(lm: Any) -> str:
 
 @contextmanager
 def _probing(lm: Any, problem: str) -> Iterator[None]:
-    """Evaluation mode, no graph; what forwards raise becomes an :class:`UnsupportedModelError` that begins with ``problem``."""
-    training = lm.training
-    lm.eval()
+    """Evaluation mode, no graph; errors of forwards become :class:`UnsupportedModelError`, beginning with ``problem``."""
     try:
-        with torch.no_grad():
+        with training_flags(lm.modules(), False), torch.no_grad():
             yield
     except FAILURES as error:
         raise UnsupportedModelError(f"{name_of(lm)} {problem}: {error} Use a decoder-only language model.") from error
-    finally:
-        lm.train(training)
 
 
-def _ids(model: nn.Module, rows: int, columns: int) -> Tensor:
-    """Ids ``[rows, columns]`` of the model, not in the order of the vocabulary."""
+def probe_ids(model: nn.Module, rows: int, columns: int) -> Tensor:
+    """Token ids ``[rows, columns]`` to try a model on, not in the order of the vocabulary."""
     weight = embedding_of(model)
     return (torch.arange(rows * columns, device=weight.device).view(rows, columns) * 7 + 1) % weight.shape[0]
 
@@ -77,7 +73,7 @@ def check_head(model: nn.Module) -> None:
         UnsupportedHeadError: they differ, so log-probs computed here would be wrong.
         UnsupportedModelError: a forward fails.
     """
-    lm, tokens = causal_lm(model), _ids(model, 1, 4)
+    lm, tokens = causal_lm(model), probe_ids(model, 1, 4)
     with _probing(lm, "cannot be computed as a backbone and a head on it"):
         expected = lm(input_ids=tokens, use_cache=False).logits.float()
         logits = lm_logits(model, hidden_states(model, tokens)).float()
@@ -119,7 +115,7 @@ def check_repeatable(model: nn.Module) -> None:
     Raises:
         RandomForwardError: they differ, so a recomputation would not repeat its forward.
     """
-    tokens = _ids(model, 1, 8)
+    tokens = probe_ids(model, 1, 8)
     with torch.no_grad():
         expected = hidden_states(model, tokens)
     with torch.random.fork_rng(devices=[tokens.device] if tokens.is_cuda else []), torch.enable_grad():
@@ -137,7 +133,7 @@ def check_repeatable(model: nn.Module) -> None:
 @torch.no_grad()
 def run_once(model: nn.Module) -> None:
     """A forward on two tokens, for the errors that it raises."""
-    hidden_states(model, _ids(model, 1, 2))
+    hidden_states(model, probe_ids(model, 1, 2))
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
@@ -192,7 +188,7 @@ def _gap(model: nn.Module, longest: int) -> float:
     In half precision it is the median over tokens: the experts of a mixture may tip over at one or another.
     """
     lengths = torch.tensor([longest, max(longest // 2, 1), 2])
-    tokens = _ids(model, 3, longest)
+    tokens = probe_ids(model, 3, longest)
     batch = hidden_states(model, tokens, lengths)
     gaps, largest = [], 0.0
     for i, length in enumerate(lengths.tolist()):

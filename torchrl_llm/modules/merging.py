@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,19 +62,6 @@ def merged_tensors(model: nn.Module, adapter: str | None = None) -> Iterator[tup
             raise WeightsError(f"Failed in merging {name!r}: {error}") from error
         for key, tensor in merged.items():
             yield f"{name}.{key}", tensor
-
-
-def export_merged(model: nn.Module, adapter: str | None, path: Path) -> None:
-    """Write the whole model to ``path`` with ``adapter`` merged into its weights, copied to the host's memory.
-
-    Raises:
-        WeightsError: see :func:`merged_tensors`.
-    """
-    lm = causal_lm(model)
-    if adapter is None:
-        lm.save_pretrained(path)
-    else:
-        lm.save_pretrained(path, state_dict={name: tensor.cpu() for name, tensor in merged_tensors(model, adapter)})
 
 
 class MergedTensors:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from torchrl_llm.modules.adapters import AdapterError
+from torchrl_llm.modules.adapters import AdapterError, trainable_parameters
 from torchrl_llm.modules.lm import causal_lm
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -266,7 +266,7 @@ def _rebuild(model: PeftModel, config: LoraConfig) -> None:
         name: Adapter(model.peft_config[name], {key: x.clone() for key, x in adapter_of(model, name).tensors.items()})
         for name in model.peft_config
     }
-    trained = [name for name in before if any(p.requires_grad for p in _parameters_of(model, name))]
+    trained = [name for name in before if trainable_parameters(model, name)]
     active, spare = model.active_adapter, "spare"
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -281,10 +281,6 @@ def _rebuild(model: PeftModel, config: LoraConfig) -> None:
         set_adapter_tensors(model, name, fit_adapter(adapter, adapter_of(model, name)))
     model.set_requires_grad(trained, True)
     model.train(model.training)  # new layers start in training mode
-
-
-def _parameters_of(model: nn.Module, adapter: str) -> list[nn.Parameter]:
-    return [parameter for name, parameter in model.named_parameters() if adapter in name.split(".")]
 
 
 # Errors.

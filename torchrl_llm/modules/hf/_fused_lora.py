@@ -1,7 +1,6 @@
 """Plain linear layers that compute what LoRA layers do, for forwards that train nothing: :class:`FusedLora`.
 
-A small model spends more time in dispatching LoRA's extra operations than in computing them. Adapters themselves are
-dealt with in :mod:`torchrl_llm.modules.adapters`.
+A small model spends more time in dispatching LoRA's extra operations than in computing them.
 """
 
 from __future__ import annotations
@@ -38,18 +37,17 @@ class FusedLora:
             if isinstance(layer, LoraLinear) and _is_plain(layer, adapter)
         ]
         size = sum(layer.base_layer.weight.nbytes for _, _, layer in places if adapter in layer.lora_A)
-        self._places = places if size <= max_bytes else []
-        self._fused = [_fused(layer, adapter) for _, _, layer in self._places]
+        self._places = [(*place, _fused(place[-1], adapter)) for place in places] if size <= max_bytes else []
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Exchange the layers, and put them back."""
         try:
-            for (parent, name, _), fused in zip(self._places, self._fused, strict=True):
+            for parent, name, _, fused in self._places:
                 setattr(parent, name, fused)
             yield
         finally:
-            for parent, name, layer in self._places:
+            for parent, name, layer, _ in self._places:
                 setattr(parent, name, layer)
 
 
