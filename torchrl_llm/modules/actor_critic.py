@@ -7,45 +7,29 @@ With LoRA they are adapters on one frozen base, without it copies. :mod:`torchrl
 from __future__ import annotations
 
 import copy
-import re
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import Linear as LoraLinear
+from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from torchrl_llm.modules import weights
 from torchrl_llm.modules._base import Quantization, compile_layers, load_base
-from torchrl_llm.modules.adapters import AdapterError, enable_gradient_checkpointing, trainable_parameters
-from torchrl_llm.modules.checks import FAILURES, check_head, check_repeatable, check_rows, check_vocabulary, run_once
+from torchrl_llm.modules.adapters import AdapterError, add_adapters, enable_gradient_checkpointing, trainable_parameters
+from torchrl_llm.modules.checks import check_head, check_repeatable, check_rows, check_vocabulary
 from torchrl_llm.modules.critic import TurnCritic
 from torchrl_llm.modules.lm import backbone, causal_lm, generation_end_ids, vocabulary_of
 from torchrl_llm.modules.merging import merged_tensors
 from torchrl_llm.modules.sampling import SamplingConfig, decide_stop_ids
 from torchrl_llm.modules.scorer import TokenScorer
-from torchrl_llm.modules.weights import (
-    WeightsError,
-    adapter_of,
-    has_weights,
-    load_adapters,
-    read_model,
-    read_tensors,
-    save_weights,
-    set_adapter_tensors,
-)
 
 _VALUE_HEAD = "value_head.safetensors"
-
-
-class LoraTargetError(ValueError):
-    """The LoRA settings name modules that the model does not have, or break what adapters are used for here."""
 
 
 @dataclass(kw_only=True)
@@ -129,7 +113,7 @@ class ActorCritic:
         self._check_reference("refresh_reference()")
         if self.adapter is not None:
             model: Any = self.model
-            set_adapter_tensors(model, "reference", adapter_of(model, self.adapter).tensors)
+            weights.set_adapter_tensors(model, "reference", weights.adapter_of(model, self.adapter).tensors)
         else:
             self._trunks()["reference"].load_state_dict(self.model.state_dict())
 
@@ -142,7 +126,10 @@ class ActorCritic:
         """
         path = Path(path)
         for role, model in self._trunks().items():
-            save_weights(model, None if self.adapter is None else role, path / role)
+            if self.adapter is None:
+                model.save_pretrained(path / role)
+            else:  # PEFT puts the adapter into a folder of its name
+                model.save_pretrained(str(path), selected_adapters=[role], save_embedding_layers=False)
         if self.critic is not None:
             (path / "critic").mkdir(parents=True, exist_ok=True)
             save_file(self.critic.value_head.state_dict(), path / "critic" / _VALUE_HEAD)
@@ -228,28 +215,31 @@ class ActorCritic:
                 "overwrite_critic_adapter=True, but there is no critic. Load the models with critic=True."
             )
         sources = {"actor": path / "actor"}
-        if "reference" in trunks and (overwrite_reference_adapter or has_weights(path / "reference")):
+        if "reference" in trunks and (overwrite_reference_adapter or weights.has_weights(path / "reference")):
             sources["reference"] = path / ("actor" if overwrite_reference_adapter else "reference")
         head = None
         if overwrite_critic_adapter:
             sources["critic"] = path / "actor"
         elif self.critic is not None and (path / "critic").is_dir():
-            own_trunk = has_weights(path / "critic")
+            own_trunk = weights.has_weights(path / "critic")
             if own_trunk and "critic" not in trunks:
-                raise WeightsError(
+                raise weights.WeightsError(
                     f"{path / 'critic'} has a trunk of its own, but the critic here shares the actor's. Load the models "
                     "with critic=True."
                 )
-            head = self._read_head(path / "critic" / _VALUE_HEAD)
+            file = path / "critic" / _VALUE_HEAD
+            head, own_head = weights.read_tensors(file), self.critic.value_head.state_dict()
+            weights.check_shapes(head, own_head, f"{file} is the head of another model", weights.WeightsError)
             sources["critic"] = path / ("critic" if own_trunk else "actor")
         sources = {role: folder for role, folder in sources.items() if role in trunks}
         if self.adapter is None:
-            weights = {role: read_model(folder, trunks[role]) for role, folder in sources.items()}
-            for role, tensors in weights.items():
+            # All are read before the first is changed: an error leaves the models as they are.
+            read = {role: weights.read_model(folder, trunks[role]) for role, folder in sources.items()}
+            for role, tensors in read.items():
                 trunks[role].load_state_dict(tensors)
         else:
             model: Any = self.model
-            load_adapters(model, sources, merge=merge_lora_configs)
+            weights.load_adapters(model, sources, merge=merge_lora_configs)
         if head is not None and self.critic is not None:
             self.critic.value_head.load_state_dict(head)
 
@@ -269,13 +259,6 @@ class ActorCritic:
                 f"{what} needs a reference with weights of its own, but {state}. Load the models with "
                 f"reference={needed}."
             )
-
-    def _read_head(self, file: Path) -> dict[str, torch.Tensor]:
-        head, own = read_tensors(file), self.critic.value_head.state_dict() if self.critic is not None else {}
-        if {name: x.shape for name, x in head.items()} != {name: x.shape for name, x in own.items()}:
-            shapes = [{name: tuple(x.shape) for name, x in each.items()} for each in (head, own)]
-            raise WeightsError(f"{file} is the head of another model: {shapes[0]} there, {shapes[1]} here.")
-        return head
 
 
 def load_actor_critic(
@@ -377,9 +360,7 @@ def load_actor_critic(
         frozen = copy.deepcopy(base).requires_grad_(False) if reference else base
     else:
         adapter = "actor"
-        with _lora_refusals(base, lora):
-            actor_model = critic_model = frozen = _add_adapters(base, lora, roles, seed)
-            run_once(actor_model)
+        actor_model = critic_model = frozen = add_adapters(base, lora, roles, seed=seed)
     if gradient_checkpointing:
         for each in dict.fromkeys((actor_model, critic_model)):
             enable_gradient_checkpointing(each)
@@ -389,13 +370,16 @@ def load_actor_critic(
             compile_layers(backbone(each))
     critic_adapter = "critic" if lora is not None and critic is True else adapter
     reference_adapter = "reference" if reference == "adapter" else None
-    return ActorCritic(
+    models = ActorCritic(
         model=actor_model,
         adapter=adapter,
         actor=TokenScorer(actor_model, sampling, adapter=adapter, entropy=entropy),
         critic=TurnCritic(critic_model, adapter=critic_adapter) if critic else None,
         reference=TokenScorer(frozen, sampling, adapter=reference_adapter, frozen=True) if reference else None,
     )
+    if reference == "adapter":
+        models.refresh_reference()
+    return models
 
 
 def _check_options(
@@ -415,88 +399,4 @@ def _check_options(
         raise ValueError(
             "compile=True together with gradient_checkpointing=True: torch.compile does not carry the adapter of a "
             "forward into its recomputation. Choose one; a compiled graph recomputes cheap operations by itself."
-        )
-
-
-def _add_adapters(base: nn.Module, lora: LoraConfig, names: Sequence[str], seed: int) -> Any:
-    """``base`` as a ``PeftModel`` with one adapter per name, the first one active; all but ``reference`` train."""
-    _check_lora(base, lora)
-    lora = _within_language_model(base, lora)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # PEFT asks transformers under a name that transformers has renamed; the question has the same answer.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        # PEFT draws on the CPU and moves the weights afterwards: the CPU generator is all there is to seed.
-        torch.default_generator.manual_seed(seed)
-        model: Any = get_peft_model(base, copy.deepcopy(lora), adapter_name=names[0])
-        for name in names[1:]:
-            model.add_adapter(name, copy.deepcopy(lora))
-    model.set_requires_grad([name for name in names if name != "reference"], True)
-    if "reference" in names:
-        set_adapter_tensors(model, "reference", adapter_of(model, names[0]).tensors)
-    return model.eval()
-
-
-def _within_language_model(base: nn.Module, lora: LoraConfig) -> LoraConfig:
-    """``lora``, kept out of the parts of a multimodal model that text does not pass through."""
-    names = {id(module): name for name, module in base.named_modules()}
-    decoder, head = (names.get(id(x)) for x in (backbone(base), causal_lm(base).get_output_embeddings()))
-    outside = [
-        name
-        for name, module in base.named_modules()
-        if isinstance(module, nn.Linear) and name != head and decoder and not name.startswith(f"{decoder}.")
-    ]
-    if not outside:
-        return lora
-    given = lora.exclude_modules
-    own = [] if not given else [given] if isinstance(given, str) else [rf"(.*\.)?({'|'.join(map(re.escape, given))})"]
-    kept = rf"(?!{re.escape(decoder or '')}\.|{re.escape(head or '')}$).*"
-    lora = copy.deepcopy(lora)
-    lora.exclude_modules = "|".join(f"({pattern})" for pattern in (kept, *own))
-    return lora
-
-
-@contextmanager
-def _lora_refusals(base: nn.Module, lora: LoraConfig) -> Iterator[None]:
-    """Errors of PEFT, and of a first forward with its layers, as refusals by name."""
-    try:
-        yield
-    except LoraTargetError:
-        raise
-    except FAILURES as error:
-        plain = sorted({n.rpartition(".")[2] for n, m in base.named_modules() if type(m) in (nn.Linear, LoraLinear)})
-        raise LoraTargetError(
-            f"LoRA with target_modules={lora.target_modules!r} does not work on {type(base).__name__}: {error} "
-            f"Name target_modules among its plain linear modules, which are {plain}."
-        ) from error
-
-
-def _check_lora(base: nn.Module, lora: LoraConfig) -> None:
-    if lora.lora_dropout:
-        raise LoraTargetError(
-            f"lora_dropout is {lora.lora_dropout}; expected 0: with dropout, the log-probs of one row differ from one "
-            "forward to the next, and ratios of them are noise."
-        )
-    if lora.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
-        raise LoraTargetError(
-            f"init_lora_weights is {lora.init_lora_weights!r}; expected True, False, 'gaussian' or 'orthogonal': other "
-            "initializations change the base weights, which are the reference model here."
-        )
-    if lora.bias != "none":
-        raise LoraTargetError(
-            f"bias is {lora.bias!r}; expected 'none': the biases of the base model are shared by actor, critic and "
-            "reference."
-        )
-    targets = lora.target_modules
-    if targets is None or targets == "all-linear":
-        return
-    names = [name for name, _ in base.named_modules()]
-    if isinstance(targets, str):
-        missing = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
-    else:
-        missing = [t for t in sorted(targets) if not any(name == t or name.endswith(f".{t}") for name in names)]
-    if missing:
-        linear = sorted({n.rpartition(".")[2] for n, m in base.named_modules() if isinstance(m, nn.Linear)})
-        raise LoraTargetError(
-            f"LoRA targets {missing} match no module of {type(base).__name__}. Its linear modules are {linear}; name "
-            'some of them in target_modules, or pass "all-linear".'
         )

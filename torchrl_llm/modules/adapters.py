@@ -1,19 +1,28 @@
-"""Switching LoRA adapters: :func:`use_adapter`, and gradient checkpointing that recomputes under the same adapter."""
+"""LoRA adapters on a base model: adding them, and choosing the one that a forward runs under (:func:`use_adapter`).
+
+Gradient checkpointing recomputes under the adapter that its forward ran under.
+"""
 
 from __future__ import annotations
 
+import copy
+import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
-from peft.tuners.lora import LoraLayer
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import Linear, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from torchrl_llm.modules.lm import causal_lm
+from torchrl_llm.modules.checks import FAILURES, run_once
+from torchrl_llm.modules.lm import backbone, causal_lm
 
 State = tuple[list[str], bool]
 """The active adapters of one PEFT layer, and whether adapters are off."""
@@ -21,6 +30,10 @@ State = tuple[list[str], bool]
 
 class AdapterError(ValueError):
     """A LoRA adapter that the model does not have, or that does not fit it."""
+
+
+class LoraTargetError(ValueError):
+    """The LoRA settings name modules that the model does not have, or break what adapters are used for here."""
 
 
 def adapter_layers(model: nn.Module) -> list[Any]:
@@ -207,3 +220,84 @@ def check_adapter(model: nn.Module, adapter: str | None) -> list[Any]:
         names = sorted({name for layer in layers for name in available_adapters(layer)})
         raise AdapterError(f"The model has no adapter {adapter!r}; it has {names}.")
     return layers
+
+
+# Adding adapters.
+
+
+def add_adapters(base: nn.Module, lora: LoraConfig, names: Sequence[str], *, seed: int) -> Any:
+    """``base`` as a ``PeftModel`` with one adapter per name, the first one active; all but ``reference`` train.
+
+    Raises:
+        LoraTargetError: the settings do not fit the model; errors of PEFT and of a first forward are among the causes.
+    """
+    _check_lora(base, lora)
+    try:
+        lora = _within_language_model(base, lora)
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            # PEFT asks transformers under a name that transformers has renamed; the question has the same answer.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            # PEFT initializes on the CPU and moves the weights afterwards, so the CPU generator alone needs a seed.
+            torch.default_generator.manual_seed(seed)
+            model: Any = get_peft_model(base, copy.deepcopy(lora), adapter_name=names[0])
+            for name in names[1:]:
+                model.add_adapter(name, copy.deepcopy(lora))
+        model.set_requires_grad([name for name in names if name != "reference"], True)
+        run_once(model.eval())
+    except FAILURES as error:
+        plain = sorted({n.rpartition(".")[2] for n, m in base.named_modules() if type(m) in (nn.Linear, Linear)})
+        raise LoraTargetError(
+            f"LoRA with target_modules={lora.target_modules!r} does not work on {type(base).__name__}: {error} "
+            f"Name target_modules among its plain linear modules, which are {plain}."
+        ) from error
+    return model
+
+
+def _within_language_model(base: nn.Module, lora: LoraConfig) -> LoraConfig:
+    """``lora``, kept out of the parts of a multimodal model that text does not pass through."""
+    names = {id(module): name for name, module in base.named_modules()}
+    decoder, head = (names.get(id(x)) for x in (backbone(base), causal_lm(base).get_output_embeddings()))
+    outside = any(
+        isinstance(module, nn.Linear) and name != head and decoder and not name.startswith(f"{decoder}.")
+        for name, module in base.named_modules()
+    )
+    if not outside:
+        return lora
+    given = lora.exclude_modules
+    own = [] if not given else [given] if isinstance(given, str) else [rf"(.*\.)?({'|'.join(map(re.escape, given))})"]
+    kept = rf"(?!{re.escape(decoder or '')}\.|{re.escape(head or '')}$).*"
+    lora = copy.deepcopy(lora)
+    lora.exclude_modules = "|".join(f"({pattern})" for pattern in (kept, *own))
+    return lora
+
+
+def _check_lora(base: nn.Module, lora: LoraConfig) -> None:
+    if lora.lora_dropout:
+        raise LoraTargetError(
+            f"lora_dropout is {lora.lora_dropout}; expected 0: with dropout, the log-probs of one row differ from one "
+            "forward to the next, and ratios of them are noise."
+        )
+    if lora.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+        raise LoraTargetError(
+            f"init_lora_weights is {lora.init_lora_weights!r}; expected True, False, 'gaussian' or 'orthogonal': other "
+            "initializations change the base weights, which are the reference model here."
+        )
+    if lora.bias != "none":
+        raise LoraTargetError(
+            f"bias is {lora.bias!r}; expected 'none': the biases of the base model are shared by actor, critic and reference."
+        )
+    targets = lora.target_modules
+    if targets is None or targets == "all-linear":
+        return
+    # PEFT itself refuses only settings of which no target at all is found.
+    patterns = (
+        {targets: targets} if isinstance(targets, str) else {t: rf"(.*\.)?{re.escape(t)}" for t in sorted(targets)}
+    )
+    names = [name for name, _ in base.named_modules()]
+    missing = [target for target, each in patterns.items() if not any(re.fullmatch(each, name) for name in names)]
+    if missing:
+        linear = sorted({n.rpartition(".")[2] for n, m in base.named_modules() if isinstance(m, nn.Linear)})
+        raise LoraTargetError(
+            f"LoRA targets {missing} match no module of {type(base).__name__}. Its linear modules are {linear}; name "
+            'some of them in target_modules, or pass "all-linear".'
+        )
