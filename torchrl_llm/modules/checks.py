@@ -150,14 +150,7 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
         VocabularyMismatchError: otherwise.
     """
     lm = causal_lm(model)
-    rows = embedding_of(model).shape[0]
-    size = max(tokenizer.get_vocab().values()) + 1
-    if size > rows:
-        raise VocabularyMismatchError(
-            f"The tokenizer {_path_of(tokenizer)} has ids up to {size - 1}, but the model {_path_of(lm.config)} embeds only "
-            f"{rows} tokens. Load the tokenizer that belongs to the model, or call "
-            f"model.resize_token_embeddings({size}) and train the new rows."
-        )
+    size = check_size(tokenizer, embedding_of(model).shape[0], _path_of(lm.config))
     strange = {name: ids for name, ids in _special_ids(lm).items() if any(not 0 <= i < size for i in ids)}
     if strange:
         raise VocabularyMismatchError(
@@ -165,6 +158,21 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
             f"(ids 0 to {size - 1}) does not have. Load the tokenizer that belongs to the model, or set these fields "
             "of model.config and model.generation_config to ids of this tokenizer."
         )
+
+
+def check_size(tokenizer: Any, rows: int, model: str) -> int:
+    """The number of ids of a tokenizer, at most the ``rows`` that the named model embeds.
+
+    Raises:
+        VocabularyMismatchError: there are more.
+    """
+    size = max(tokenizer.get_vocab().values()) + 1
+    if size > rows:
+        raise VocabularyMismatchError(
+            f"The tokenizer {_path_of(tokenizer)} has ids up to {size - 1}, but the model {model} embeds only {rows} tokens. Load "
+            f"the tokenizer that belongs to the model, or call model.resize_token_embeddings({size}) and train the new rows."
+        )
+    return size
 
 
 def _special_ids(lm: Any) -> dict[str, list[int]]:
