@@ -7,7 +7,6 @@ Token ids go in, token ids and the log-probs of the sampled distribution come ou
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
@@ -21,16 +20,12 @@ from peft import LoraConfig
 from torch import Tensor
 
 from torchrl_llm.interrupts import held
-from torchrl_llm.modules.checks import check_size
 from torchrl_llm.modules.engine import ContextLengthError, EngineError, NonFiniteLogitsError, TurnRequest, TurnResponse
 from torchrl_llm.modules.policy import Generation, TurnPolicy
 from torchrl_llm.modules.sampling import SamplingConfig, decide_stop_ids, turn_seed
 from torchrl_llm.modules.vllm import weights
-from torchrl_llm.modules.vllm._lock import FairLock
-from torchrl_llm.modules.vllm.start import import_vllm, load_engine
+from torchrl_llm.modules.vllm.start import FairLock, await_output, check_engine, import_vllm, is_in_process, load_engine
 
-_TEMPERATURES = (0.01, 2.0)  # vLLM raises lower ones to the first, and refuses those above the second
-_STEP_TIMEOUT = 600.0  # seconds; a step takes far less
 _LIKELIEST = 8  # log-probs per prompt of a parity check
 
 
@@ -96,19 +91,18 @@ class VLLMPolicy(TurnPolicy):
     ) -> None:
         super().__init__(sampling or SamplingConfig(), seed=seed)
         self._vllm = import_vllm()
-        _check_temperature(self.sampling.temperature)
         self._owned = isinstance(engine, str | Path)
         if engine_args and not self._owned:
             raise ValueError(f"{sorted(engine_args)} are settings of a new engine, but a live one was given.")
         self.llm = load_engine(engine, seed=seed, **engine_args) if self._owned else engine
         config = self.llm.llm_engine.vllm_config
-        _check_engine(config, tokenizer)
+        check_engine(config, tokenizer, self.sampling.temperature)
         self.max_model_len: int = config.model_config.max_model_len
         # Two blocks of the prefix cache and one token, so that the parity check finds blocks of earlier weights.
         self.check_length = min(2 * config.cache_config.block_size + 1, self.max_model_len - 1)
         named, vocabulary = config.model_config.try_get_generation_config(), config.model_config.get_vocab_size()
         self.sampling = decide_stop_ids(self.sampling, named.get("eos_token_id"), tokenizer, vocabulary=vocabulary)
-        self.in_process = _in_process(self.llm)
+        self.in_process = is_in_process(self.llm)
         self.lora_request: Any = None
         self._transfer_address = transfer_address
         self._transfer: weights.NCCLTransfer | None = None
@@ -261,7 +255,7 @@ class VLLMPolicy(TurnPolicy):
         try:
             self._label()
             if hasattr(engine.engine_core, "outputs_queue"):  # a client of an engine in another process
-                _await_output(engine.engine_core)
+                await_output(engine.engine_core)
             with self._kept_rng():
                 outputs = engine.step()
         except Exception as error:
@@ -410,55 +404,3 @@ class VLLMPolicy(TurnPolicy):
             self.invalidate("the policy was closed.")
             self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
-
-
-def _await_output(core: Any) -> None:
-    """Wait for output of an engine in another process. vLLM's own wait does not notice that the process was killed.
-
-    Args:
-        core: a ``SyncMPClient``.
-
-    Raises:
-        RuntimeError: the process is gone.
-        TimeoutError: no output for ten minutes.
-    """
-    arrived, deadline = core.outputs_queue.not_empty, time.monotonic() + _STEP_TIMEOUT
-    with arrived:
-        while not core.outputs_queue.queue:
-            if core.resources.engine_dead:
-                raise RuntimeError("its process is gone")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"it has had no output for {_STEP_TIMEOUT:.0f} s")
-            arrived.wait(1.0)
-
-
-def _check_temperature(temperature: float) -> None:
-    low, high = _TEMPERATURES
-    if not low <= temperature <= high:
-        raise ValueError(
-            f"temperature is {temperature}; vLLM samples at {low} to {high}. For greedy decoding use "
-            "ExplorationType.DETERMINISTIC."
-        )
-
-
-def _check_engine(config: Any, tokenizer: Any) -> None:
-    mode = config.model_config.logprobs_mode
-    if mode != "processed_logprobs":
-        raise ValueError(
-            f"The engine was made with logprobs_mode={mode!r}: it records log-probs of a distribution that is not the one "
-            'sampled from. Make it with logprobs_mode="processed_logprobs", or with load_engine.'
-        )
-    check_size(tokenizer, config.model_config.get_vocab_size(), f"of the engine ({config.model_config.model})")
-    if config.scheduler_config.enable_chunked_prefill and config.device_config.device_type == "cpu":
-        raise ValueError(
-            "The engine reads prompts in parts (enable_chunked_prefill=True), which on CPUs fails for requests with a seed "
-            "of their own. Make it with enable_chunked_prefill=False, or with load_engine."
-        )
-
-
-def _in_process(llm: Any) -> bool:
-    from vllm.v1.engine.core_client import InprocClient
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-    core = llm.llm_engine.engine_core
-    return isinstance(core, InprocClient) and isinstance(core.engine_core.model_executor, UniProcExecutor)
