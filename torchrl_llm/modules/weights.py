@@ -320,7 +320,7 @@ def _check_base(model: PeftModel, found: Adapter, live: Adapter, path: Path, *, 
         {name: x for name, x in each.tensors.items() if equal_settings or not _FACTOR.fullmatch(name)}
         for each in (found, live)
     ]
-    check_shapes(*fixed, what, AdapterError)
+    check_shapes(fixed[0], fixed[1], what, AdapterError)
 
 
 def _sizes(adapter: Adapter, module: str) -> tuple[int, int] | None:

@@ -15,7 +15,8 @@ from torchrl_llm.weight_update.sync import WeightSync
 
 
 class RayWeightSync(WeightSync):
-    """Puts snapshots of the trained model into Ray's object store, once for all workers; each takes the newest with its next task.
+    """Puts snapshots of the trained model into Ray's object store, once for all workers; each loads the newest with its next
+    request.
 
     Use it as ``RayTurnCollector(..., weight_sync_schemes={"policy": scheme})`` with ``update_policy_weights_()``, or call it.
     Each call is one sync: later tokens carry the next ``policy_version``. What was sampled by then keeps its version.
@@ -34,9 +35,9 @@ class RayWeightSync(WeightSync):
         parity_length: their length in tokens; two blocks of an engine's prefix cache and one, where it has one. Default 33.
 
     Attributes:
-        current: version and Ray's reference of the weights to play with; ``None`` before the first sync.
-        seconds: that the last sync took.
-        parameter_gather: how to get at weights that are sharded over processes; a trainer that shards them sets it.
+        current: version and Ray's reference of the weights to sample with; ``None`` before the first sync.
+        seconds: the duration of the last sync.
+        parameter_gather: how to read weights that are sharded over processes; a trainer that shards them sets it.
 
     Raises:
         ImportError: Ray is not installed (from a call).
@@ -72,7 +73,7 @@ class RayWeightSync(WeightSync):
         self.policy.weights_changed()
 
     def publish(self, version: int) -> None:
-        """Put the weights that the model has now into the object store, for tokens of ``version``; that is no update yet."""
+        """Put the weights that the model has now into the object store, for tokens of ``version``; workers load them later."""
         ray, start = running_ray(), time.perf_counter()
         parity_check = self._ask_model(self.parity_length)
         with self.parameter_gather.copying(self.merged or self.adapter is None):
@@ -83,11 +84,11 @@ class RayWeightSync(WeightSync):
         self.seconds = time.perf_counter() - start
 
     def close(self) -> None:
-        """Let the object store forget the weights."""
+        """Drop the reference, so that the object store can free the weights."""
         self.current = None
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
-        """Offer the weights as they are; that is no update, and the version stays."""
+        """Publish the weights as they are; the version stays."""
         del worker_idx, weights
         self.publish(self.policy.policy_version)
         self.synchronized_on_sender = True

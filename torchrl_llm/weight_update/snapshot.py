@@ -1,6 +1,6 @@
-"""Trained weights for engines in other processes: :class:`Snapshot`, and :func:`install`, which puts one into an engine.
+"""Trained weights for engines in other processes: :class:`Snapshot`, and :func:`install`, which loads one into an engine.
 
-How it is carried is not known here; on Ray, :class:`~torchrl_llm.weight_update.RayWeightSync` does it.
+The transport is another module's; on Ray, :class:`~torchrl_llm.weight_update.RayWeightSync` sends snapshots.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Snapshot:
 
     Attributes:
         version: the ``policy_version`` of tokens sampled with them.
-        tensors: those of the LoRA adapter under the names of its files, or those of the whole model, the adapter merged.
+        tensors: of the LoRA adapter under the names of its files, or of the whole model, the adapter merged.
         lora: the adapter's settings; ``None``: the tensors are the whole model's.
-        parity_check: what the trained model says.
+        parity_check: with the log-probs of the trained model.
     """
 
     version: int
@@ -74,7 +74,7 @@ class Snapshot:
             tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
         return cls(version, tensors, lora, parity_check)
 
-    # As NumPy's bytes, tensors are pickled out of band: who reads them from shared memory need not copy them first.
+    # As NumPy's bytes, tensors are pickled out of band: readers in shared memory need not copy them first.
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"tensors": {name: _as_bytes(tensor) for name, tensor in self.tensors.items()}}
@@ -95,7 +95,7 @@ def _as_tensor(data: npt.NDArray[np.uint8], dtype: torch.dtype, shape: torch.Siz
 
 
 def install(policy: InferenceEngine, snapshot: Snapshot) -> float:
-    """Put a snapshot's weights into an engine; its next tokens carry the snapshot's version.
+    """Load a snapshot's weights into an engine; its next tokens carry the snapshot's version.
 
     Args:
         policy: any engine with weights of its own: an :class:`~torchrl_llm.modules.HFPolicy` with the same model, and LoRA
@@ -116,7 +116,7 @@ def install(policy: InferenceEngine, snapshot: Snapshot) -> float:
         >>> _ = torch.nn.init.zeros_(trained.model.norm.weight)
         >>> policy = HFPolicy(theirs, load_tiny_tokenizer())
         >>> parity_check = ParityCheck.of(trained, None, temperature=1.0)
-        >>> install(policy, Snapshot.of(trained, version=7, parity_check=parity check))
+        >>> install(policy, Snapshot.of(trained, version=7, parity_check=parity_check))
         0.0
         >>> policy.policy_version, theirs.model.norm.weight.any().item()
         (7, False)

@@ -23,8 +23,7 @@ from torchrl_llm.interrupts import held
 from torchrl_llm.modules.engine import ContextLengthError, EngineError, NonFiniteLogitsError, TurnRequest, TurnResponse
 from torchrl_llm.modules.policy import Generation, TurnPolicy
 from torchrl_llm.modules.sampling import SamplingConfig, decide_stop_ids, turn_seed
-from torchrl_llm.modules.vllm import weights
-from torchrl_llm.modules.vllm.start import FairLock, await_output, check_engine, import_vllm, is_in_process, load_engine
+from torchrl_llm.modules.vllm import start, weights
 
 _LIKELIEST = 8  # log-probs per prompt of a parity check
 
@@ -90,24 +89,25 @@ class VLLMPolicy(TurnPolicy):
         **engine_args: Any,
     ) -> None:
         super().__init__(sampling or SamplingConfig(), seed=seed)
-        self._vllm = import_vllm()
+        self._vllm = start.import_vllm()
+        start.check_temperature(self.sampling.temperature)
         self._owned = isinstance(engine, str | Path)
         if engine_args and not self._owned:
             raise ValueError(f"{sorted(engine_args)} are settings of a new engine, but a live one was given.")
-        self.llm = load_engine(engine, seed=seed, **engine_args) if self._owned else engine
+        self.llm = start.load_engine(engine, seed=seed, **engine_args) if self._owned else engine
         config = self.llm.llm_engine.vllm_config
-        check_engine(config, tokenizer, self.sampling.temperature)
+        start.check_engine(config, tokenizer)
         self.max_model_len: int = config.model_config.max_model_len
         # Two blocks of the prefix cache and one token, so that the parity check finds blocks of earlier weights.
         self.check_length = min(2 * config.cache_config.block_size + 1, self.max_model_len - 1)
         named, vocabulary = config.model_config.try_get_generation_config(), config.model_config.get_vocab_size()
         self.sampling = decide_stop_ids(self.sampling, named.get("eos_token_id"), tokenizer, vocabulary=vocabulary)
-        self.in_process = is_in_process(self.llm)
+        self.in_process = start.is_in_process(self.llm)
         self.lora_request: Any = None
         self._transfer_address = transfer_address
         self._transfer: weights.NCCLTransfer | None = None
         self._asleep = False
-        self._lock = FairLock()
+        self._lock = start.FairLock()
         self._sampled_params, self._greedy_params = (self._make_params(greedy=greedy) for greedy in (False, True))
         self._names = count()
         self._running: dict[str, TurnRequest] = {}
@@ -255,7 +255,7 @@ class VLLMPolicy(TurnPolicy):
         try:
             self._label()
             if hasattr(engine.engine_core, "outputs_queue"):  # a client of an engine in another process
-                await_output(engine.engine_core)
+                start.await_output(engine.engine_core)
             with self._kept_rng():
                 outputs = engine.step()
         except Exception as error:
