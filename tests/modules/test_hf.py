@@ -214,9 +214,9 @@ class TestLogProbs:
                 assert not greedy or response[i] == int(expected.argmax())
 
     def test_exact_says_whether_a_scorer_can_repeat_them(self):
-        assert make_policy(temperature=0.5).exact
-        assert not make_policy(top_p=0.9).exact
-        assert not make_policy(make_model().bfloat16()).exact
+        assert make_policy(temperature=0.5).logprobs_match_trainer
+        assert not make_policy(top_p=0.9).logprobs_match_trainer
+        assert not make_policy(make_model().bfloat16()).logprobs_match_trainer
 
     def test_frequencies_are_the_probabilities(self):
         model = make_model()

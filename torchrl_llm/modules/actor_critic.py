@@ -172,7 +172,7 @@ class ActorCritic:
 
         Args:
             path: the folder.
-            overwrite_reference_adapter: the reference becomes the checkpoint's actor, from which training goes on (from
+            overwrite_reference_adapter: the reference becomes the checkpoint's actor, from which training continues (from
                 supervised fine-tuning to reinforcement learning, and from one run to the next).
             overwrite_critic_adapter: the critic's trunk becomes the checkpoint's actor; its value head stays. For a
                 checkpoint without a critic.
@@ -316,7 +316,7 @@ def load_actor_critic(
         gradient_checkpointing: recompute activations in ``backward``.
         compile: ``torch.compile`` the layers for scorers and critic; generation is not compiled. Each adapter is a graph
             of its own, compiled when it is first used. Not together with ``gradient_checkpointing``.
-        seed: of the adapters' initialization; the global random generators are not touched.
+        seed: of the adapters' initialization; the global random generators stay as they are.
 
     Raises:
         LoraTargetError: the model has no modules of the names in ``lora.target_modules``, or ``lora`` asks for what

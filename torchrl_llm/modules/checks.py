@@ -1,4 +1,4 @@
-"""What a model must be like to sample, score and train with: checks by a few forwards when it is loaded.
+"""Checks of a model, by a few forwards when it is loaded: whether policies, scorers and critics support it.
 
 Each compares two computations that must agree, on a few tokens, and refuses the model by name where they do not. A model
 that passed would otherwise give wrong log-probs without any error.
@@ -18,25 +18,25 @@ from torchrl_llm.modules.lm import causal_lm, embedding_of, hidden_states, is_fu
 
 
 class VocabularyMismatchError(ValueError):
-    """The tokenizer and the model do not agree on what a token id is."""
+    """The tokenizer has ids that the model does not embed, or the model names special ids that the tokenizer lacks."""
 
 
 class UnsupportedModelError(ValueError):
-    """A model of a family that cannot be computed with as policies, scorers and critics do."""
+    """A model of a family that policies, scorers and critics do not support."""
 
 
 class UnsupportedHeadError(UnsupportedModelError):
-    """The model does more to its logits than :func:`~torchrl_llm.modules.lm_logits` knows."""
+    """The model changes its logits in a way that :func:`~torchrl_llm.modules.lm_logits` does not cover."""
 
 
 class RandomForwardError(ValueError):
-    """A forward that builds a graph computes something else than one that does not."""
+    """A forward that builds a graph computes other values than one that does not."""
 
 
 _WINDOW = re.compile("window(?!_layers|_pattern)|local_att|chunk_size")
 _LONGEST_TRIED = 512  # windows up to here are tried when a model is loaded
 FAILURES = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError)
-"""What forwards raise that a family of models does not support."""
+"""Errors that forwards raise for a family of models that is not supported."""
 
 
 def declared_windows(config: Any) -> list[int]:
@@ -132,7 +132,7 @@ def check_repeatable(model: nn.Module) -> None:
 
 @torch.no_grad()
 def run_once(model: nn.Module) -> None:
-    """A forward on two tokens, for the errors that it raises."""
+    """Run a forward on two tokens, for the errors that it raises."""
     hidden_states(model, probe_ids(model, 1, 2))
 
 

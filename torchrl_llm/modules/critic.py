@@ -62,9 +62,7 @@ class TurnCritic(RowModule):
         state_value_key: keys.NestedKey = keys.STATE_VALUE,
         bootstrap_value_key: keys.NestedKey = keys.BOOTSTRAP_VALUE,
     ) -> None:
-        super().__init__([state_value_key, bootstrap_value_key])
-        self.model = model
-        self.adapter = adapter
+        super().__init__(model, adapter, [state_value_key, bootstrap_value_key])
         self.value_head = _zero_head(model)
 
     def value(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:

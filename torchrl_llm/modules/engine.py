@@ -129,7 +129,7 @@ class InferenceEngine(Protocol):
 
     @abstractmethod
     def submit(self, request: TurnRequest) -> None:
-        """Ask for one turn. No two requests may share a slot at a time."""
+        """Request one turn. No two requests may share a slot at a time."""
 
     @abstractmethod
     def poll(self) -> list[TurnResponse]:
@@ -141,12 +141,12 @@ class InferenceEngine(Protocol):
 
     @property
     def stop_ids(self) -> tuple[int, ...] | None:
-        """The ids that end a response; ``None``: the policy does not say."""
+        """The ids that end a response; ``None``: not known."""
         return self.sampling.stop_ids
 
     @property
-    def exact(self) -> bool:
-        """Whether a scorer at the same temperature computes the very log-probs this policy records."""
+    def logprobs_match_trainer(self) -> bool:
+        """Whether a scorer at the same temperature computes the same log-probs that this policy records."""
         return False
 
     @property
@@ -194,7 +194,7 @@ class InferenceEngine(Protocol):
 
         Raises:
             TypeError: the policy takes no weights.
-            WeightSyncError: they do not fit, or did not all get in.
+            WeightSyncError: they do not fit, or were not all loaded.
         """
         raise TypeError(self._no_weights("load()"))
 

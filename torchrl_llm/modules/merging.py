@@ -1,6 +1,6 @@
 """Trained weights as named tensors: :func:`merged_tensors` of a whole model, :func:`adapter_tensors` of a LoRA adapter.
 
-Nothing here knows an engine or a file. The live model is only read.
+Independent of engines and files. The live model is only read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def merged_tensors(model: nn.Module, adapter: str | None = None) -> Iterator[tup
 
 
 class MergedTensors:
-    """:func:`merged_tensors`, merged again each time they are read: a transfer between GPUs reads names and shapes first."""
+    """:func:`merged_tensors`, merged again at each iteration: a transfer between GPUs reads names and shapes first."""
 
     def __init__(self, model: nn.Module, adapter: str | None = None) -> None:
         self._arguments = model, adapter
@@ -91,7 +91,7 @@ def adapter_tensors(model: Any, adapter: str) -> dict[str, Tensor]:
 
 
 def why_not_servable(model: Any, adapter: str) -> str | None:
-    """What of the adapter's settings keeps vLLM from serving it beside the base weights; ``None``: nothing."""
+    """The setting of the adapter with which vLLM cannot serve it beside the base weights; ``None``: there is none."""
     config = model.peft_config[adapter]
     unserved = ("use_dora", "lora_bias", "modules_to_save", "target_parameters", "trainable_token_indices")
     for field in unserved:

@@ -96,7 +96,7 @@ class TurnPolicy(TensorDictModuleBase, InferenceEngine):
     # ------------------------------------------------------------------ single turns
 
     def submit(self, request: TurnRequest) -> None:
-        """Ask for one turn; :meth:`poll` answers it.
+        """Request one turn; :meth:`poll` answers it.
 
         No two requests may share a slot at a time; once answered or cancelled, the slot may be used again. The prompt may be
         a view that changes after the answer.
@@ -109,7 +109,7 @@ class TurnPolicy(TensorDictModuleBase, InferenceEngine):
         return len(self._queue)
 
     def cancel(self, slots: Sequence[int] | None = None) -> None:
-        """Forget the requests of ``slots`` (default: all), if there are any; they are never answered."""
+        """Drop the requests of ``slots`` (default: all), if there are any; they are never answered."""
         self._queue = [] if slots is None else [request for request in self._queue if request.slot not in slots]
 
     def poll(self) -> list[TurnResponse]:

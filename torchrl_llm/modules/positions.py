@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_llm import keys
 from torchrl_llm.segments import Segments
@@ -118,8 +118,9 @@ class RowModule(TensorDictModuleBase):
     A gap in ``attention_mask`` starts a segment, which is computed as a row of its own (:mod:`torchrl_llm.segments`).
     """
 
-    def __init__(self, out_keys: list[keys.NestedKey]) -> None:
+    def __init__(self, model: nn.Module, adapter: str | None, out_keys: list[keys.NestedKey]) -> None:
         super().__init__()
+        self.model, self.adapter = model, adapter
         self.in_keys = [keys.TOKENS, keys.ATTENTION_MASK, keys.TURN_IDS]
         self.out_keys = out_keys
 

@@ -27,7 +27,7 @@ class TokenScorer(RowModule):
 
     Reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"``, all ``[B, L]``; writes ``"log_prob"`` ``[B, L]`` float:
     index i is log p(token_i | the tokens before it), 0 where ``turn_ids < 0``; and, if asked, ``"entropy"`` likewise,
-    the entropy in nats of the distribution that token_i was drawn from.
+    the entropy in nats of the distribution that token_i was sampled from.
 
     Scores are those of the distribution which ``sampling`` describes: its temperature, and its stop ids excluded from
     the first ``min_output_tokens`` tokens of a turn. By default truncation (top-k, top-p, min-p) is left out: once the
@@ -80,10 +80,8 @@ class TokenScorer(RowModule):
         entropy_key: keys.NestedKey = keys.ENTROPY,
         chunk_logits: int = 2**26,
     ) -> None:
-        super().__init__([log_prob_key, entropy_key] if entropy else [log_prob_key])
-        self.model = model
+        super().__init__(model, adapter, [log_prob_key, entropy_key] if entropy else [log_prob_key])
         self.sampling = sampling or SamplingConfig()
-        self.adapter = adapter
         self.entropy = entropy
         self.frozen = frozen
         self.chunk_logits = chunk_logits

@@ -137,9 +137,9 @@ class WeightSync(WeightSyncScheme):
 
     def _ask_model(self, length: int) -> ParityCheck:
         """The parity check with the log-probs of the trained model."""
-        settings = {"temperature": self.policy.sampling.temperature, "prompts": self.parity_check, "length": length}
+        temperature, n = self.policy.sampling.temperature, self.parity_check
         with self.parameter_gather.computing():
-            return ParityCheck.of(self.trained, self.adapter, **settings)
+            return ParityCheck.of(self.trained, self.adapter, temperature=temperature, prompts=n, length=length)
 
     # TorchRL's interface of a scheme. There is no transport: the engine is in this process, or weights go with the requests to
     # workers. TorchRL's own public init_on_sender() calls the next method; there is no public one to override.

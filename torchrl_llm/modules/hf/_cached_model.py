@@ -72,16 +72,16 @@ class CachedModel:
 
     @property
     def device(self) -> torch.device:
-        """Where token ids go."""
+        """The device of token ids."""
         return lm.embedding_of(self.model).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """The dtype that the model computes in."""
         return lm.embedding_of(self.model).dtype
 
     def drop(self) -> None:
-        """Forget all contexts and free their memory."""
+        """Drop all contexts and free their memory."""
         self.cache.drop()
         self._fingerprint = self._fused = None
 
@@ -188,11 +188,11 @@ class CachedModel:
     # Prefill: what to read, and reading it.
 
     def _try_windows(self, longest: int) -> None:
-        """Compare with the model's own forward beyond every window that ``longest`` tokens are the first to pass."""
+        """Compare with the model's own forward beyond every window that a context of ``longest`` tokens is the first to exceed."""
         passed = [window for window in self._untried if window < longest <= self.max_positions]
         if not passed:
             return
-        rest, self._untried = self._untried[len(passed) :], []  # what is compared is longer than some of them, too
+        rest, self._untried = self._untried[len(passed) :], []  # the comparison itself exceeds some of them
         try:
             failed = [window for window in passed if not self._check_window(window)]
         finally:
@@ -331,7 +331,7 @@ class CachedModel:
     def _check_window(self, window: int) -> bool:
         """Whether contexts longer than ``window`` are computed as the model's own forward does.
 
-        A window of the configuration that the model's forward does not apply (Moshi's) is given up.
+        A window of the configuration that the model's forward does not apply (Moshi's) is dropped.
         """
         longest = int(min(window + 4, self.max_positions - _MORE))
         lengths = [longest, longest - 2, max(1, window // 2), 2]

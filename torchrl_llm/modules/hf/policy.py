@@ -108,7 +108,7 @@ class HFPolicy(TurnPolicy):
         self._processor = SamplingProcessor(sampling)
 
     @property
-    def exact(self) -> bool:
+    def logprobs_match_trainer(self) -> bool:
         """Whether a scorer at the same temperature and ``min_output_tokens`` computes the log-probs recorded here.
 
         True without truncation and penalty in float32 or wider, to about 1e-6. In half precision the two orders of
@@ -118,7 +118,7 @@ class HFPolicy(TurnPolicy):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model's weights."""
+        """The dtype of the model's weights."""
         return self._engine.dtype
 
     @property

@@ -57,7 +57,7 @@ class VLLMPolicy(TurnPolicy):
     Attributes:
         llm: the ``vllm.LLM``.
         stop_ids: the ids that end a response.
-        max_model_len: longest conversation of the engine, in tokens.
+        max_model_len: longest episode of the engine, in tokens.
         in_process: whether engine and model are in this process.
         lora_request: the ``LoRARequest`` of later turns; ``None``: the model itself.
 
@@ -122,7 +122,7 @@ class VLLMPolicy(TurnPolicy):
     # ------------------------------------------------------------------ turns
 
     @property
-    def exact(self) -> bool:
+    def logprobs_match_trainer(self) -> bool:
         """Whether a scorer at the same temperature and ``min_output_tokens`` computes the log-probs recorded here.
 
         True in float32 without truncation and penalty, to about 1e-6 on CPUs.

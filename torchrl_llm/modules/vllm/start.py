@@ -75,19 +75,19 @@ def load_engine(
     Args:
         path: a directory or hub id in transformers format.
         dtype: of the weights; ``"auto"``: the checkpoint's (vLLM makes float16 of float32 where the device can).
-        max_model_len: longest conversation in tokens; ``None``: the model's own limit.
+        max_model_len: longest episode in tokens; ``None``: the model's own limit.
         max_num_seqs: responses generated at a time.
         tensor_parallel_size: GPUs that share the model.
         gpu_memory_utilization: share of the GPU's memory for weights and KV cache; lower it where the trainer is on the
             same GPU.
         kv_cache_memory_bytes: size of the KV cache; ``None``: what is left of that share, and on CPUs what
-            ``max_num_seqs`` conversations of ``max_model_len`` tokens need.
+            ``max_num_seqs`` episodes of ``max_model_len`` tokens need.
         prefix_caching: keep the keys and values of earlier turns.
         enforce_eager: no graph capture; ``None``: on CPUs only.
         sleep_mode: allow :meth:`VLLMPolicy.sleep`, which gives the GPU's memory back while the trainer works.
         max_lora_rank: the largest rank of LoRA adapters that the engine serves; 0: none, adapters are merged.
         multiprocess: run the engine in a process of its own.
-        seed: of what vLLM draws without a seed per request; :class:`VLLMPolicy` gives each request its own.
+        seed: for requests without a seed of their own; :class:`VLLMPolicy` gives each request one.
         trust_remote_code: run code that comes with the model.
         **engine_args: passed to ``vllm.LLM``.
     """

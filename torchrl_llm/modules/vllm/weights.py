@@ -7,7 +7,6 @@ again. :mod:`torchrl_llm.weight_update` calls them, :mod:`torchrl_llm.modules.me
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -120,8 +119,7 @@ def load_adapter(llm: Any, tensors: Mapping[str, Tensor], config: LoraConfig) ->
         request = LoRARequest(f"adapter-{next(_loaded)}", _ADAPTER_ID, str(path), load_inplace=True)
         copies = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         save_file(copies, path / "adapter_model.safetensors")
-        settings = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
-        (path / "adapter_config.json").write_text(json.dumps(settings))
+        config.save_pretrained(str(path))
         llm.llm_engine.add_lora(request)
     return LoRARequest(request.lora_name, _ADAPTER_ID, request.lora_path)
 
