@@ -16,11 +16,10 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from torchrl_llm import keys
-from torchrl_llm.modules.adapters import AdapterError
+from torchrl_llm.modules.adapters import AdapterError, FusedLora
 from torchrl_llm.modules.checks import UnsupportedModelError, VocabularyMismatchError
 from torchrl_llm.modules.engine import ContextLengthError, NonFiniteLogitsError
 from torchrl_llm.modules.hf import HFPolicy
-from torchrl_llm.modules.hf._fused_lora import FusedLora
 from torchrl_llm.modules.sampling import SamplingConfig
 
 V, END = 61, 1

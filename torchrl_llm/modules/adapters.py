@@ -1,4 +1,4 @@
-"""LoRA adapters on a base model: adding them, and choosing the one that a forward runs under (:func:`use_adapter`).
+"""LoRA adapters on a base model: adding them, choosing the one that a forward runs under (:func:`use_adapter`), fusing one.
 
 Gradient checkpointing recomputes under the adapter that its forward ran under.
 """
@@ -23,6 +23,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchrl_llm.modules.checks import FAILURES, run_once
 from torchrl_llm.modules.lm import backbone, causal_lm
+
+_MAX_FUSED_BYTES = 2**26
 
 State = tuple[list[str], bool]
 """The active adapters of one PEFT layer, and whether adapters are off."""
@@ -301,3 +303,63 @@ def _check_lora(base: nn.Module, lora: LoraConfig) -> None:
             f"LoRA targets {missing} match no module of {type(base).__name__}. Its linear modules are {linear}; name "
             'some of them in target_modules, or pass "all-linear".'
         )
+
+
+# Fusing an adapter with its base layers.
+
+
+class FusedLora:
+    """Replaces a model's LoRA layers by linear layers with weight ``W + scaling * B @ A``, for forwards that train nothing.
+
+    A small model spends more time in dispatching LoRA's extra operations than in computing them.
+
+    Neither parameters nor LoRA layers are touched: modules are exchanged inside :meth:`in_place` and put back. Only what
+    is the same computation up to float32 rounding is exchanged: plain LoRA on float32 ``nn.Linear`` layers, and no more
+    than ``max_bytes`` of weights, for on large layers the extra operations cost little and the copies much.
+
+    Args:
+        model: any module.
+        adapter: the adapter to fuse; ``None``: the layers without adapters.
+        max_bytes: most memory for fused weights; above it nothing is exchanged.
+    """
+
+    def __init__(self, model: nn.Module, *, adapter: str | None, max_bytes: int = _MAX_FUSED_BYTES) -> None:
+        places = [
+            (parent, name, layer)
+            for parent in model.modules()
+            for name, layer in parent.named_children()
+            if isinstance(layer, Linear) and _is_plain(layer, adapter)
+        ]
+        size = sum(layer.base_layer.weight.nbytes for _, _, layer in places if adapter in layer.lora_A)
+        self._places = [(*place, _fused(place[-1], adapter)) for place in places] if size <= max_bytes else []
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Exchange the layers, and put them back."""
+        try:
+            for parent, name, _, fused in self._places:
+                setattr(parent, name, fused)
+            yield
+        finally:
+            for parent, name, layer, _ in self._places:
+                setattr(parent, name, layer)
+
+
+def _is_plain(layer: Any, adapter: str | None) -> bool:
+    base = layer.base_layer
+    if layer.merged or type(base) is not nn.Linear or base.weight.dtype != torch.float32:
+        return False
+    if adapter not in layer.lora_A:
+        return True
+    plain = adapter not in layer.lora_variant and not layer.lora_bias[adapter]
+    return plain and layer.lora_A[adapter].weight.dtype == torch.float32
+
+
+def _fused(layer: Any, adapter: str | None) -> nn.Module:
+    base = layer.base_layer
+    if adapter not in layer.lora_A:
+        return base
+    fused = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
+    fused.weight = nn.Parameter(base.weight.detach() + layer.get_delta_weight(adapter).detach(), requires_grad=False)
+    fused.bias = base.bias
+    return fused.eval()

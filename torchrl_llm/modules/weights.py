@@ -28,7 +28,9 @@ from torchrl_llm.modules.adapters import AdapterError, trainable_parameters
 from torchrl_llm.modules.lm import causal_lm
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
-_FACTOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(embedding_)?(?P<factor>[AB])(\.weight|\.bias)?")
+_FACTOR = re.compile(
+    r"base_model\.model\.(?P<module>.+)\.lora_(embedding_)?(?P<factor>[AB])(\.weight|(?P<bias>\.bias))?"
+)
 """Names of LoRA's factors in files: of a linear layer, of an embedding, and of B's bias."""
 
 # Settings of how an adapter was made or trained, which do not change what it computes.
@@ -60,10 +62,18 @@ class Adapter:
     tensors: Mapping[str, Tensor]
 
     @cached_property
+    def factors(self) -> dict[str, dict[str, Tensor]]:
+        """The factors ``"A"`` and ``"B"`` of each module that the adapter changes."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, value in self.tensors.items():
+            if (match := _FACTOR.fullmatch(name)) and not match["bias"]:
+                found.setdefault(match["module"], {})[match["factor"]] = value
+        return found
+
+    @property
     def ranks(self) -> dict[str, int]:
         """The rank of each module that the adapter changes."""
-        matches = ((_FACTOR.fullmatch(name), value) for name, value in self.tensors.items())
-        return {match["module"]: len(value) for match, value in matches if match and match["factor"] == "A"}
+        return {module: len(factors["A"]) for module, factors in self.factors.items() if "A" in factors}
 
     def scaling(self, module: str) -> float:
         """The factor of B A in the update of ``module``."""
@@ -192,7 +202,8 @@ def load_adapters(model: PeftModel, sources: Mapping[str, Path], *, merge: bool 
         live = adapter_of(model, name)
         equal = _check_settings(adapter, live, sources[name], merge=merge)
         _check_base(model, adapter, live, sources[name], equal_settings=equal)
-        covered &= all(rank <= live.ranks.get(module, 0) for module, rank in adapter.ranks.items())
+        ranks = live.ranks
+        covered &= all(rank <= ranks.get(module, 0) for module, rank in adapter.ranks.items())
     if not covered:
         _rebuild(model, _merged_config(model, found))
     for name, adapter in found.items():
@@ -307,12 +318,12 @@ def _check_base(model: PeftModel, found: Adapter, live: Adapter, path: Path, *, 
     """Refuse adapters of another base model."""
     what = f"The adapter in {path} is of another base model"
     modules: dict[str, Any] = dict(causal_lm(model).named_modules())
-    for name in sorted({match["module"] for tensor in found.tensors if (match := _FACTOR.fullmatch(tensor))}):
+    for name, factors in sorted(found.factors.items()):
         if name not in modules:
             raise AdapterError(f"{what}: the one here has no module {name!r}.")
-        theirs, ours = _sizes(found, name), _module_sizes(modules[name])
-        if theirs is None:
+        if len(factors) < 2:
             raise WeightsError(f"The adapter in {path} lacks one of the factors of {name!r}.")
+        theirs, ours = (factors["A"].shape[1], factors["B"].shape[0]), _sizes(modules[name])
         if ours not in (None, theirs):
             raise AdapterError(f"{what}: {name!r} has sizes {theirs} there, {ours} here.")
     # Factors may differ under different settings, anything else (modules_to_save) never.
@@ -323,16 +334,8 @@ def _check_base(model: PeftModel, found: Adapter, live: Adapter, path: Path, *, 
     check_shapes(fixed[0], fixed[1], what, AdapterError)
 
 
-def _sizes(adapter: Adapter, module: str) -> tuple[int, int] | None:
-    """Inputs and outputs of ``module``, as the factors have them."""
-    prefix = f"base_model.model.{module}."
-    for a, b in (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")):
-        if prefix + a in adapter.tensors and prefix + b in adapter.tensors:
-            return adapter.tensors[prefix + a].shape[1], adapter.tensors[prefix + b].shape[0]
-    return None
-
-
-def _module_sizes(module: Any) -> tuple[int, int] | None:
+def _sizes(module: Any) -> tuple[int, int] | None:
+    """The inputs and outputs of a module, where they are known."""
     if isinstance(module, nn.Embedding):
         return module.num_embeddings, module.embedding_dim
     return (module.in_features, module.out_features) if hasattr(module, "in_features") else None

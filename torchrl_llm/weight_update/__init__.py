@@ -3,8 +3,7 @@
 from torchrl_llm.modules.engine import WeightSyncError
 from torchrl_llm.modules.merging import adapter_tensors, merged_tensors
 from torchrl_llm.weight_update.parity_check import ParityCheck
-from torchrl_llm.weight_update.ray import RayWeightSync
-from torchrl_llm.weight_update.snapshot import Snapshot, install
+from torchrl_llm.weight_update.snapshot import RayWeightSync, Snapshot, install
 from torchrl_llm.weight_update.sync import (
     LOCAL_PARAMETERS,
     EngineWeightSync,

@@ -225,7 +225,9 @@ class EngineWeightSync(WeightSync):
         check_adapter(model, adapter)
         unserved = why_not_servable(model, adapter) if adapter else None
         self.method, reason = policy.choose_method(method, adapter=adapter is not None, unserved=unserved)
-        if self.method == "adapter" and (problem := _adapter_problem(adapter, sleep_level)):
+        if self.method == "adapter" and (adapter is None or sleep_level == 2):
+            dropped = "sleep_level=2 drops the base weights, which are not sent; use sleep_level=1"
+            problem = "no adapter is trained; give adapter=" if adapter is None else dropped
             raise ValueError(f"EngineWeightSync(method={method!r}): {problem}.")
         logger.info("weight sync by %r: %s", self.method, reason)
         self.sleep_level, self.parity_tolerance = sleep_level, parity_tolerance
@@ -262,11 +264,3 @@ class EngineWeightSync(WeightSync):
         if self.sleep_level == 0:
             raise ValueError("sleep() needs EngineWeightSync(sleep_level=1) or 2, and an engine made with sleep mode.")
         self.policy.sleep(self.sleep_level)
-
-
-def _adapter_problem(adapter: str | None, sleep_level: int) -> str | None:
-    if adapter is None:
-        return "no adapter is trained; give adapter="
-    if sleep_level == 2:
-        return "sleep_level=2 drops the base weights, which are not sent; use sleep_level=1"
-    return None

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm.modules import lm
-from torchrl_llm.modules.adapters import use_adapter
+from torchrl_llm.modules.adapters import FusedLora, use_adapter
 from torchrl_llm.modules.checks import FAILURES, UnsupportedModelError, check_head, declared_windows, name_of, probe_ids
 from torchrl_llm.modules.engine import ContextLengthError
-from torchrl_llm.modules.hf._fused_lora import FusedLora
 from torchrl_llm.modules.hf._kv_cache import Ints, SlotCache, common_prefix
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
