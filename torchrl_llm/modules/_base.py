@@ -138,7 +138,7 @@ def _zero_probabilities(owner: Any, *, jitter: bool) -> None:
             setattr(owner, name, 0.0)
 
 
-def compile_layers(decoder: nn.Module, *, backend: str = "inductor") -> None:
+def compile_layers(decoder: nn.Module) -> None:
     """Compile the forward without a KV cache of every layer of a transformers decoder, in place.
 
     Generation stays as it is: its shapes change with every token. The layers share one compiled function, so the time to
@@ -147,7 +147,6 @@ def compile_layers(decoder: nn.Module, *, backend: str = "inductor") -> None:
 
     Args:
         decoder: what :func:`torchrl_llm.modules.lm.backbone` returns.
-        backend: of :func:`torch.compile`.
 
     Raises:
         ValueError: ``decoder`` has no layers of transformers' common base class.
@@ -161,14 +160,14 @@ def compile_layers(decoder: nn.Module, *, backend: str = "inductor") -> None:
     for layer in layers:
         layer_type: Any = type(layer)
         # A bound method, because copy.deepcopy binds it to the copy.
-        layer.forward = MethodType(_forward(layer_type, backend), layer)
+        layer.forward = MethodType(_forward(layer_type), layer)
 
 
 @cache
-def _forward(layer_type: Any, backend: str) -> Callable[..., Any]:
+def _forward(layer_type: Any) -> Callable[..., Any]:
     eager: Callable[..., Any] = layer_type.forward
     # A graph break or too many graphs is an error: a silent fall back to eager would look like a slow success.
-    compiled = torch.compile(eager, dynamic=True, fullgraph=True, backend=backend)
+    compiled = torch.compile(eager, dynamic=True, fullgraph=True)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("past_key_values") is not None:

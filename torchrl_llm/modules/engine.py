@@ -20,6 +20,8 @@ from torch import Tensor
 
 from torchrl_llm.modules.sampling import SamplingConfig
 
+NamedTensors = Iterable[tuple[str, Tensor]]
+
 
 class ContextLengthError(ValueError):
     """Prompt and response together are longer than the model's positions."""
@@ -181,9 +183,7 @@ class InferenceEngine(Protocol):
         self.weights_changed(version)
         self.validate()
 
-    def load(
-        self, tensors: Iterable[tuple[str, Tensor]], lora: LoraConfig | None = None, *, method: str = "auto"
-    ) -> None:
+    def load(self, tensors: NamedTensors, lora: LoraConfig | None = None, *, method: str = "auto") -> None:
         """Replace the weights. Called inside :meth:`updating`.
 
         Args:

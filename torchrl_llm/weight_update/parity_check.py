@@ -32,14 +32,7 @@ class ParityCheck:
 
     @classmethod
     def of(
-        cls,
-        model: nn.Module,
-        adapter: str | None,
-        *,
-        temperature: float,
-        prompts: int = 2,
-        length: int = 33,
-        seed: int = 0,
+        cls, model: nn.Module, adapter: str | None, *, temperature: float, prompts: int = 2, length: int = 33
     ) -> ParityCheck:
         """Compute the log-probs of a model.
 
@@ -49,11 +42,9 @@ class ParityCheck:
             temperature: of the policy's sampling.
             prompts: how many; 0: no forward runs, and every check passes.
             length: of each, in tokens.
-            seed: of the prompts.
         """
         size = embedding_of(model).shape[0]
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(size, (prompts, length), generator=generator)
+        ids = torch.randint(size, (prompts, length), generator=torch.Generator().manual_seed(0))
         log_probs = next_log_probs(model, adapter, ids, temperature) if prompts else torch.zeros(0, size)
         return cls(ids, log_probs, temperature)
 

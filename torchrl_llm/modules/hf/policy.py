@@ -7,7 +7,6 @@ slots and TensorDict keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from torchrl_llm.interrupts import held
 from torchrl_llm.modules.checks import check_vocabulary
-from torchrl_llm.modules.engine import NonFiniteLogitsError, WeightSyncError, sync_step
+from torchrl_llm.modules.engine import NamedTensors, NonFiniteLogitsError, WeightSyncError, sync_step
 from torchrl_llm.modules.hf._cached_model import CachedModel
 from torchrl_llm.modules.hf._kv_cache import Ints
 from torchrl_llm.modules.lm import causal_lm, generation_end_ids, is_full_precision, vocabulary_of
@@ -126,9 +125,7 @@ class HFPolicy(TurnPolicy):
         """Whether the policy samples with an adapter: then :meth:`load` takes an adapter, else whole models."""
         return self.adapter is not None
 
-    def load(
-        self, tensors: Iterable[tuple[str, Tensor]], lora: LoraConfig | None = None, *, method: str = "auto"
-    ) -> None:
+    def load(self, tensors: NamedTensors, lora: LoraConfig | None = None, *, method: str = "auto") -> None:
         """Copy weights into the model, which must be this policy's own; see :meth:`TurnPolicy.load`."""
         with sync_step("loading the weights"), torch.no_grad():
             if self.adapter is None:

@@ -7,7 +7,7 @@ Token ids go in, token ids and the log-probs of the sampled distribution come ou
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from itertools import count
@@ -20,7 +20,14 @@ from peft import LoraConfig
 from torch import Tensor
 
 from torchrl_llm.interrupts import held
-from torchrl_llm.modules.engine import ContextLengthError, EngineError, NonFiniteLogitsError, TurnRequest, TurnResponse
+from torchrl_llm.modules.engine import (
+    ContextLengthError,
+    EngineError,
+    NamedTensors,
+    NonFiniteLogitsError,
+    TurnRequest,
+    TurnResponse,
+)
 from torchrl_llm.modules.policy import Generation, TurnPolicy
 from torchrl_llm.modules.sampling import SamplingConfig, decide_stop_ids, turn_seed
 from torchrl_llm.modules.vllm import start, weights
@@ -330,9 +337,7 @@ class VLLMPolicy(TurnPolicy):
             yield
         self._asleep = False
 
-    def load(
-        self, tensors: Iterable[tuple[str, Tensor]], lora: LoraConfig | None = None, *, method: str = "auto"
-    ) -> None:
+    def load(self, tensors: NamedTensors, lora: LoraConfig | None = None, *, method: str = "auto") -> None:
         """See :meth:`TurnPolicy.load`. With ``"nccl"``, ``tensors`` is read twice: for names and shapes first."""
         if lora is not None:
             self.lora_request = weights.load_adapter(self.llm, dict(tensors), lora)

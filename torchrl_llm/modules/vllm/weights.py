@@ -8,7 +8,7 @@ again. :mod:`torchrl_llm.weight_update` calls them, :mod:`torchrl_llm.modules.me
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -18,7 +18,7 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torchrl_llm.modules.engine import WeightSyncError, sync_step
+from torchrl_llm.modules.engine import NamedTensors, WeightSyncError, sync_step
 
 METHODS = ("adapter", "reload", "shared_memory", "nccl")
 _ADAPTER_ID = 1
@@ -127,7 +127,7 @@ def load_adapter(llm: Any, tensors: Mapping[str, Tensor], config: LoraConfig) ->
 # The whole model.
 
 
-def reload(llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def reload(llm: Any, tensors: NamedTensors) -> None:
     """Replace all weights of an engine in this process.
 
     Args:
@@ -165,7 +165,7 @@ def _drop_half_loaded(worker: Any) -> None:
             info.load_numel = 0
 
 
-def reload_shared(llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def reload_shared(llm: Any, tensors: NamedTensors) -> None:
     """:func:`reload` for an engine in processes of its own: through a file in shared memory, removed in any case.
 
     The host must have room for a copy of the weights. All are copied before the engine changes, so only weights that do not fit
@@ -219,7 +219,7 @@ class NCCLTransfer:
         with sync_step("connecting to the engine's GPUs"):
             self._engine = WeightTransferTrainerFactory.trainer_init(info, client=_Client(llm), source=self._source)
 
-    def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def send(self, tensors: NamedTensors) -> None:
         """Replace all weights of the engine by ``tensors``, which are on the GPU and read twice: names and shapes first."""
         self._source.tensors = tensors
         with sync_step("sending the weights to the engine's GPUs"):
@@ -249,7 +249,7 @@ def _make_source() -> Any:
     from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
     class Source(WeightSource):
-        tensors: Iterable[tuple[str, Tensor]] = ()
+        tensors: NamedTensors = ()
 
         def metadata(self) -> list[Any]:
             return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors]
