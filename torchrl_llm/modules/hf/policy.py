@@ -166,7 +166,7 @@ class HFPolicy(TurnPolicy):
             noise = turn_noise(seed=self.seed, episode_id=episode_id.tolist(), turn=turn.tolist(), width=width)
         with held() as leave_if_asked, self._engine.session():
             logits: Tensor | None = self._engine.prefill(prompts, sizes, slots=slots.cpu().numpy(), room=width)
-            responses = _Responses(self._engine, self._processor, prompts, sizes, noise, self.sampling)
+            responses = _Responses(self, prompts, sizes, noise)
             while logits is not None:
                 leave_if_asked()
                 logits = responses.advance(logits)
@@ -187,17 +187,9 @@ class _Responses:
     The first ``_alive`` rows are unfinished; finished rows are moved behind them and take part in no further forward.
     """
 
-    def __init__(
-        self,
-        engine: CachedModel,
-        processor: SamplingProcessor,
-        prompts: Ints,
-        lengths: Ints,
-        noise: Tensor | None,
-        sampling: SamplingConfig,
-    ) -> None:
-        n, width, device = len(lengths), sampling.max_output_tokens, engine.device
-        self._engine, self._processor = engine, processor
+    def __init__(self, policy: HFPolicy, prompts: Ints, lengths: Ints, noise: Tensor | None) -> None:
+        self._engine, self._processor, sampling = policy._engine, policy._processor, policy.sampling
+        n, width, device = len(lengths), sampling.max_output_tokens, self._engine.device
         self._prompts, self._lengths = prompts, lengths
         self._order = np.arange(n)  # the batch row that each cache row holds
         self._alive, self._index = n, 0
@@ -208,10 +200,10 @@ class _Responses:
         self._finished = torch.zeros(n, dtype=torch.bool, device=device)
         self._stops: Tensor | None = None
         if sampling.stop_ids:
-            self._stops = torch.zeros(vocabulary_of(engine.model), dtype=torch.bool, device=device)
+            self._stops = torch.zeros(vocabulary_of(policy.model), dtype=torch.bool, device=device)
             self._stops[list(sampling.stop_ids)] = True
         self._context: Tensor | None = None
-        if processor.needs_context:  # padded with each prompt's first id, which adds no id to the row
+        if self._processor.needs_context:  # padded with each prompt's first id, which adds no id to the row
             padded = np.pad(prompts, ((0, 0), (0, width)))
             padded = np.where(np.arange(padded.shape[1]) < lengths[:, None], padded, prompts[:, :1])
             self._context = torch.from_numpy(padded).to(device)
@@ -249,16 +241,13 @@ class _Responses:
             movers = alive + np.flatnonzero(~finished[alive:])
             source = np.arange(len(self._order))
             source[holes], source[movers] = movers, holes
-            self._permute(source)
+            self._engine.permute(source)
+            self._order = self._order[source]
+            index = torch.from_numpy(source).to(self._tokens.device)
+            for name in ("_noise", "_tokens", "_log_probs", "_positions", "_finished", "_context"):
+                if (value := getattr(self, name)) is not None:
+                    setattr(self, name, value[index])
         self._alive = alive
-
-    def _permute(self, source: Ints) -> None:
-        self._engine.permute(source)
-        self._order = self._order[source]
-        index = torch.from_numpy(source).to(self._tokens.device)
-        for name in ("_noise", "_tokens", "_log_probs", "_positions", "_finished", "_context"):
-            if (value := getattr(self, name)) is not None:
-                setattr(self, name, value[index])
 
     def close(self) -> Generation:
         """Record in the cache what it holds; returns the responses in the order of the batch."""
