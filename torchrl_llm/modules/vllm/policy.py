@@ -322,8 +322,7 @@ class VLLMPolicy(TurnPolicy):
         return super().choose_method(method, adapter=adapter, unserved=unserved)
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """The engine for this thread alone. Threads get it in the order in which they asked, so a loop of polls lets a sync
-        in.
+        """The engine for this thread alone, in the order of the calls, so that a loop of polls lets a sync in.
 
         Raises:
             TimeoutError: another thread has held the engine for ten minutes.
