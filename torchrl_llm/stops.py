@@ -1,8 +1,7 @@
 """Which ids end a response: the one rule that policies, environments, scorers and collectors share.
 
-A policy stops at :func:`response_end_ids`, unless ``SamplingConfig.stop_ids`` says otherwise; what plays an environment
-with a policy hands the policy's ids on by :func:`share_stop_ids`, so that the environment leaves out of a response's text
-exactly what ended it.
+A policy stops at :func:`response_end_ids`, unless ``SamplingConfig.stop_ids`` is set. Collectors pass the policy's ids to the
+environment by :func:`share_stop_ids`, so that it leaves out of a response's text exactly the token that ended it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def response_end_ids(tokenizer: Any, model_ids: int | Sequence[int] | None = Non
         model_ids: the ``eos_token_id`` of the model's ``generation_config``: an id, a list of ids, or ``None``.
 
     Returns:
-        The ids, sorted; empty if nobody names one.
+        The ids, sorted; empty if there is none.
 
     Examples:
         >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
@@ -42,14 +41,14 @@ def response_end_ids(tokenizer: Any, model_ids: int | Sequence[int] | None = Non
 
 
 def share_stop_ids(env: Any, policy: Any) -> None:
-    """Tell an environment at which ids the policy that plays it stops.
+    """Set the stop ids of an environment to those of the policy that acts in it.
 
     Collectors, evaluations and :meth:`torchrl_llm.envs.GEMEnv.rollout` do so. It is for a loop of one's own, or a stock
     collector of TorchRL, with a policy that stops at ordinary tokens: special tokens are recognized without it.
 
     Args:
         env: an environment with a ``formatter``; others are left alone.
-        policy: one with ``stop_ids``; of others (and with ``None``) nothing is known, and nothing changes.
+        policy: one with ``stop_ids``; with others (and with ``None``) nothing changes.
     """
     formatter, ids = getattr(env, "formatter", None), getattr(policy, "stop_ids", None)
     if formatter is not None and ids is not None:
@@ -57,7 +56,7 @@ def share_stop_ids(env: Any, policy: Any) -> None:
 
 
 def control_tokens(tokenizer: Any) -> dict[int, AddedToken]:
-    """The added tokens that steer the model: special ones, and those in the form of markup, such as ``<tool_call>``.
+    """The added tokens that control the model: special ones, and those in the form of markup, such as ``<tool_call>``.
 
     Other added tokens are vocabulary: whitespace runs, words and phrases.
     """
@@ -83,7 +82,7 @@ def _turn_end_id(tokenizer: Any) -> int | None:
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _ANSWER}]
     try:
         rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except (TemplateError, ValueError):  # what is wrong with it is the formatter's to say; not every policy needs one
+    except (TemplateError, ValueError):  # the formatter reports a broken template; not every policy needs one
         return None
     token = closing_token([str(token) for token in control_tokens(tokenizer).values()], rendered, _ANSWER)
     return None if token is None else int(tokenizer.convert_tokens_to_ids(token))

@@ -29,8 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from torchrl_llm import keys
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, TurnCritic, load_actor_critic
-from torchrl_llm.modules._rope import reset_ropes
-from torchrl_llm.modules.lm import backbone
+from torchrl_llm.modules.lm import backbone, reset_ropes
 
 PARTS = ("sampler", "scorer", "LoRA")
 """What is tried: :class:`HFPolicy`; :class:`TokenScorer` and :class:`TurnCritic`; ``all-linear`` adapters."""

@@ -30,7 +30,7 @@ from torchrl_llm.modules import (
     load_actor_critic,
     use_adapter,
 )
-from torchrl_llm.modules._compile import compile_layers
+from torchrl_llm.modules._base import compile_layers
 from torchrl_llm.modules.adapters import enable_gradient_checkpointing
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 

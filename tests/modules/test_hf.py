@@ -16,11 +16,10 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from torchrl_llm import keys
-from torchrl_llm.modules.adapters import AdapterError
+from torchrl_llm.modules.adapters import AdapterError, FusedLora
 from torchrl_llm.modules.checks import UnsupportedModelError, VocabularyMismatchError
 from torchrl_llm.modules.engine import ContextLengthError, NonFiniteLogitsError
 from torchrl_llm.modules.hf import HFPolicy
-from torchrl_llm.modules.hf._fused_lora import FusedLora
 from torchrl_llm.modules.sampling import SamplingConfig
 
 V, END = 61, 1
@@ -214,9 +213,9 @@ class TestLogProbs:
                 assert not greedy or response[i] == int(expected.argmax())
 
     def test_exact_says_whether_a_scorer_can_repeat_them(self):
-        assert make_policy(temperature=0.5).exact
-        assert not make_policy(top_p=0.9).exact
-        assert not make_policy(make_model().bfloat16()).exact
+        assert make_policy(temperature=0.5).logprobs_match_trainer
+        assert not make_policy(top_p=0.9).logprobs_match_trainer
+        assert not make_policy(make_model().bfloat16()).logprobs_match_trainer
 
     def test_frequencies_are_the_probabilities(self):
         model = make_model()

@@ -109,11 +109,7 @@ class TestTurnPolicy:
 
     @pytest.mark.parametrize(
         ("kind", "greedy"),
-        [
-            (ExplorationType.RANDOM, False),
-            (ExplorationType.DETERMINISTIC, True),
-            (ExplorationType.MODE, True),
-        ],
+        [(ExplorationType.RANDOM, False), (ExplorationType.DETERMINISTIC, True), (ExplorationType.MODE, True)],
     )
     def test_exploration_type(self, kind, greedy):
         policy = Counter()
@@ -128,7 +124,7 @@ class TestTurnPolicy:
         assert policy(make_batch([1]))[keys.POLICY_VERSION].tolist() == [[2, -1, -1, -1]]
 
     def test_base_promises_no_exactness(self):
-        assert Counter().exact is False
+        assert Counter().logprobs_match_trainer is False
 
     def test_a_length_beyond_the_prompt_is_an_error(self):
         with pytest.raises(ValueError, match=r"says 7 tokens, but .* has only 6 columns"):

@@ -29,7 +29,7 @@ from torchrl_llm.interrupts import (
     interruptible,
     run_begins,
 )
-from torchrl_llm.modules.hf._fused_lora import FusedLora
+from torchrl_llm.modules.adapters import FusedLora
 from torchrl_llm.trainers import build_run, verify
 
 ROOT = Path(__file__).parents[2]

@@ -330,12 +330,7 @@ class TestTorchRL:
         env = GEMEnv("game:GuessTheNumber-v0-easy", tokenizer=words, num_envs=2, max_model_len=250, max_output_tokens=4)
         sync = EngineWeightSync(models.model, models.adapter, policy=policy)
         collector = Collector(
-            env,
-            policy,
-            frames_per_batch=4,
-            total_frames=8,
-            trust_policy=True,
-            weight_sync_schemes={"policy": sync},
+            env, policy, frames_per_batch=4, total_frames=8, trust_policy=True, weight_sync_schemes={"policy": sync}
         )
         assert gap(policy, models) <= 1e-5
         versions = []

@@ -121,7 +121,9 @@ class RolloutWorker:
         """How this worker was made."""
         env, policy = self.env, self.policy
         place = platform.node(), os.getpid()
-        return WorkerInfo(env.batch_size[0], env.group_size, env.max_model_len, policy.sampling, policy.exact, *place)
+        return WorkerInfo(
+            env.batch_size[0], env.group_size, env.max_model_len, policy.sampling, policy.logprobs_match_trainer, *place
+        )
 
     @torch.no_grad()
     def play(self, request: WorkerRequest, weights: Any = None) -> WorkerResult:

@@ -208,8 +208,8 @@ class EpisodeCollector(BaseCollector):
 
     @property
     def logprobs_match_trainer(self) -> bool:
-        """Whether a scorer computes the very log-probs that are recorded; see :attr:`TurnPolicy.exact`."""
-        return bool(self.policy.exact) if isinstance(self.policy, TurnPolicy) else True
+        """Whether a scorer computes the very log-probs that are recorded; see :attr:`TurnPolicy.logprobs_match_trainer`."""
+        return bool(self.policy.logprobs_match_trainer) if isinstance(self.policy, TurnPolicy) else True
 
     def metrics(self) -> dict[str, float]:
         """What happened so far, by the names of :data:`torchrl_llm.record.METRICS`."""

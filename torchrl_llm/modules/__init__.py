@@ -1,7 +1,7 @@
 """What computes with a language model: policies, the scorer, the critic, and adapters."""
 
-from torchrl_llm.modules.actor_critic import ActorCritic, LoraTargetError, load_actor_critic
-from torchrl_llm.modules.adapters import AdapterError, enable_gradient_checkpointing, use_adapter
+from torchrl_llm.modules.actor_critic import ActorCritic, load_actor_critic
+from torchrl_llm.modules.adapters import AdapterError, LoraTargetError, enable_gradient_checkpointing, use_adapter
 from torchrl_llm.modules.checks import (
     RandomForwardError,
     UnsupportedHeadError,

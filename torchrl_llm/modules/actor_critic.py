@@ -1,66 +1,48 @@
 """Actor, critic and reference on one base model: :func:`load_actor_critic`, and their files.
 
-With LoRA they are adapters on one frozen base, without it copies. How adapters are switched stands in
-:mod:`torchrl_llm.modules.adapters`, how weights are read and written in :mod:`torchrl_llm.modules.weights`.
+With LoRA they are adapters on one frozen base, without it copies. :mod:`torchrl_llm.modules.adapters` switches adapters,
+:mod:`torchrl_llm.modules.weights` reads and writes files.
 """
 
 from __future__ import annotations
 
 import copy
-import re
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import Linear as LoraLinear
+from peft import LoraConfig, PeftModel
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from torchrl_llm.modules._base import Quantization, load_base
-from torchrl_llm.modules._compile import compile_layers
-from torchrl_llm.modules._memory import on_host
-from torchrl_llm.modules.adapters import AdapterError, enable_gradient_checkpointing
-from torchrl_llm.modules.checks import FAILURES, check_head, check_repeatable, check_rows, check_vocabulary, run_once
+from torchrl_llm.modules import weights
+from torchrl_llm.modules._base import Quantization, compile_layers, load_base
+from torchrl_llm.modules.adapters import AdapterError, add_adapters, enable_gradient_checkpointing, trainable_parameters
+from torchrl_llm.modules.checks import check_head, check_repeatable, check_rows, check_vocabulary
 from torchrl_llm.modules.critic import TurnCritic
 from torchrl_llm.modules.lm import backbone, causal_lm, generation_end_ids, vocabulary_of
-from torchrl_llm.modules.merging import export_merged
+from torchrl_llm.modules.merging import merged_tensors
 from torchrl_llm.modules.sampling import SamplingConfig, decide_stop_ids
 from torchrl_llm.modules.scorer import TokenScorer
-from torchrl_llm.modules.weights import (
-    WeightsError,
-    adapter_of,
-    has_weights,
-    load_adapters,
-    read_model,
-    read_tensors,
-    save_weights,
-    set_adapter_tensors,
-)
 
 _VALUE_HEAD = "value_head.safetensors"
 
 
-class LoraTargetError(ValueError):
-    """The LoRA settings name modules that the model does not have, or break what adapters are used for here."""
-
-
 @dataclass(kw_only=True)
 class ActorCritic:
-    """What :func:`load_actor_critic` makes: everything that computes with the model in one training run.
+    """The models of one training run, as :func:`load_actor_critic` loads them.
 
     Attributes:
-        model: what a policy generates with, under :attr:`adapter`.
+        model: the model that a policy generates with, under :attr:`adapter`.
         adapter: ``"actor"`` with LoRA, ``None`` without.
-        actor: scores the policy being trained.
-        critic: values of states, or ``None``.
-        reference: scores the policy that the KL is taken to, without a graph; writes ``"log_prob"`` too, which the
-            caller renames; or ``None``.
+        actor: computes log-probs under the policy being trained.
+        critic: computes values of states; or ``None``.
+        reference: computes log-probs under the policy that the KL is taken to, without a graph; writes ``"log_prob"`` too,
+            which the caller renames; or ``None``.
     """
 
     model: PreTrainedModel | PeftModel
@@ -71,7 +53,7 @@ class ActorCritic:
 
     def actor_parameters(self) -> list[nn.Parameter]:
         """The trainable parameters of the actor."""
-        return _trainable(self.model, self.adapter)
+        return trainable_parameters(self.model, self.adapter)
 
     def critic_parameters(self) -> list[nn.Parameter]:
         """The trainable parameters of the critic, value head included; empty without a critic.
@@ -80,25 +62,27 @@ class ActorCritic:
         """
         if self.critic is None:
             return []
-        trunk = _trainable(self.critic.model, self.critic.adapter) if "critic" in self._trunks() else []
+        trunk = trainable_parameters(self.critic.model, self.critic.adapter) if "critic" in self._trunks() else []
         return trunk + list(self.critic.value_head.parameters())
 
     def base_parameters(self) -> list[nn.Parameter]:
         """The frozen parameters that belong to no adapter: the base under LoRA, the reference's copy without."""
         models: list[Any] = [self.model, *(part.model for part in (self.critic, self.reference) if part is not None)]
-        found = {
-            id(parameter): parameter
+        found = [
+            parameter
             for model in models
             for name, parameter in model.named_parameters()
             if not parameter.requires_grad and not set(name.split(".")) & set(getattr(model, "peft_config", ()))
-        }
-        return list(found.values())
+        ]
+        return list(dict.fromkeys(found))
 
-    def offload_base(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def offload_base(self) -> Iterator[None]:
         """``with models.offload_base():`` keeps :meth:`base_parameters` in the host's memory, pinned for CUDA.
 
         Adapters and heads stay where they are, so they can be sent to an engine meanwhile. For rollouts by a policy
-        that has its own copy of the model; nothing here can compute inside. On a CPU it does nothing.
+        that has its own copy of the model; no forward here can run inside. On a CPU it does nothing. The ``nn.Parameter``
+        objects stay, so modules, optimizers and tied weights that refer to them remain valid.
 
         Examples:
             >>> from torchrl_llm.testing.tiny import tiny_model_path
@@ -107,10 +91,21 @@ class ActorCritic:
             ...     {p.device.type for p in models.base_parameters()}
             {'cpu'}
         """
-        return on_host(self.base_parameters())
+        moved = [
+            (parameter, parameter.device) for parameter in self.base_parameters() if parameter.device.type != "cpu"
+        ]
+        try:
+            for parameter, _ in moved:
+                host = torch.empty_like(parameter.data, device="cpu", pin_memory=parameter.is_cuda)
+                parameter.data = host.copy_(parameter.data)
+            torch.cuda.empty_cache()  # else the memory would stay with this process's allocator
+            yield
+        finally:
+            for parameter, device in moved:
+                parameter.data = parameter.data.to(device)
 
     def refresh_reference(self) -> None:
-        """Make the reference what the actor is now.
+        """Copy the actor's weights into the reference.
 
         Raises:
             AdapterError: there is no reference, or it is the base with adapters off.
@@ -118,7 +113,7 @@ class ActorCritic:
         self._check_reference("refresh_reference()")
         if self.adapter is not None:
             model: Any = self.model
-            set_adapter_tensors(model, "reference", adapter_of(model, self.adapter).tensors)
+            weights.set_adapter_tensors(model, "reference", weights.adapter_of(model, self.adapter).tensors)
         else:
             self._trunks()["reference"].load_state_dict(self.model.state_dict())
 
@@ -131,11 +126,13 @@ class ActorCritic:
         """
         path = Path(path)
         for role, model in self._trunks().items():
-            save_weights(model, None if self.adapter is None else role, path / role)
+            if self.adapter is None:
+                model.save_pretrained(path / role)
+            else:  # PEFT puts the adapter into a folder of its name
+                model.save_pretrained(str(path), selected_adapters=[role], save_embedding_layers=False)
         if self.critic is not None:
             (path / "critic").mkdir(parents=True, exist_ok=True)
-            head = {name: value.contiguous() for name, value in self.critic.value_head.state_dict().items()}
-            save_file(head, path / "critic" / _VALUE_HEAD)
+            save_file(self.critic.value_head.state_dict(), path / "critic" / _VALUE_HEAD)
 
     def export_merged(self, path: str | Path, tokenizer: Any = None) -> None:
         """Write the actor as one whole model that transformers and vLLM load, its adapter merged into the weights.
@@ -149,7 +146,10 @@ class ActorCritic:
         Raises:
             WeightsError: the base is quantized, or the adapter changes tied embeddings.
         """
-        export_merged(self.model, self.adapter, Path(path))
+        merged = None
+        if self.adapter is not None:
+            merged = {name: tensor.cpu() for name, tensor in merged_tensors(self.model, self.adapter)}
+        causal_lm(self.model).save_pretrained(path, state_dict=merged)
         if tokenizer is not None:
             tokenizer.save_pretrained(path)
 
@@ -172,7 +172,7 @@ class ActorCritic:
 
         Args:
             path: the folder.
-            overwrite_reference_adapter: the reference becomes the checkpoint's actor, from which training goes on (from
+            overwrite_reference_adapter: the reference becomes the checkpoint's actor, from which training continues (from
                 supervised fine-tuning to reinforcement learning, and from one run to the next).
             overwrite_critic_adapter: the critic's trunk becomes the checkpoint's actor; its value head stays. For a
                 checkpoint without a critic.
@@ -215,33 +215,36 @@ class ActorCritic:
                 "overwrite_critic_adapter=True, but there is no critic. Load the models with critic=True."
             )
         sources = {"actor": path / "actor"}
-        if "reference" in trunks and (overwrite_reference_adapter or has_weights(path / "reference")):
+        if "reference" in trunks and (overwrite_reference_adapter or weights.has_weights(path / "reference")):
             sources["reference"] = path / ("actor" if overwrite_reference_adapter else "reference")
         head = None
-        if self.critic is not None and (path / "critic").is_dir() and not overwrite_critic_adapter:
-            own_trunk = has_weights(path / "critic")
+        if overwrite_critic_adapter:
+            sources["critic"] = path / "actor"
+        elif self.critic is not None and (path / "critic").is_dir():
+            own_trunk = weights.has_weights(path / "critic")
             if own_trunk and "critic" not in trunks:
-                raise WeightsError(
+                raise weights.WeightsError(
                     f"{path / 'critic'} has a trunk of its own, but the critic here shares the actor's. Load the models "
                     "with critic=True."
                 )
-            head = self._read_head(path / "critic" / _VALUE_HEAD)
+            file = path / "critic" / _VALUE_HEAD
+            head, own_head = weights.read_tensors(file), self.critic.value_head.state_dict()
+            weights.check_shapes(head, own_head, f"{file} is the head of another model", weights.WeightsError)
             sources["critic"] = path / ("critic" if own_trunk else "actor")
-        elif overwrite_critic_adapter:
-            sources["critic"] = path / "actor"
         sources = {role: folder for role, folder in sources.items() if role in trunks}
         if self.adapter is None:
-            weights = {role: read_model(folder, trunks[role]) for role, folder in sources.items()}
-            for role, tensors in weights.items():
+            # All are read before the first is changed: an error leaves the models as they are.
+            read = {role: weights.read_model(folder, trunks[role]) for role, folder in sources.items()}
+            for role, tensors in read.items():
                 trunks[role].load_state_dict(tensors)
         else:
             model: Any = self.model
-            load_adapters(model, sources, merge=merge_lora_configs)
+            weights.load_adapters(model, sources, merge=merge_lora_configs)
         if head is not None and self.critic is not None:
             self.critic.value_head.load_state_dict(head)
 
     def _trunks(self) -> dict[str, Any]:
-        """Role -> model, of those that have weights of their own; with LoRA the role is the adapter's name."""
+        """Role -> model, for roles that have weights of their own; with LoRA the role is the adapter's name."""
         trunks: dict[str, Any] = {"actor": self.model}
         for role, part in (("critic", self.critic), ("reference", self.reference)):
             if part is not None and (part.model is not self.model or part.adapter == role):
@@ -256,13 +259,6 @@ class ActorCritic:
                 f"{what} needs a reference with weights of its own, but {state}. Load the models with "
                 f"reference={needed}."
             )
-
-    def _read_head(self, file: Path) -> dict[str, torch.Tensor]:
-        head, own = read_tensors(file), self.critic.value_head.state_dict() if self.critic is not None else {}
-        if {name: x.shape for name, x in head.items()} != {name: x.shape for name, x in own.items()}:
-            shapes = [{name: tuple(x.shape) for name, x in each.items()} for each in (head, own)]
-            raise WeightsError(f"{file} is the head of another model: {shapes[0]} there, {shapes[1]} here.")
-        return head
 
 
 def load_actor_critic(
@@ -320,7 +316,7 @@ def load_actor_critic(
         gradient_checkpointing: recompute activations in ``backward``.
         compile: ``torch.compile`` the layers for scorers and critic; generation is not compiled. Each adapter is a graph
             of its own, compiled when it is first used. Not together with ``gradient_checkpointing``.
-        seed: of the adapters' initialization; the global random generators are not touched.
+        seed: of the adapters' initialization; the global random generators stay as they are.
 
     Raises:
         LoraTargetError: the model has no modules of the names in ``lora.target_modules``, or ``lora`` asks for what
@@ -364,34 +360,34 @@ def load_actor_critic(
         frozen = copy.deepcopy(base).requires_grad_(False) if reference else base
     else:
         adapter = "actor"
-        with _lora_refusals(base, lora):
-            actor_model = critic_model = frozen = _add_adapters(base, lora, roles, seed)
-            run_once(actor_model)
-    for each in {id(m): m for m in (actor_model, critic_model)}.values():
-        if gradient_checkpointing:
+        actor_model = critic_model = frozen = add_adapters(base, lora, roles, seed=seed)
+    if gradient_checkpointing:
+        for each in dict.fromkeys((actor_model, critic_model)):
             enable_gradient_checkpointing(each)
             check_repeatable(each)
     if compile:
-        for each in {id(m): m for m in (actor_model, critic_model, frozen)}.values():
+        for each in dict.fromkeys((actor_model, critic_model, frozen)):
             compile_layers(backbone(each))
     critic_adapter = "critic" if lora is not None and critic is True else adapter
     reference_adapter = "reference" if reference == "adapter" else None
-    return ActorCritic(
+    models = ActorCritic(
         model=actor_model,
         adapter=adapter,
         actor=TokenScorer(actor_model, sampling, adapter=adapter, entropy=entropy),
         critic=TurnCritic(critic_model, adapter=critic_adapter) if critic else None,
         reference=TokenScorer(frozen, sampling, adapter=reference_adapter, frozen=True) if reference else None,
     )
+    if reference == "adapter":
+        models.refresh_reference()
+    return models
 
 
 def _check_options(
     lora: LoraConfig | None, critic: Any, reference: Any, quantization: Any, compiled_checkpointing: bool
 ) -> None:
-    if critic not in (False, True, "shared"):
-        raise ValueError(f"critic is {critic!r}; expected False, True or 'shared'.")
-    if reference not in (False, True, "adapter"):
-        raise ValueError(f"reference is {reference!r}; expected False, True or 'adapter'.")
+    for name, value, special in (("critic", critic, "shared"), ("reference", reference, "adapter")):
+        if value not in (False, True, special):
+            raise ValueError(f"{name} is {value!r}; expected False, True or {special!r}.")
     if lora is None and reference == "adapter":
         raise ValueError("reference='adapter' needs lora=LoraConfig(...); without LoRA, reference=True is a copy.")
     if lora is None and quantization is not None:
@@ -404,96 +400,3 @@ def _check_options(
             "compile=True together with gradient_checkpointing=True: torch.compile does not carry the adapter of a "
             "forward into its recomputation. Choose one; a compiled graph recomputes cheap operations by itself."
         )
-
-
-def _add_adapters(base: nn.Module, lora: LoraConfig, names: Sequence[str], seed: int) -> Any:
-    """``base`` as a ``PeftModel`` with one adapter per name, the first one active; all but ``reference`` train."""
-    _check_lora(base, lora)
-    lora = _within_language_model(base, lora)
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        # PEFT asks transformers under a name that transformers has renamed; the question has the same answer.
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        # PEFT draws on the CPU and moves the weights afterwards: the CPU generator is all there is to seed.
-        torch.default_generator.manual_seed(seed)
-        model: Any = get_peft_model(base, copy.deepcopy(lora), adapter_name=names[0])
-        for name in names[1:]:
-            model.add_adapter(name, copy.deepcopy(lora))
-    model.set_requires_grad([name for name in names if name != "reference"], True)
-    if "reference" in names:
-        set_adapter_tensors(model, "reference", adapter_of(model, names[0]).tensors)
-    return model.eval()
-
-
-def _within_language_model(base: nn.Module, lora: LoraConfig) -> LoraConfig:
-    """``lora``, kept out of the parts of a multimodal model that text does not pass through."""
-    names = {id(module): name for name, module in base.named_modules()}
-    decoder, head = (names.get(id(x)) for x in (backbone(base), causal_lm(base).get_output_embeddings()))
-    outside = [
-        name
-        for name, module in base.named_modules()
-        if isinstance(module, nn.Linear) and name != head and decoder and not name.startswith(f"{decoder}.")
-    ]
-    if not outside:
-        return lora
-    given = lora.exclude_modules
-    own = [] if not given else [given] if isinstance(given, str) else [rf"(.*\.)?({'|'.join(map(re.escape, given))})"]
-    kept = rf"(?!{re.escape(decoder or '')}\.|{re.escape(head or '')}$).*"
-    lora = copy.deepcopy(lora)
-    lora.exclude_modules = "|".join(f"({pattern})" for pattern in (kept, *own))
-    return lora
-
-
-@contextmanager
-def _lora_refusals(base: nn.Module, lora: LoraConfig) -> Iterator[None]:
-    """Errors of PEFT, and of a first forward with its layers, as refusals by name."""
-    try:
-        yield
-    except LoraTargetError:
-        raise
-    except FAILURES as error:
-        plain = sorted({n.rpartition(".")[2] for n, m in base.named_modules() if type(m) in (nn.Linear, LoraLinear)})
-        raise LoraTargetError(
-            f"LoRA with target_modules={lora.target_modules!r} does not work on {type(base).__name__}: {error} "
-            f"Name target_modules among its plain linear modules, which are {plain}."
-        ) from error
-
-
-def _check_lora(base: nn.Module, lora: LoraConfig) -> None:
-    if lora.lora_dropout:
-        raise LoraTargetError(
-            f"lora_dropout is {lora.lora_dropout}; expected 0: with dropout, the log-probs of one row differ from one "
-            "forward to the next, and ratios of them are noise."
-        )
-    if lora.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
-        raise LoraTargetError(
-            f"init_lora_weights is {lora.init_lora_weights!r}; expected True, False, 'gaussian' or 'orthogonal': other "
-            "initializations change the base weights, which are the reference model here."
-        )
-    if lora.bias != "none":
-        raise LoraTargetError(
-            f"bias is {lora.bias!r}; expected 'none': the biases of the base model are shared by actor, critic and "
-            "reference."
-        )
-    targets = lora.target_modules
-    if targets is None or targets == "all-linear":
-        return
-    names = [name for name, _ in base.named_modules()]
-    if isinstance(targets, str):
-        missing = [] if any(re.fullmatch(targets, name) for name in names) else [targets]
-    else:
-        missing = [t for t in sorted(targets) if not any(name == t or name.endswith(f".{t}") for name in names)]
-    if missing:
-        linear = sorted({n.rpartition(".")[2] for n, m in base.named_modules() if isinstance(m, nn.Linear)})
-        raise LoraTargetError(
-            f"LoRA targets {missing} match no module of {type(base).__name__}. Its linear modules are {linear}; name "
-            'some of them in target_modules, or pass "all-linear".'
-        )
-
-
-def _trainable(model: nn.Module, adapter: str | None) -> list[nn.Parameter]:
-    """The parameters of ``model`` that require grad; with an adapter, its own only."""
-    return [
-        parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and (adapter is None or adapter in name.split("."))
-    ]

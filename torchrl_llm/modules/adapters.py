@@ -1,30 +1,41 @@
-"""Which adapter a forward runs under: :func:`use_adapter`, and checkpointing that remembers it.
+"""LoRA adapters on a base model: adding them, choosing the one that a forward runs under (:func:`use_adapter`), fusing one.
 
-Only the switching lives here; actor, critic and reference are put together in
-:mod:`torchrl_llm.modules.actor_critic`.
+Gradient checkpointing recomputes under the adapter that its forward ran under.
 """
 
 from __future__ import annotations
 
+import copy
+import re
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any
 
-from peft.tuners.lora import LoraLayer
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import Linear, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from torchrl_llm.modules.lm import causal_lm
+from torchrl_llm.modules.checks import FAILURES, run_once
+from torchrl_llm.modules.lm import backbone, causal_lm
+
+_MAX_FUSED_BYTES = 2**26
 
 State = tuple[list[str], bool]
-"""Of one PEFT layer: its active adapters, and whether adapters are off."""
+"""The active adapters of one PEFT layer, and whether adapters are off."""
 
 
 class AdapterError(ValueError):
     """A LoRA adapter that the model does not have, or that does not fit it."""
+
+
+class LoraTargetError(ValueError):
+    """The LoRA settings name modules that the model does not have, or break what adapters are used for here."""
 
 
 def adapter_layers(model: nn.Module) -> list[Any]:
@@ -100,7 +111,7 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
 
 
 def recompute_contexts(model: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """The ``context_fn`` of :func:`torch.utils.checkpoint.checkpoint`: the recomputation sees today's adapter."""
+    """The ``context_fn`` of :func:`torch.utils.checkpoint.checkpoint`: the recomputation runs under the adapter active now."""
     layers = adapter_layers(model)
     return nullcontext(), _switched_when_run(layers, [_state(layer) for layer in layers])
 
@@ -120,25 +131,22 @@ def _wanted(layer: Any, adapter: str | None) -> State:
 
 @contextmanager
 def _switched(layers: Sequence[Any], states: Sequence[State]) -> Iterator[None]:
-    """Give each layer its state, and afterwards the one it had."""
+    """Give each layer its state, and put back the old one afterwards."""
     changes = [
         (layer, state, before)
         for layer, state in zip(layers, states, strict=True)
         if (before := _state(layer)) != state
     ]
-    flags = [(p, p.requires_grad) for layer, _, _ in changes for p in _adapter_parameters(layer)]
     try:
-        _switch([(layer, state) for layer, state, _ in changes], flags)
+        _switch([(layer, state) for layer, state, _ in changes])
         yield
     finally:
-        # A forward of sharded weights may leave other parameters than it found.
-        flags = [(p, p.requires_grad) for layer, _, _ in changes for p in _adapter_parameters(layer)]
-        _switch([(layer, before) for layer, _, before in changes], flags)
+        _switch([(layer, before) for layer, _, before in changes])
 
 
 @contextmanager
 def _switched_when_run(layers: Sequence[Any], states: Sequence[State]) -> Iterator[None]:
-    """The same, each layer at its first forward: one block is recomputed at a time, and it runs few of the layers."""
+    """As :func:`_switched`, but each layer at its first forward: a recomputation runs one block, with few of the layers."""
     changes = {id(layer): (layer, state) for layer, state in zip(layers, states, strict=True) if _state(layer) != state}
     with ExitStack() as stack:
 
@@ -152,7 +160,10 @@ def _switched_when_run(layers: Sequence[Any], states: Sequence[State]) -> Iterat
         yield
 
 
-def _switch(changes: Sequence[tuple[Any, State]], flags: Sequence[tuple[nn.Parameter, bool]]) -> None:
+def _switch(changes: Sequence[tuple[Any, State]]) -> None:
+    # Listed here and not once for both ways: a forward of sharded weights may leave other parameters than it found.
+    parameters = [p for layer, _ in changes for weights in _weights_by_adapter(layer) for p in weights.parameters()]
+    flags = [parameter.requires_grad for parameter in parameters]
     try:
         for layer, (active, disabled) in changes:
             if active != layer.active_adapters:
@@ -160,12 +171,12 @@ def _switch(changes: Sequence[tuple[Any, State]], flags: Sequence[tuple[nn.Param
             if disabled != layer.disable_adapters:
                 layer.enable_adapters(not disabled)
     finally:
-        for parameter, flag in flags:
+        for parameter, flag in zip(parameters, flags, strict=True):
             if parameter.requires_grad != flag:
                 parameter.requires_grad_(flag)
 
 
-def _adapter_dicts(layer: Any) -> Iterator[nn.ModuleDict | nn.ParameterDict]:
+def _weights_by_adapter(layer: Any) -> Iterator[nn.ModuleDict | nn.ParameterDict]:
     """The containers of a PEFT layer's weights, each keyed by adapter."""
     for name in layer.adapter_layer_names:
         found = attrgetter(name)(layer)
@@ -175,12 +186,16 @@ def _adapter_dicts(layer: Any) -> Iterator[nn.ModuleDict | nn.ParameterDict]:
 
 def available_adapters(layer: Any) -> set[str]:
     """The adapters that a PEFT layer has weights of."""
-    return {name for container in _adapter_dicts(layer) for name in container}
+    return {name for weights in _weights_by_adapter(layer) for name in weights}
 
 
-def _adapter_parameters(layer: Any) -> Iterator[nn.Parameter]:
-    for container in _adapter_dicts(layer):
-        yield from container.parameters()
+def trainable_parameters(model: nn.Module, adapter: str | None) -> list[nn.Parameter]:
+    """The parameters of ``model`` that require grad; with an adapter, its own only."""
+    return [
+        parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and (adapter is None or adapter in name.split("."))
+    ]
 
 
 def check_adapter(model: nn.Module, adapter: str | None) -> list[Any]:
@@ -207,3 +222,144 @@ def check_adapter(model: nn.Module, adapter: str | None) -> list[Any]:
         names = sorted({name for layer in layers for name in available_adapters(layer)})
         raise AdapterError(f"The model has no adapter {adapter!r}; it has {names}.")
     return layers
+
+
+# Adding adapters.
+
+
+def add_adapters(base: nn.Module, lora: LoraConfig, names: Sequence[str], *, seed: int) -> Any:
+    """``base`` as a ``PeftModel`` with one adapter per name, the first one active; all but ``reference`` train.
+
+    Raises:
+        LoraTargetError: the settings do not fit the model; errors of PEFT and of a first forward are among the causes.
+    """
+    _check_lora(base, lora)
+    try:
+        lora = _within_language_model(base, lora)
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            # PEFT asks transformers under a name that transformers has renamed; the question has the same answer.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+            # PEFT initializes on the CPU and moves the weights afterwards, so the CPU generator alone needs a seed.
+            torch.default_generator.manual_seed(seed)
+            model: Any = get_peft_model(base, copy.deepcopy(lora), adapter_name=names[0])
+            for name in names[1:]:
+                model.add_adapter(name, copy.deepcopy(lora))
+        model.set_requires_grad([name for name in names if name != "reference"], True)
+        run_once(model.eval())
+    except FAILURES as error:
+        plain = sorted({n.rpartition(".")[2] for n, m in base.named_modules() if type(m) in (nn.Linear, Linear)})
+        raise LoraTargetError(
+            f"LoRA with target_modules={lora.target_modules!r} does not work on {type(base).__name__}: {error} "
+            f"Name target_modules among its plain linear modules, which are {plain}."
+        ) from error
+    return model
+
+
+def _within_language_model(base: nn.Module, lora: LoraConfig) -> LoraConfig:
+    """``lora``, kept out of the parts of a multimodal model that text does not pass through."""
+    names = {id(module): name for name, module in base.named_modules()}
+    decoder, head = (names.get(id(x)) for x in (backbone(base), causal_lm(base).get_output_embeddings()))
+    outside = any(
+        isinstance(module, nn.Linear) and name != head and decoder and not name.startswith(f"{decoder}.")
+        for name, module in base.named_modules()
+    )
+    if not outside:
+        return lora
+    given = lora.exclude_modules
+    own = [] if not given else [given] if isinstance(given, str) else [rf"(.*\.)?({'|'.join(map(re.escape, given))})"]
+    kept = rf"(?!{re.escape(decoder or '')}\.|{re.escape(head or '')}$).*"
+    lora = copy.deepcopy(lora)
+    lora.exclude_modules = "|".join(f"({pattern})" for pattern in (kept, *own))
+    return lora
+
+
+def _check_lora(base: nn.Module, lora: LoraConfig) -> None:
+    if lora.lora_dropout:
+        raise LoraTargetError(
+            f"lora_dropout is {lora.lora_dropout}; expected 0: with dropout, the log-probs of one row differ from one "
+            "forward to the next, and ratios of them are noise."
+        )
+    if lora.init_lora_weights not in (True, False, "gaussian", "orthogonal"):
+        raise LoraTargetError(
+            f"init_lora_weights is {lora.init_lora_weights!r}; expected True, False, 'gaussian' or 'orthogonal': other "
+            "initializations change the base weights, which are the reference model here."
+        )
+    if lora.bias != "none":
+        raise LoraTargetError(
+            f"bias is {lora.bias!r}; expected 'none': the biases of the base model are shared by actor, critic and reference."
+        )
+    targets = lora.target_modules
+    if targets is None or targets == "all-linear":
+        return
+    # PEFT itself refuses only settings of which no target at all is found.
+    patterns = (
+        {targets: targets} if isinstance(targets, str) else {t: rf"(.*\.)?{re.escape(t)}" for t in sorted(targets)}
+    )
+    names = [name for name, _ in base.named_modules()]
+    missing = [target for target, each in patterns.items() if not any(re.fullmatch(each, name) for name in names)]
+    if missing:
+        linear = sorted({n.rpartition(".")[2] for n, m in base.named_modules() if isinstance(m, nn.Linear)})
+        raise LoraTargetError(
+            f"LoRA targets {missing} match no module of {type(base).__name__}. Its linear modules are {linear}; name "
+            'some of them in target_modules, or pass "all-linear".'
+        )
+
+
+# Fusing an adapter with its base layers.
+
+
+class FusedLora:
+    """Replaces a model's LoRA layers by linear layers with weight ``W + scaling * B @ A``, for forwards that train nothing.
+
+    A small model spends more time in dispatching LoRA's extra operations than in computing them.
+
+    Neither parameters nor LoRA layers are touched: modules are exchanged inside :meth:`in_place` and put back. Only what
+    is the same computation up to float32 rounding is exchanged: plain LoRA on float32 ``nn.Linear`` layers, and no more
+    than ``max_bytes`` of weights, for on large layers the extra operations cost little and the copies much.
+
+    Args:
+        model: any module.
+        adapter: the adapter to fuse; ``None``: the layers without adapters.
+        max_bytes: most memory for fused weights; above it nothing is exchanged.
+    """
+
+    def __init__(self, model: nn.Module, *, adapter: str | None, max_bytes: int = _MAX_FUSED_BYTES) -> None:
+        places = [
+            (parent, name, layer)
+            for parent in model.modules()
+            for name, layer in parent.named_children()
+            if isinstance(layer, Linear) and _is_plain(layer, adapter)
+        ]
+        size = sum(layer.base_layer.weight.nbytes for _, _, layer in places if adapter in layer.lora_A)
+        self._places = [(*place, _fused(place[-1], adapter)) for place in places] if size <= max_bytes else []
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Exchange the layers, and put them back."""
+        try:
+            for parent, name, _, fused in self._places:
+                setattr(parent, name, fused)
+            yield
+        finally:
+            for parent, name, layer, _ in self._places:
+                setattr(parent, name, layer)
+
+
+def _is_plain(layer: Any, adapter: str | None) -> bool:
+    base = layer.base_layer
+    if layer.merged or type(base) is not nn.Linear or base.weight.dtype != torch.float32:
+        return False
+    if adapter not in layer.lora_A:
+        return True
+    plain = adapter not in layer.lora_variant and not layer.lora_bias[adapter]
+    return plain and layer.lora_A[adapter].weight.dtype == torch.float32
+
+
+def _fused(layer: Any, adapter: str | None) -> nn.Module:
+    base = layer.base_layer
+    if adapter not in layer.lora_A:
+        return base
+    fused = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
+    fused.weight = nn.Parameter(base.weight.detach() + layer.get_delta_weight(adapter).detach(), requires_grad=False)
+    fused.bias = base.bias
+    return fused.eval()

@@ -1,4 +1,4 @@
-"""What a model must be like to sample, score and train with: checks by a few forwards when it is loaded.
+"""Checks of a model, by a few forwards when it is loaded: whether policies, scorers and critics support it.
 
 Each compares two computations that must agree, on a few tokens, and refuses the model by name where they do not. A model
 that passed would otherwise give wrong log-probs without any error.
@@ -14,29 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm.modules.lm import causal_lm, embedding_of, hidden_states, is_full_precision, lm_logits
+from torchrl_llm.modules.lm import causal_lm, embedding_of, hidden_states, is_full_precision, lm_logits, training_flags
 
 
 class VocabularyMismatchError(ValueError):
-    """The tokenizer and the model do not agree on what a token id is."""
+    """The tokenizer has ids that the model does not embed, or the model names special ids that the tokenizer lacks."""
 
 
 class UnsupportedModelError(ValueError):
-    """A model of a family that cannot be computed with as policies, scorers and critics do."""
+    """A model of a family that policies, scorers and critics do not support."""
 
 
 class UnsupportedHeadError(UnsupportedModelError):
-    """The model does more to its logits than :func:`~torchrl_llm.modules.lm_logits` knows."""
+    """The model changes its logits in a way that :func:`~torchrl_llm.modules.lm_logits` does not cover."""
 
 
 class RandomForwardError(ValueError):
-    """A forward that builds a graph computes something else than one that does not."""
+    """A forward that builds a graph computes other values than one that does not."""
 
 
 _WINDOW = re.compile("window(?!_layers|_pattern)|local_att|chunk_size")
 _LONGEST_TRIED = 512  # windows up to here are tried when a model is loaded
 FAILURES = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError)
-"""What forwards raise that a family of models does not support."""
+"""Errors that forwards raise for a family of models that is not supported."""
 
 
 def declared_windows(config: Any) -> list[int]:
@@ -52,20 +52,16 @@ def name_of(lm: Any) -> str:
 
 @contextmanager
 def _probing(lm: Any, problem: str) -> Iterator[None]:
-    """Evaluation mode, no graph; what forwards raise becomes an :class:`UnsupportedModelError` that begins with ``problem``."""
-    training = lm.training
-    lm.eval()
+    """Evaluation mode, no graph; errors of forwards become :class:`UnsupportedModelError`, beginning with ``problem``."""
     try:
-        with torch.no_grad():
+        with training_flags(lm.modules(), False), torch.no_grad():
             yield
     except FAILURES as error:
         raise UnsupportedModelError(f"{name_of(lm)} {problem}: {error} Use a decoder-only language model.") from error
-    finally:
-        lm.train(training)
 
 
-def _ids(model: nn.Module, rows: int, columns: int) -> Tensor:
-    """Ids ``[rows, columns]`` of the model, not in the order of the vocabulary."""
+def probe_ids(model: nn.Module, rows: int, columns: int) -> Tensor:
+    """Token ids ``[rows, columns]`` to try a model on, not in the order of the vocabulary."""
     weight = embedding_of(model)
     return (torch.arange(rows * columns, device=weight.device).view(rows, columns) * 7 + 1) % weight.shape[0]
 
@@ -77,7 +73,7 @@ def check_head(model: nn.Module) -> None:
         UnsupportedHeadError: they differ, so log-probs computed here would be wrong.
         UnsupportedModelError: a forward fails.
     """
-    lm, tokens = causal_lm(model), _ids(model, 1, 4)
+    lm, tokens = causal_lm(model), probe_ids(model, 1, 4)
     with _probing(lm, "cannot be computed as a backbone and a head on it"):
         expected = lm(input_ids=tokens, use_cache=False).logits.float()
         logits = lm_logits(model, hidden_states(model, tokens)).float()
@@ -119,7 +115,7 @@ def check_repeatable(model: nn.Module) -> None:
     Raises:
         RandomForwardError: they differ, so a recomputation would not repeat its forward.
     """
-    tokens = _ids(model, 1, 8)
+    tokens = probe_ids(model, 1, 8)
     with torch.no_grad():
         expected = hidden_states(model, tokens)
     with torch.random.fork_rng(devices=[tokens.device] if tokens.is_cuda else []), torch.enable_grad():
@@ -136,8 +132,8 @@ def check_repeatable(model: nn.Module) -> None:
 
 @torch.no_grad()
 def run_once(model: nn.Module) -> None:
-    """A forward on two tokens, for the errors that it raises."""
-    hidden_states(model, _ids(model, 1, 2))
+    """Run a forward on two tokens, for the errors that it raises."""
+    hidden_states(model, probe_ids(model, 1, 2))
 
 
 def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
@@ -154,14 +150,7 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
         VocabularyMismatchError: otherwise.
     """
     lm = causal_lm(model)
-    rows = embedding_of(model).shape[0]
-    size = max(tokenizer.get_vocab().values()) + 1
-    if size > rows:
-        raise VocabularyMismatchError(
-            f"The tokenizer {_path_of(tokenizer)} has ids up to {size - 1}, but the model {_path_of(lm.config)} embeds only "
-            f"{rows} tokens. Load the tokenizer that belongs to the model, or call "
-            f"model.resize_token_embeddings({size}) and train the new rows."
-        )
+    size = check_size(tokenizer, embedding_of(model).shape[0], _path_of(lm.config))
     strange = {name: ids for name, ids in _special_ids(lm).items() if any(not 0 <= i < size for i in ids)}
     if strange:
         raise VocabularyMismatchError(
@@ -169,6 +158,21 @@ def check_vocabulary(model: nn.Module, tokenizer: Any) -> None:
             f"(ids 0 to {size - 1}) does not have. Load the tokenizer that belongs to the model, or set these fields "
             "of model.config and model.generation_config to ids of this tokenizer."
         )
+
+
+def check_size(tokenizer: Any, rows: int, model: str) -> int:
+    """The number of ids of a tokenizer, at most the ``rows`` that the named model embeds.
+
+    Raises:
+        VocabularyMismatchError: there are more.
+    """
+    size = max(tokenizer.get_vocab().values()) + 1
+    if size > rows:
+        raise VocabularyMismatchError(
+            f"The tokenizer {_path_of(tokenizer)} has ids up to {size - 1}, but the model {model} embeds only {rows} tokens. Load "
+            f"the tokenizer that belongs to the model, or call model.resize_token_embeddings({size}) and train the new rows."
+        )
+    return size
 
 
 def _special_ids(lm: Any) -> dict[str, list[int]]:
@@ -192,7 +196,7 @@ def _gap(model: nn.Module, longest: int) -> float:
     In half precision it is the median over tokens: the experts of a mixture may tip over at one or another.
     """
     lengths = torch.tensor([longest, max(longest // 2, 1), 2])
-    tokens = _ids(model, 3, longest)
+    tokens = probe_ids(model, 3, longest)
     batch = hidden_states(model, tokens, lengths)
     gaps, largest = [], 0.0
     for i, length in enumerate(lengths.tolist()):

@@ -8,18 +8,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_llm import keys
 from torchrl_llm.modules.adapters import use_adapter
-from torchrl_llm.modules.lm import hidden_states
-from torchrl_llm.modules.positions import action_positions
-from torchrl_llm.segments import Segments
+from torchrl_llm.modules.lm import embedding_of, hidden_states
+from torchrl_llm.modules.positions import RowModule, action_positions
 
 
-class TurnCritic(TensorDictModuleBase):
+class TurnCritic(RowModule):
     """Value of the prefix before every action token, and of the whole row.
 
     The backbone runs once, without the LM head; a linear value head in float32 (float64 for a float64 model) reads the
@@ -28,7 +25,7 @@ class TurnCritic(TensorDictModuleBase):
     Reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"``, all ``[B, L]``; writes ``"state_value"`` ``[B, L]``:
     index i is the value of the tokens before i, 0 where ``turn_ids < 0``; and ``"bootstrap_value"`` ``[B]``, the value
     of the whole row. Neither looks at the action it is the baseline of. A gap in ``attention_mask`` starts a segment, which is
-    read as a row of its own (:mod:`torchrl_llm.segments`); ``"bootstrap_value"`` is then that of the last segment.
+    computed as a row of its own (:mod:`torchrl_llm.segments`); ``"bootstrap_value"`` is then that of the last segment.
 
     Args:
         model: a model of transformers, with or without its LM head, or a ``PeftModel`` around one.
@@ -37,7 +34,7 @@ class TurnCritic(TensorDictModuleBase):
 
     Attributes:
         value_head: ``nn.Linear(H, 1)``, zero-initialized: the first value is 0 everywhere, which is no baseline at all
-            rather than a random one, and draws nothing from a random generator.
+            rather than a random one.
 
     Raises:
         RowError: rows that are not right-padded, or have an action where none can be (from ``forward``).
@@ -65,30 +62,14 @@ class TurnCritic(TensorDictModuleBase):
         state_value_key: keys.NestedKey = keys.STATE_VALUE,
         bootstrap_value_key: keys.NestedKey = keys.BOOTSTRAP_VALUE,
     ) -> None:
-        super().__init__()
-        self.model = model
-        self.adapter = adapter
+        super().__init__(model, adapter, [state_value_key, bootstrap_value_key])
         self.value_head = _zero_head(model)
-        self.in_keys = [keys.TOKENS, keys.ATTENTION_MASK, keys.TURN_IDS]
-        self.out_keys = [state_value_key, bootstrap_value_key]
 
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the values of ``tensordict``, batch ``[B]``, into it and return it."""
-        values = self.value(*(tensordict[key] for key in self.in_keys))
-        for key, value in zip(self.out_keys, values, strict=True):
-            tensordict.set(key, value)
-        return tensordict
+    def value(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:
+        """``(state_value [B, L], bootstrap_value [B])`` of tensors ``[B, L]``."""
+        return self._compute(tokens, attention_mask, turn_ids)
 
-    def value(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The same on tensors ``[B, L]``: ``state_value`` ``[B, L]`` and ``bootstrap_value`` ``[B]``."""
-        segments = Segments.find(attention_mask)
-        if segments is None:
-            return self._value_rows(tokens, attention_mask, turn_ids)
-        split = segments.split(tokens), segments.split(attention_mask), segments.split(turn_ids, fill=-1)
-        state_value, bootstrap_value = self._value_rows(*split)
-        return segments.join(state_value), bootstrap_value[segments.last()]
-
-    def _value_rows(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _compute_rows(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:
         positions = action_positions(attention_mask, turn_ids)
         with use_adapter(self.model, self.adapter):
             hidden = hidden_states(self.model, tokens[:, : positions.longest], positions.lengths)
@@ -102,10 +83,10 @@ class TurnCritic(TensorDictModuleBase):
 
 
 def _zero_head(model: Any) -> nn.Linear:
-    weight = model.get_input_embeddings().weight
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    config = model.config.get_text_config()
+    weight, config = embedding_of(model), model.config.get_text_config()
     width = getattr(config, "word_embed_proj_dim", None) or config.hidden_size  # OPT projects its last states
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    # skip_init: nn.Linear would take its first weights from the global random generator.
     head = nn.utils.skip_init(nn.Linear, width, 1, dtype=dtype, device=weight.device)
     nn.init.zeros_(head.weight)
     nn.init.zeros_(head.bias)

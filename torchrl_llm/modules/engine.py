@@ -1,7 +1,7 @@
-"""The seam between what samples responses and everything else: the :class:`InferenceEngine` protocol.
+"""The interface of engines that sample responses: the :class:`InferenceEngine` protocol.
 
-Collectors ask an engine for turns, weight syncs bring it trained weights, evaluations do the first only. All of them know
-this protocol, and none knows an engine's class. :class:`~torchrl_llm.modules.TurnPolicy` implements it on top of one method,
+Collectors and evaluations ask an engine for turns, weight syncs load trained weights into it. All of them use this protocol,
+and none depends on an engine's class. :class:`~torchrl_llm.modules.TurnPolicy` implements it on top of one method,
 ``generate``; :mod:`torchrl_llm.modules.hf` and :mod:`torchrl_llm.modules.vllm` are the engines of this package.
 """
 
@@ -20,6 +20,8 @@ from torch import Tensor
 
 from torchrl_llm.modules.sampling import SamplingConfig
 
+NamedTensors = Iterable[tuple[str, Tensor]]
+
 
 class ContextLengthError(ValueError):
     """Prompt and response together are longer than the model's positions."""
@@ -34,7 +36,7 @@ class EngineError(RuntimeError):
 
 
 class WeightSyncError(RuntimeError):
-    """The trained weights did not get into the engine, or not all of them; the message names the step that failed.
+    """The trained weights were not loaded into the engine, or not all of them; the message names the step that failed.
 
     The engine may hold a mixture of old and new weights, or keys and values computed with the old ones. It refuses to
     sample until a sync succeeds.
@@ -61,7 +63,7 @@ def sync_step(name: str) -> Iterator[None]:
 
 
 class TurnRequest(NamedTuple):
-    """One turn to be answered.
+    """A request for the response of one turn.
 
     Attributes:
         slot: names the request until it is answered, and the cache of its episode between turns; a small int.
@@ -94,13 +96,13 @@ class TurnResponse(NamedTuple):
 
 
 class InferenceEngine(Protocol):
-    """Samples single turns, and takes in trained weights.
+    """Samples single turns, and loads trained weights.
 
     One weight sync is :func:`torchrl_llm.weight_update.update_engine`: inside :meth:`exclusive`, first :meth:`load` inside
     :meth:`updating`, then :meth:`log_probs` for the parity check.
 
-    A class that derives from it gets what an engine without weights of its own does, and writes the turns:
-    :meth:`submit`, :meth:`poll`, :meth:`cancel` and :attr:`pending`.
+    The defaults are those of an engine without weights of its own. A class that derives from it implements :meth:`submit`,
+    :meth:`poll`, :meth:`cancel` and :attr:`pending`.
 
     Attributes:
         sampling: how responses are sampled, with the ids that end them (``sampling.stop_ids``).
@@ -109,7 +111,7 @@ class InferenceEngine(Protocol):
         loads_base: whether a sync sends the base weights before the first adapter. False: the engine has the trainer's.
         check_length: tokens of a prompt of the parity check; more than two blocks of a prefix cache, so that stale blocks
             are found.
-        methods: how weights can get in.
+        methods: the ways to load weights.
     """
 
     sampling: SamplingConfig
@@ -129,7 +131,7 @@ class InferenceEngine(Protocol):
 
     @abstractmethod
     def submit(self, request: TurnRequest) -> None:
-        """Ask for one turn. No two requests may share a slot at a time."""
+        """Request one turn. No two requests may share a slot at a time."""
 
     @abstractmethod
     def poll(self) -> list[TurnResponse]:
@@ -141,24 +143,25 @@ class InferenceEngine(Protocol):
 
     @property
     def stop_ids(self) -> tuple[int, ...] | None:
-        """The ids that end a response; ``None``: the policy does not say."""
+        """The ids that end a response; ``None``: not known."""
         return self.sampling.stop_ids
 
     @property
-    def exact(self) -> bool:
-        """Whether a scorer at the same temperature computes the very log-probs this policy records."""
+    def logprobs_match_trainer(self) -> bool:
+        """Whether a scorer at the same temperature computes the same log-probs that this policy records."""
         return False
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The dtype of the weights."""
         return torch.float32
 
     def drop_cache(self) -> None:
-        """Forget the contexts computed so far; the next turn encodes its own again. The base class holds none."""
+        """Drop the contexts computed so far; the next turn encodes its own again. The base class holds none."""
 
     def close(self) -> None:
-        """Free the engine. The base class holds nothing."""
+        """Free the engine. The base class drops its cache."""
+        self.drop_cache()
 
     # ------------------------------------------------------------------ weights
 
@@ -173,15 +176,14 @@ class InferenceEngine(Protocol):
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
-        """Around :meth:`load`: later tokens carry ``version``; after an error the engine refuses to sample until an update succeeds."""
+        """Enter it around :meth:`load`: later tokens carry ``version``; after an error the engine refuses to sample until an
+        update succeeds."""
         self.invalidate("a weight sync began and did not end well. Sync again before sampling.")
         yield
         self.weights_changed(version)
         self.validate()
 
-    def load(
-        self, tensors: Iterable[tuple[str, Tensor]], lora: LoraConfig | None = None, *, method: str = "auto"
-    ) -> None:
+    def load(self, tensors: NamedTensors, lora: LoraConfig | None = None, *, method: str = "auto") -> None:
         """Replace the weights. Called inside :meth:`updating`.
 
         Args:
@@ -192,7 +194,7 @@ class InferenceEngine(Protocol):
 
         Raises:
             TypeError: the policy takes no weights.
-            WeightSyncError: they do not fit, or did not all get in.
+            WeightSyncError: they do not fit, or were not all loaded.
         """
         raise TypeError(self._no_weights("load()"))
 
@@ -207,7 +209,7 @@ class InferenceEngine(Protocol):
         )
 
     def choose_method(self, method: str, *, adapter: bool, unserved: str | None) -> tuple[str, str]:
-        """How weights get in, and why so.
+        """The method by which weights are loaded, and the reason for it.
 
         Args:
             method: one of :attr:`methods`, or ``"auto"``: the fastest that is correct.
@@ -215,7 +217,7 @@ class InferenceEngine(Protocol):
             unserved: what of its settings keeps it from being served beside the base weights; ``None``: nothing.
 
         Raises:
-            ValueError: it cannot be used here.
+            ValueError: the method cannot be used here.
         """
         if method != "auto":
             if method not in self.methods:
@@ -226,19 +228,19 @@ class InferenceEngine(Protocol):
         return "whole", "the engine takes the weights of the whole model"
 
     def weights_changed(self, version: int | None = None) -> None:
-        """Say that the weights are new: later tokens carry ``version``, by default the next ``policy_version``."""
+        """Notify the engine of new weights: later tokens carry ``version``, by default the next ``policy_version``."""
         self.policy_version = self.policy_version + 1 if version is None else version
 
     def invalidate(self, reason: str) -> None:
-        """Refuse to sample from here on: the weights are unknown, or the engine is dead."""
+        """Refuse to sample from now on: the weights are unknown, or the engine is dead."""
         self._broken = reason
 
     def validate(self) -> None:
-        """Sample again: a weight sync has gone through."""
+        """Sample again after :meth:`invalidate`."""
         self._broken = None
 
     def check_usable(self) -> None:
-        """Called before anything is sampled.
+        """Raise unless the engine can sample; called before each request.
 
         Raises:
             EngineError: the weights are unknown, or the engine is dead.

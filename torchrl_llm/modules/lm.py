@@ -1,21 +1,28 @@
 """The inside of a causal language model: its backbone, its head, its vocabulary.
 
-Policies and scorers run the backbone once and the head only where they need logits; these functions find the two, in a plain
-transformers model and in one inside a ``PeftModel``. :mod:`torchrl_llm.modules.checks` says which models can be computed with.
+Policies and scorers run the backbone once and the head only where they need logits. These functions find the two, in a plain
+transformers model and in one inside a ``PeftModel``. :mod:`torchrl_llm.modules.checks` says which models are supported.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from torchrl_llm.modules._randomness import checkpointing
-from torchrl_llm.modules._rope import rope_by_row
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+MOVING_ROPES = ("dynamic", "longrope")
+"""Rotary embeddings whose frequencies depend on the length of the input: dynamic NTK scaling and LongRoPE.
+
+transformers applies other frequencies to the whole batch as soon as its longest row passes the length of pretraining. A row's
+log-probs and values would then depend on its neighbors (:func:`rope_by_row`).
+"""
 
 
 def causal_lm(model: nn.Module) -> Any:
@@ -61,26 +68,42 @@ def backbone(model: nn.Module) -> Any:
 def hidden_states(model: nn.Module, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
     """Last hidden states ``[B, L, H]`` of right-padded ``tokens`` ``[B, L]``, each row as if it were alone.
 
-    ``lengths`` ``[B]`` are the tokens of each row that matter, for models whose rotary frequencies depend on them
-    (:mod:`torchrl_llm.modules._rope`); ``None``: all L.
+    ``lengths`` ``[B]`` are the tokens of each row that matter, the most of them L, for models whose rotary frequencies depend
+    on them (:data:`MOVING_ROPES`); ``None``: all L.
 
     Attention is causal and padding lies on the right, so no valid position ever sees it: no mask is passed, and
-    attention kernels take their fast causal path. What is computed at padded positions means nothing.
+    attention kernels take their fast causal path. States at padded positions are undefined.
 
     transformers checkpoints activations in training mode only, and in that mode it also refuses the KV cache that
-    generation needs. So models stay in evaluation mode, and a forward that builds a graph switches for its own time.
+    generation needs. So models stay in evaluation mode. A forward that builds a graph switches the modules that checkpoint,
+    and nothing inside them: dropout, jitter and random routing stay off, in the forward as in its recomputation.
     """
     decoder = backbone(model)
     if lengths is None:
         lengths = torch.full(tokens.shape[:1], tokens.shape[1])
-    with checkpointing(decoder) if torch.is_grad_enabled() else nullcontext(), rope_by_row(decoder, lengths):
+    modules = decoder.modules() if torch.is_grad_enabled() else ()
+    checkpointing = (module for module in modules if vars(module).get("gradient_checkpointing"))
+    with training_flags(checkpointing, True), rope_by_row(decoder, lengths):
         return decoder(input_ids=tokens, use_cache=False).last_hidden_state
+
+
+@contextmanager
+def training_flags(modules: Iterable[nn.Module], training: bool) -> Iterator[None]:
+    """Set the training flag of these modules, without their children, and put it back afterwards."""
+    switched = [module for module in modules if module.training is not training]
+    try:
+        for module in switched:
+            module.training = training
+        yield
+    finally:
+        for module in switched:
+            module.training = not training
 
 
 def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
     """Logits of hidden states, as the model's own forward computes them.
 
-    Covers the factors and the soft cap that some families put behind the head (Cohere's ``logit_scale``, Granite's
+    Covers the factors and the soft cap that some families apply after the head (Cohere's ``logit_scale``, Granite's
     ``logits_scaling``, Falcon-H1's ``lm_head_multiplier``, the soft caps of Gemma, RecurrentGemma and xLSTM);
     :func:`torchrl_llm.modules.check_head` tells whether that is all.
 
@@ -92,9 +115,6 @@ def lm_logits(model: nn.Module, hidden: Tensor) -> Tensor:
         ``[..., V]`` in the head's dtype.
     """
     return logits_function(model)(hidden)
-
-
-_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 
 
 def logits_function(model: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -118,3 +138,62 @@ def logits_function(model: nn.Module) -> Callable[[Tensor], Tensor]:
 def generation_end_ids(model: nn.Module) -> int | list[int] | None:
     """The end tokens of the model's ``generation_config``."""
     return getattr(getattr(causal_lm(model), "generation_config", None), "eos_token_id", None)
+
+
+# Rotary embeddings whose frequencies depend on the length of the input.
+
+
+def moving_ropes(model: nn.Module) -> list[nn.Module]:
+    """The rotary embeddings of ``model`` whose frequencies depend on the largest position they are given."""
+    found = []
+    for module in model.modules():
+        kinds = vars(module).get("rope_type")  # much faster than getattr, which looks through parameters and buffers
+        if any(kind in MOVING_ROPES for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])):
+            found.append(module)
+    return found
+
+
+@contextmanager
+def rope_by_row(model: nn.Module, lengths: Tensor) -> Iterator[None]:
+    """Inside, each row of a batch has the rotary frequencies that it would have alone.
+
+    It is one forward still, so all ranks of a sharded model run the same number of them.
+
+    Args:
+        model: its forwards get rows ``[B, L]`` without a cache. Nothing happens if it has no :func:`moving_ropes`.
+        lengths: ``[B]`` int64, at least 1, the largest L: the tokens of each row. States of the tokens after them are undefined.
+    """
+    modules = moving_ropes(model)
+    sizes: list[int] = lengths.tolist() if modules else []
+
+    def by_row(module: nn.Module, args: Any, kwargs: Any, _: Any) -> Any:
+        call = signature(module.forward).bind(*args, **kwargs)
+        positions = call.arguments["position_ids"][:1]
+
+        def embeddings(size: int) -> Any:
+            # Dynamic scaling keeps the frequencies of the longest input so far until it gets one that needs no scaling.
+            for end in (1, size):
+                call.arguments["position_ids"] = positions[:, :end]
+                found = module.forward(*call.args, **call.kwargs)
+            return found
+
+        each = {size: embeddings(size) for size in sorted(set(sizes))}
+        embeddings(1)
+        rows = [each[size] for size in sizes]
+        if isinstance(rows[0], Tensor):
+            return pad_sequence([row[0] for row in rows], batch_first=True)
+        return tuple(pad_sequence([part[0] for part in parts], batch_first=True) for parts in zip(*rows, strict=True))
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_hook(by_row, with_kwargs=True).remove)
+        yield
+
+
+def reset_ropes(model: nn.Module) -> None:
+    """Undo the scaling that longer inputs left in embeddings with dynamic scaling."""
+    for module in moving_ropes(model):
+        device = next((buffer.device for buffer in module.buffers()), None)
+        start = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        for layer_type in module.rope_type if isinstance(module.rope_type, dict) else (None,):
+            module.forward(start.float(), start, **({} if layer_type is None else {"layer_type": layer_type}))

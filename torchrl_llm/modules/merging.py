@@ -1,13 +1,12 @@
 """Trained weights as named tensors: :func:`merged_tensors` of a whole model, :func:`adapter_tensors` of a LoRA adapter.
 
-Nothing here knows an engine or a file. The live model is only read.
+Independent of engines and files. The live model is only read.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,21 +64,8 @@ def merged_tensors(model: nn.Module, adapter: str | None = None) -> Iterator[tup
             yield f"{name}.{key}", tensor
 
 
-def export_merged(model: nn.Module, adapter: str | None, path: Path) -> None:
-    """Write the whole model to ``path`` with ``adapter`` merged into its weights, copied to the host's memory.
-
-    Raises:
-        WeightsError: see :func:`merged_tensors`.
-    """
-    lm = causal_lm(model)
-    if adapter is None:
-        lm.save_pretrained(path)
-    else:
-        lm.save_pretrained(path, state_dict={name: tensor.cpu() for name, tensor in merged_tensors(model, adapter)})
-
-
 class MergedTensors:
-    """:func:`merged_tensors`, merged again each time they are read: a transfer between GPUs reads names and shapes first."""
+    """:func:`merged_tensors`, merged again at each iteration: a transfer between GPUs reads names and shapes first."""
 
     def __init__(self, model: nn.Module, adapter: str | None = None) -> None:
         self._arguments = model, adapter
@@ -105,7 +91,7 @@ def adapter_tensors(model: Any, adapter: str) -> dict[str, Tensor]:
 
 
 def why_not_servable(model: Any, adapter: str) -> str | None:
-    """What of the adapter's settings keeps vLLM from serving it beside the base weights; ``None``: nothing."""
+    """The setting of the adapter with which vLLM cannot serve it beside the base weights; ``None``: there is none."""
     config = model.peft_config[adapter]
     unserved = ("use_dora", "lora_bias", "modules_to_save", "target_parameters", "trainable_token_indices")
     for field in unserved:

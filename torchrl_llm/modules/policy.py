@@ -1,11 +1,11 @@
-"""What every policy has in common: the :class:`TurnPolicy` base class, an inference engine on top of ``generate``.
+"""The base class of policies: :class:`TurnPolicy`, an inference engine on top of ``generate``.
 
 A policy maps the context of each slot to the sampled response of one turn. Engines (:mod:`torchrl_llm.modules.hf`,
-:mod:`torchrl_llm.modules.vllm`) implement :meth:`TurnPolicy.generate` for the live slots only; the base class deals with
+:mod:`torchrl_llm.modules.vllm`) implement :meth:`TurnPolicy.generate` for the active slots only; the base class handles
 idle slots, padding, turn ids and versions, so that they mean the same for every engine.
 
-There are two ways to ask: a call with a TensorDict answers one turn of every live slot; :meth:`TurnPolicy.submit` and
-:meth:`TurnPolicy.poll` answer single turns, in whatever order they are done.
+There are two ways to sample: a call with a TensorDict answers one turn of every active slot; :meth:`TurnPolicy.submit` and
+:meth:`TurnPolicy.poll` answer single turns, in the order in which they finish.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchrl_llm.modules.sampling import SamplingConfig
 
 
 class Generation(NamedTuple):
-    """The responses of the live slots.
+    """The responses of the active slots.
 
     Attributes:
         tokens: ``[n, A]`` int64, right-padded; the stop id is included.
@@ -43,7 +43,7 @@ class Generation(NamedTuple):
 
 
 class TurnPolicy(TensorDictModuleBase, InferenceEngine):
-    """Base class of policies that answer one turn of every live slot in one call.
+    """Base class of policies that answer one turn of every active slot in one call.
 
     Reads the context (``("tokens", "prompt")`` ``[N, L]``, ``("tokens", "prompt_length")`` ``[N, 1]``, ``"turn"``
     ``[N, 1]``, ``"episode_id"`` ``[N, 1]``) and writes ``("tokens", "response")``, ``("tokens", "response_mask")``,
@@ -67,13 +67,7 @@ class TurnPolicy(TensorDictModuleBase, InferenceEngine):
     """
 
     in_keys = [keys.PROMPT, keys.PROMPT_LENGTH, keys.TURN, keys.EPISODE_ID]  # noqa: RUF012 (TorchRL's idiom)
-    out_keys = [  # noqa: RUF012
-        keys.RESPONSE,
-        keys.RESPONSE_MASK,
-        keys.RESPONSE_LOG_PROBS,
-        keys.TURN_IDS,
-        keys.POLICY_VERSION,
-    ]
+    out_keys = [keys.RESPONSE, keys.RESPONSE_MASK, keys.RESPONSE_LOG_PROBS, keys.TURN_IDS, keys.POLICY_VERSION]  # noqa: RUF012
 
     def __init__(self, sampling: SamplingConfig, *, seed: int = 0) -> None:
         super().__init__()
@@ -91,7 +85,7 @@ class TurnPolicy(TensorDictModuleBase, InferenceEngine):
         """Sample one response per row.
 
         Args:
-            prompt: ``[n, L]`` int64 contexts of the live slots, right-padded.
+            prompt: ``[n, L]`` int64 contexts of the active slots, right-padded.
             lengths: ``[n]`` int64, > 0.
             turn: ``[n]`` int64.
             episode_id: ``[n]`` int64.
@@ -102,7 +96,7 @@ class TurnPolicy(TensorDictModuleBase, InferenceEngine):
     # ------------------------------------------------------------------ single turns
 
     def submit(self, request: TurnRequest) -> None:
-        """Ask for one turn; :meth:`poll` answers it.
+        """Request one turn; :meth:`poll` answers it.
 
         No two requests may share a slot at a time; once answered or cancelled, the slot may be used again. The prompt may be
         a view that changes after the answer.
@@ -115,11 +109,11 @@ class TurnPolicy(TensorDictModuleBase, InferenceEngine):
         return len(self._queue)
 
     def cancel(self, slots: Sequence[int] | None = None) -> None:
-        """Forget the requests of ``slots`` (default: all), if there are any; they are never answered."""
+        """Drop the requests of ``slots`` (default: all), if there are any; they are never answered."""
         self._queue = [] if slots is None else [request for request in self._queue if request.slot not in slots]
 
     def poll(self) -> list[TurnResponse]:
-        """Go on with what was submitted, and return the answers that are finished, in any order.
+        """Advance what was submitted, and return the answers that are finished, in any order.
 
         Engines that batch continuously take one step. The base class answers everything at once, in one call of
         :meth:`generate` for all that is sampled, and one for all that is greedy.
@@ -165,44 +159,33 @@ class TurnPolicy(TensorDictModuleBase, InferenceEngine):
         prompt = tensordict[keys.PROMPT]
         prompt = prompt.reshape(-1, prompt.shape[-1])
         lengths, turn, episode_id = (tensordict[key].flatten() for key in self.in_keys[1:])
-        tokens, log_probs, versions, mask = self._respond(prompt, lengths, turn, episode_id)
-        written = {
-            keys.RESPONSE: tokens,
-            keys.RESPONSE_MASK: mask,
-            keys.RESPONSE_LOG_PROBS: log_probs,
-            keys.TURN_IDS: torch.where(mask, turn.unsqueeze(-1), -1),
-            keys.POLICY_VERSION: versions,
-        }
-        for key, value in written.items():
+        response = self._respond(prompt, lengths, turn, episode_id)
+        for key, value in zip(self.out_keys, response, strict=True):
             tensordict.set(key, value.view(*tensordict.batch_size, -1))
         return tensordict
 
     def _respond(self, prompt: Tensor, lengths: Tensor, turn: Tensor, episode_id: Tensor) -> tuple[Tensor, ...]:
-        """Tokens, log-probs, versions and mask, each ``[N, A]``, of all slots: 0, 0, -1, False off the mask."""
+        """The values ``[N, A]`` of ``out_keys`` for all slots: 0, False, 0, -1 and -1 off the mask."""
         self.check_usable()
         tokens = torch.zeros(len(lengths), self.sampling.max_output_tokens, dtype=torch.int64, device=lengths.device)
         log_probs, mask = torch.zeros_like(tokens, dtype=torch.float32), torch.zeros_like(tokens, dtype=torch.bool)
-        versions = torch.full_like(tokens, -1)
+        turn_ids, versions = torch.full_like(tokens, -1), torch.full_like(tokens, -1)
         slots = lengths.nonzero().flatten()
         if not slots.numel():
-            return tokens, log_probs, versions, mask
+            return tokens, mask, log_probs, turn_ids, versions
         longest = int(lengths.max())
         if longest > prompt.shape[-1]:
             raise ValueError(
                 f"{keys.PROMPT_LENGTH} says {longest} tokens, but {keys.PROMPT} has only {prompt.shape[-1]} columns; "
                 "expected a right-padded prompt at least as wide as its longest row."
             )
-        generation = self.generate(
-            prompt[slots, :longest],
-            lengths[slots],
-            turn[slots],
-            episode_id[slots],
-            slots=slots,
-            greedy=exploration_type() in (ExplorationType.DETERMINISTIC, ExplorationType.MODE),
-        )
+        rows = prompt[slots, :longest], lengths[slots], turn[slots], episode_id[slots]
+        greedy = exploration_type() in (ExplorationType.DETERMINISTIC, ExplorationType.MODE)
+        generation = self.generate(*rows, slots=slots, greedy=greedy)
         valid = torch.arange(tokens.shape[-1], device=tokens.device) < generation.lengths.unsqueeze(-1)
         mask[slots] = valid
         tokens[slots] = generation.tokens.masked_fill(~valid, 0)
         log_probs[slots] = generation.log_probs.masked_fill(~valid, 0.0)
+        turn_ids[slots] = torch.where(valid, turn[slots].unsqueeze(-1), -1)
         versions[slots] = self._versions(generation).masked_fill(~valid, -1)
-        return tokens, log_probs, versions, mask
+        return tokens, mask, log_probs, turn_ids, versions

@@ -1,15 +1,21 @@
-"""Where the action tokens of a batch of rows stand, and what stands before them.
+"""Where the action tokens of a batch of rows stand, and the base class of what computes at them.
 
 The scorer and the critic both read the hidden state *before* each action token and write one number *at* it. This
-module finds these places, once per forward; what is computed there is theirs.
+module finds these places, once per forward.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor, nn
+
+from torchrl_llm import keys
+from torchrl_llm.segments import Segments
 
 
 class RowError(ValueError):
@@ -37,8 +43,7 @@ class ActionPositions(NamedTuple):
 
     def gather_before(self, hidden: Tensor) -> Tensor:
         """The states ``[M, H]`` that precede the action tokens, out of ``hidden`` ``[B, L', H]``, L' >= last_action."""
-        width = hidden.shape[1]
-        return hidden.flatten(0, 1).index_select(0, self.rows * width + self.columns - 1)
+        return hidden.flatten(0, 1).index_select(0, self.rows * hidden.shape[1] + self.columns - 1)
 
     def last_actions(self) -> Tensor:
         """``[B]`` int64: the column of each row's last action token, which is the number of tokens before it; at least 1."""
@@ -85,27 +90,55 @@ def action_positions(attention_mask: Tensor, turn_ids: Tensor) -> ActionPosition
     mask, actions = attention_mask.bool(), turn_ids >= 0
     lengths = mask.sum(-1)
     places = torch.arange(mask.shape[1], device=mask.device)
-    faults = torch.stack(
-        [
-            (mask != (places < lengths.unsqueeze(-1))).any(),
-            (lengths == 0).any(),
-            actions[:, :1].any(),
-            (actions & ~mask).any(),
-        ]
-    )
-    # One synchronisation for all numbers that Python needs.
-    last_actions = torch.where(actions, places, 0).amax()
-    longest, last_action, *found = torch.stack([lengths.amax(), last_actions, *faults]).tolist()
-    for fault, message in zip(found, _FAULTS, strict=True):
+    faults = {
+        "attention_mask has a zero before a one: rows are right-padded. Move the padding to the right.": (
+            mask != (places < lengths.unsqueeze(-1))
+        ),
+        "attention_mask has a row without any token. Drop empty rows before scoring.": lengths == 0,
+        "turn_ids marks the first token of a row as an action, but no token precedes it. Rows start with a prompt.": (
+            actions[:, :1]
+        ),
+        "turn_ids marks padding as an action (turn_ids >= 0 where attention_mask is 0). Off-action entries must be -1.": (
+            actions & ~mask
+        ),
+    }
+    # One synchronization with the accelerator for all numbers that Python needs.
+    largest = [lengths.amax(), torch.where(actions, places, 0).amax()]
+    longest, last_action, *found = torch.stack([*largest, *(fault.any() for fault in faults.values())]).tolist()
+    for message, fault in zip(faults, found, strict=True):
         if fault:
             raise RowError(message)
     rows, columns = actions.nonzero(as_tuple=True)
     return ActionPositions(rows, columns, lengths, longest, last_action, mask.shape)
 
 
-_FAULTS = (
-    "attention_mask has a zero before a one: rows are right-padded. Move the padding to the right.",
-    "attention_mask has a row without any token. Drop empty rows before scoring.",
-    "turn_ids marks the first token of a row as an action, but no token precedes it. Rows start with a prompt.",
-    "turn_ids marks padding as an action (turn_ids >= 0 where attention_mask is 0). Off-action entries must be -1.",
-)
+class RowModule(TensorDictModuleBase):
+    """Base class of the scorer and the critic: one forward over rows, one number at each action token.
+
+    A gap in ``attention_mask`` starts a segment, which is computed as a row of its own (:mod:`torchrl_llm.segments`).
+    """
+
+    def __init__(self, model: nn.Module, adapter: str | None, out_keys: list[keys.NestedKey]) -> None:
+        super().__init__()
+        self.model, self.adapter = model, adapter
+        self.in_keys = [keys.TOKENS, keys.ATTENTION_MASK, keys.TURN_IDS]
+        self.out_keys = out_keys
+
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Write what is computed from ``tensordict``, batch ``[B]``, into it and return it."""
+        results = self._compute(*(tensordict[key] for key in self.in_keys))
+        for key, result in zip(self.out_keys, results, strict=True):
+            tensordict.set(key, result)
+        return tensordict
+
+    def _compute(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:
+        segments = Segments.find(attention_mask)
+        if segments is None:
+            return self._compute_rows(tokens, attention_mask, turn_ids)
+        split = segments.split(tokens), segments.split(attention_mask), segments.split(turn_ids, fill=-1)
+        results = self._compute_rows(*split)
+        return tuple(segments.join(x) if x.ndim == 2 else x[segments.last()] for x in results)
+
+    @abstractmethod
+    def _compute_rows(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:
+        """The results ``[B, L]`` or ``[B]``, in the order of ``out_keys``, of rows ``[B, L]`` of one segment each."""

@@ -1,8 +1,7 @@
 """How responses are sampled: :class:`SamplingConfig`, and from logits to tokens.
 
-Pure functions and one small callable, without a model: logit processing, keyed noise, drawing by the inverse cumulative
-distribution. The processors are those of transformers, the same that ``generate`` uses. How a response grows token by token
-is decided by the engines.
+Pure functions and one small callable, without a model: logit processing, keyed noise, sampling by the inverse cumulative
+distribution. The processors are those of transformers, the same that ``generate`` uses. The engines sample token by token.
 """
 
 from __future__ import annotations
@@ -14,16 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from torchrl_llm.options import Checked, ConfigError, Count, MinP, Natural, Positive, PositiveShare, Temperature
 from torchrl_llm.stops import response_end_ids
@@ -77,7 +68,7 @@ class SamplingConfig(Checked):
 def decide_stop_ids(
     sampling: SamplingConfig, model_ids: int | Sequence[int] | None, tokenizer: Any, *, vocabulary: int
 ) -> SamplingConfig:
-    """``sampling`` with its ``stop_ids`` decided: its own, or those of :func:`torchrl_llm.stops.response_end_ids`.
+    """``sampling`` with ``stop_ids``: its own, or those found by :func:`torchrl_llm.stops.response_end_ids`.
 
     Engines and :func:`~torchrl_llm.modules.load_actor_critic` call it once; all others read ``sampling.stop_ids``.
 
@@ -123,19 +114,16 @@ class SamplingProcessor:
     """
 
     def __init__(self, sampling: SamplingConfig) -> None:
-        steps: list[LogitsProcessor] = []
-        if sampling.repetition_penalty != 1:
-            steps.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-        if sampling.temperature != 1:
-            steps.append(TemperatureLogitsWarper(float(sampling.temperature)))
-        if sampling.top_k:
-            steps.append(TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1:
-            steps.append(TopPLogitsWarper(sampling.top_p))
-        if sampling.min_p:
-            steps.append(MinPLogitsWarper(sampling.min_p))
-        self.needs_context = sampling.repetition_penalty != 1
-        self._steps = LogitsProcessorList(steps)
+        penalty = sampling.repetition_penalty
+        steps = [
+            (penalty != 1, transformers.RepetitionPenaltyLogitsProcessor, penalty),
+            (sampling.temperature != 1, transformers.TemperatureLogitsWarper, float(sampling.temperature)),
+            (sampling.top_k > 0, transformers.TopKLogitsWarper, sampling.top_k),
+            (sampling.top_p < 1, transformers.TopPLogitsWarper, sampling.top_p),
+            (sampling.min_p > 0, transformers.MinPLogitsWarper, sampling.min_p),
+        ]
+        self._steps = transformers.LogitsProcessorList(make(value) for is_on, make, value in steps if is_on)
+        self.needs_context = penalty != 1
         self._held_back = torch.tensor(sampling.stop_ids or (), dtype=torch.int64)
         self._min_output_tokens = sampling.min_output_tokens
 
@@ -158,12 +146,12 @@ class SamplingProcessor:
 
 
 def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """Draw one token a row by inverting the cumulative distribution, accumulated in float64.
+    """Sample one token a row by inverting the cumulative distribution, accumulated in float64.
 
-    Token i is drawn if ``cdf(i - 1) <= uniform < cdf(i)``, so a token of probability zero is never drawn.
+    Token i is sampled if ``cdf(i - 1) <= uniform < cdf(i)``, so a token of probability zero never is.
 
     Args:
-        logits: ``[n, V]`` float, minus infinity where a token cannot be drawn.
+        logits: ``[n, V]`` float, minus infinity where a token cannot be sampled.
         uniform: ``[n]`` float64 in [0, 1).
 
     Returns:
@@ -225,7 +213,7 @@ def turn_noise(*, seed: int, episode_id: Sequence[int], turn: Sequence[int], wid
 
 
 def turn_seed(*, seed: int, episode_id: int, turn: int) -> int:
-    """A seed in ``[0, 2**63)`` for engines that draw their own noise, a hash of ``(seed, episode_id, turn)``.
+    """A seed in ``[0, 2**63)`` for engines that make their own noise, a hash of ``(seed, episode_id, turn)``.
 
     Examples:
         >>> turn_seed(seed=0, episode_id=7, turn=2) == turn_seed(seed=0, episode_id=7, turn=2)

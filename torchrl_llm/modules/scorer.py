@@ -1,6 +1,6 @@
-"""Log-probs of the action tokens of whole conversations: :class:`TokenScorer`, one forward per batch of rows.
+"""Log-probs of the action tokens of whole rows: :class:`TokenScorer`, one forward per batch of rows.
 
-The state before a token belongs to the critic, losses and ratios to the objectives.
+Values are computed by the critic, losses and ratios by the objectives.
 """
 
 from __future__ import annotations
@@ -9,36 +9,33 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from tensordict import TensorDictBase
-from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from torchrl_llm import keys
 from torchrl_llm.modules.adapters import recompute_contexts, use_adapter
 from torchrl_llm.modules.lm import embedding_of, hidden_states, lm_logits, vocabulary_of
-from torchrl_llm.modules.positions import ActionPositions, action_positions
+from torchrl_llm.modules.positions import ActionPositions, RowModule, action_positions
 from torchrl_llm.modules.sampling import SamplingConfig, SamplingProcessor
-from torchrl_llm.segments import Segments
 
 
-class TokenScorer(TensorDictModuleBase):
-    """Log-prob, and optionally entropy, of every action token of a batch of conversations.
+class TokenScorer(RowModule):
+    """Log-prob, and optionally entropy, of every action token of a batch of rows.
 
     The backbone runs once over the right-padded rows, trimmed behind the last action token; only the hidden states
     before action tokens meet the LM head. Log-softmax is taken in float32 (float64 for a float64 model).
 
     Reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"``, all ``[B, L]``; writes ``"log_prob"`` ``[B, L]`` float:
     index i is log p(token_i | the tokens before it), 0 where ``turn_ids < 0``; and, if asked, ``"entropy"`` likewise,
-    the entropy in nats of the distribution that token_i was drawn from.
+    the entropy in nats of the distribution that token_i was sampled from.
 
     Scores are those of the distribution which ``sampling`` describes: its temperature, and its stop ids excluded from
     the first ``min_output_tokens`` tokens of a turn. By default truncation (top-k, top-p, min-p) is left out: once the
     weights change, a sampled token may fall outside the new support, where its log-prob is minus infinity. Where the
-    policy truncates, ``old_log_prob`` is scored anew and the loss corrects for the sampler. The repetition penalty is
+    policy truncates, ``old_log_prob`` is scored again and the loss corrects for the sampler. The repetition penalty is
     always left out, for the distribution it makes depends on the whole context.
 
-    A gap in ``attention_mask`` starts a segment, which is scored as a row of its own (:mod:`torchrl_llm.segments`).
+    A gap in ``attention_mask`` starts a segment, which is computed as a row of its own (:mod:`torchrl_llm.segments`).
 
     Memory: the ``[M, V]`` logits of M action tokens are made in chunks; while training, chunks are recomputed in
     ``backward`` as soon as there is more than one, so that only one chunk of logits is alive at a time.
@@ -83,35 +80,20 @@ class TokenScorer(TensorDictModuleBase):
         entropy_key: keys.NestedKey = keys.ENTROPY,
         chunk_logits: int = 2**26,
     ) -> None:
-        super().__init__()
-        self.model = model
+        super().__init__(model, adapter, [log_prob_key, entropy_key] if entropy else [log_prob_key])
         self.sampling = sampling or SamplingConfig()
-        self.adapter = adapter
         self.entropy = entropy
         self.frozen = frozen
         self.chunk_logits = chunk_logits
         self.held_back = _held_back_ids(self.sampling)
         self._masked = bool(self.held_back) or (truncate and self.sampling.truncates)
         self._process = SamplingProcessor(_position_wise(self.sampling, truncate))
-        self.in_keys = [keys.TOKENS, keys.ATTENTION_MASK, keys.TURN_IDS]
-        self.out_keys = [log_prob_key, entropy_key] if entropy else [log_prob_key]
-
-    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Write the scores of ``tensordict``, batch ``[B]``, into it and return it."""
-        scores = self.score(*(tensordict[key] for key in self.in_keys))
-        for key, value in zip(self.out_keys, scores, strict=True):
-            tensordict.set(key, value)
-        return tensordict
 
     def score(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:
-        """The same on tensors ``[B, L]``: ``(log_prob,)`` or ``(log_prob, entropy)``, each ``[B, L]``."""
-        segments = Segments.find(attention_mask)
-        if segments is None:
-            return self._score_rows(tokens, attention_mask, turn_ids)
-        split = segments.split(tokens), segments.split(attention_mask), segments.split(turn_ids, fill=-1)
-        return tuple(segments.join(values) for values in self._score_rows(*split))
+        """``(log_prob,)`` or ``(log_prob, entropy)``, each ``[B, L]``, of tensors ``[B, L]``."""
+        return self._compute(tokens, attention_mask, turn_ids)
 
-    def _score_rows(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:
+    def _compute_rows(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:
         positions = action_positions(attention_mask, turn_ids)
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen), use_adapter(self.model, self.adapter):
             # What follows the last action token is behind everything that is scored; at least one column stays, so
@@ -192,7 +174,7 @@ def _position_wise(sampling: SamplingConfig, truncate: bool) -> SamplingConfig:
     if truncate and sampling.repetition_penalty != 1:
         raise ValueError(
             f"truncate=True with repetition_penalty={sampling.repetition_penalty}: the penalty depends on the whole "
-            "context, which is not kept here. Set repetition_penalty=1.0, or truncate=False and score old_log_prob anew."
+            "context, which is not kept here. Set repetition_penalty=1.0, or truncate=False and score old_log_prob again."
         )
     rest = replace(sampling, min_output_tokens=0, repetition_penalty=1.0)
     return rest if truncate else replace(rest, top_k=0, top_p=1.0, min_p=0.0)

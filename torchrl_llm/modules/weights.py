@@ -1,8 +1,8 @@
 """Weights on disk, in PEFT's and transformers' own formats, and LoRA adapters of other settings than the model's.
 
-An :class:`Adapter` is a LoRA adapter outside a model: its settings and its tensors. Everything here reads one, writes
-one, or turns one into another that computes the same function. Only safetensors files are read, never pickles. Which
-weights make up a run is known to :class:`torchrl_llm.modules.ActorCritic`, atomic replacement to the trainers.
+An :class:`Adapter` is a LoRA adapter outside a model: its settings and its tensors. The functions read one, or turn one into
+another that computes the same function. Only safetensors files are read, never pickles. Which weights make up a run is decided
+by :class:`torchrl_llm.modules.ActorCritic`; the trainers replace files atomically.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from torchrl_llm.modules.adapters import AdapterError
+from torchrl_llm.modules.adapters import AdapterError, trainable_parameters
 from torchrl_llm.modules.lm import causal_lm
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _FACTOR = re.compile(
-    r"base_model\.model\.(?P<module>.+)\.(?P<factor>lora_(A|B)\.weight|lora_embedding_(A|B)|lora_B\.bias)"
+    r"base_model\.model\.(?P<module>.+)\.lora_(embedding_)?(?P<factor>[AB])(\.weight|(?P<bias>\.bias))?"
 )
+"""Names of LoRA's factors in files: of a linear layer, of an embedding, and of B's bias."""
 
 # Settings of how an adapter was made or trained, which do not change what it computes.
 _HISTORY = {
@@ -59,17 +61,22 @@ class Adapter:
     config: LoraConfig
     tensors: Mapping[str, Tensor]
 
+    @cached_property
+    def factors(self) -> dict[str, dict[str, Tensor]]:
+        """The factors ``"A"`` and ``"B"`` of each module that the adapter changes."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, value in self.tensors.items():
+            if (match := _FACTOR.fullmatch(name)) and not match["bias"]:
+                found.setdefault(match["module"], {})[match["factor"]] = value
+        return found
+
     @property
     def ranks(self) -> dict[str, int]:
         """The rank of each module that the adapter changes."""
-        return {
-            match["module"]: len(value)
-            for name, value in self.tensors.items()
-            if (match := _FACTOR.fullmatch(name)) and match["factor"] in ("lora_A.weight", "lora_embedding_A")
-        }
+        return {module: len(factors["A"]) for module, factors in self.factors.items() if "A" in factors}
 
     def scaling(self, module: str) -> float:
-        """What the product of the two factors of ``module`` is multiplied by."""
+        """The factor of B A in the update of ``module``."""
         config = self.config
         rank = config.rank_pattern.get(get_pattern_key(list(config.rank_pattern), module), config.r)
         alpha = config.alpha_pattern.get(get_pattern_key(list(config.alpha_pattern), module), config.lora_alpha)
@@ -133,7 +140,7 @@ def read_model(path: Path, model: Any) -> dict[str, Tensor]:
     if info["missing_keys"]:
         raise WeightsError(f"The weights in {path} lack {sorted(info['missing_keys'])}.")
     tensors = loaded.state_dict()
-    _check_shapes(tensors, model.state_dict(), f"The weights in {path} are of another model", WeightsError)
+    check_shapes(tensors, model.state_dict(), f"The weights in {path} are of another model", WeightsError)
     return tensors
 
 
@@ -155,17 +162,6 @@ def has_weights(path: Path) -> bool:
     return (path / _CONFIG).is_file() or (path / "config.json").is_file()
 
 
-def save_weights(model: Any, adapter: str | None, path: Path) -> None:
-    """Write a LoRA adapter of ``model``, or without one the whole model, to the folder ``path``.
-
-    The last part of ``path`` is the adapter's name: PEFT names the folder so.
-    """
-    if adapter is None:
-        model.save_pretrained(path)
-    else:
-        model.save_pretrained(str(path.parent), selected_adapters=[adapter], save_embedding_layers=False)
-
-
 # Adapters in a model.
 
 
@@ -182,7 +178,7 @@ def set_adapter_tensors(model: PeftModel, name: str, tensors: Mapping[str, Tenso
         AdapterError: the adapter has other tensors.
     """
     own = adapter_of(model, name).tensors
-    _check_shapes(tensors, own, f"The tensors do not fit the adapter {name!r}", AdapterError)
+    check_shapes(tensors, own, f"The tensors do not fit the adapter {name!r}", AdapterError)
     set_peft_model_state_dict(model, dict(tensors), adapter_name=name)
 
 
@@ -201,12 +197,14 @@ def load_adapters(model: PeftModel, sources: Mapping[str, Path], *, merge: bool 
         AdapterError: the settings differ and ``merge`` is false, or they differ in what cannot be merged; or the adapter
             is of another base model. The model is unchanged then.
     """
-    found = {name: read_adapter(path) for name, path in sources.items()}
+    found, covered = {name: read_adapter(path) for name, path in sources.items()}, True
     for name, adapter in found.items():
         live = adapter_of(model, name)
         equal = _check_settings(adapter, live, sources[name], merge=merge)
         _check_base(model, adapter, live, sources[name], equal_settings=equal)
-    if not all(_covers(adapter_of(model, name), adapter) for name, adapter in found.items()):
+        ranks = live.ranks
+        covered &= all(rank <= ranks.get(module, 0) for module, rank in adapter.ranks.items())
+    if not covered:
         _rebuild(model, _merged_config(model, found))
     for name, adapter in found.items():
         set_adapter_tensors(model, name, fit_adapter(adapter, adapter_of(model, name)))
@@ -228,21 +226,13 @@ def fit_adapter(source: Adapter, target: Adapter) -> dict[str, Tensor]:
         value, match = source.tensors.get(name), _FACTOR.fullmatch(name)
         if match is None:
             fitted[name] = slot if value is None else value
-        elif match["factor"] in ("lora_A.weight", "lora_embedding_A"):
-            fitted[name] = slot.clone()
-            if value is not None:
-                fitted[name][: len(value)] = value
-        else:
-            fitted[name] = torch.zeros_like(slot)
-            if value is not None:
-                ratio = source.scaling(match["module"]) / target.scaling(match["module"])
-                part = fitted[name] if value.ndim == 1 else fitted[name][:, : value.shape[1]]
-                part.copy_(value.to(slot) * ratio)
+            continue
+        fitted[name] = slot.clone() if match["factor"] == "A" else torch.zeros_like(slot)
+        if value is not None:
+            module = match["module"]
+            ratio = 1.0 if match["factor"] == "A" else source.scaling(module) / target.scaling(module)
+            fitted[name][tuple(map(slice, value.shape))] = value.to(slot) * ratio
     return fitted
-
-
-def _covers(target: Adapter, source: Adapter) -> bool:
-    return all(rank <= target.ranks.get(module, 0) for module, rank in source.ranks.items())
 
 
 def _merged_config(model: PeftModel, found: Mapping[str, Adapter]) -> LoraConfig:
@@ -266,7 +256,7 @@ def _rebuild(model: PeftModel, config: LoraConfig) -> None:
         name: Adapter(model.peft_config[name], {key: x.clone() for key, x in adapter_of(model, name).tensors.items()})
         for name in model.peft_config
     }
-    trained = [name for name in before if any(p.requires_grad for p in _parameters_of(model, name))]
+    trained = [name for name in before if trainable_parameters(model, name)]
     active, spare = model.active_adapter, "spare"
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -281,10 +271,6 @@ def _rebuild(model: PeftModel, config: LoraConfig) -> None:
         set_adapter_tensors(model, name, fit_adapter(adapter, adapter_of(model, name)))
     model.set_requires_grad(trained, True)
     model.train(model.training)  # new layers start in training mode
-
-
-def _parameters_of(model: nn.Module, adapter: str) -> list[nn.Parameter]:
-    return [parameter for name, parameter in model.named_parameters() if adapter in name.split(".")]
 
 
 # Errors.
@@ -314,7 +300,7 @@ def _check_settings(found: Adapter, live: Adapter, path: Path, *, merge: bool) -
 
 
 def _settings(config: LoraConfig) -> dict[str, Any]:
-    """What decides on the function of an adapter; unordered collections in order, empty ones as None."""
+    """The settings on which an adapter's function depends; unordered collections sorted, empty ones as None."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, set | list | tuple):
@@ -332,42 +318,34 @@ def _check_base(model: PeftModel, found: Adapter, live: Adapter, path: Path, *, 
     """Refuse adapters of another base model."""
     what = f"The adapter in {path} is of another base model"
     modules: dict[str, Any] = dict(causal_lm(model).named_modules())
-    for name in sorted({match["module"] for tensor in found.tensors if (match := _FACTOR.fullmatch(tensor))}):
+    for name, factors in sorted(found.factors.items()):
         if name not in modules:
             raise AdapterError(f"{what}: the one here has no module {name!r}.")
-        theirs, ours = _sizes(found, name), _module_sizes(modules[name])
-        if theirs is None:
+        if len(factors) < 2:
             raise WeightsError(f"The adapter in {path} lacks one of the factors of {name!r}.")
-        if ours is not None and theirs != ours:
+        theirs, ours = (factors["A"].shape[1], factors["B"].shape[0]), _sizes(modules[name])
+        if ours not in (None, theirs):
             raise AdapterError(f"{what}: {name!r} has sizes {theirs} there, {ours} here.")
     # Factors may differ under different settings, anything else (modules_to_save) never.
     fixed = [
         {name: x for name, x in each.tensors.items() if equal_settings or not _FACTOR.fullmatch(name)}
         for each in (found, live)
     ]
-    _check_shapes(fixed[0], fixed[1], what, AdapterError)
+    check_shapes(fixed[0], fixed[1], what, AdapterError)
 
 
-def _sizes(adapter: Adapter, module: str) -> tuple[int, int] | None:
-    """Inputs and outputs of ``module``, as the factors have them."""
-    prefix = f"base_model.model.{module}."
-    for a, b in (("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")):
-        if prefix + a in adapter.tensors and prefix + b in adapter.tensors:
-            return adapter.tensors[prefix + a].shape[1], adapter.tensors[prefix + b].shape[0]
-    return None
-
-
-def _module_sizes(module: Any) -> tuple[int, int] | None:
+def _sizes(module: Any) -> tuple[int, int] | None:
+    """The inputs and outputs of a module, where they are known."""
     if isinstance(module, nn.Embedding):
         return module.num_embeddings, module.embedding_dim
     return (module.in_features, module.out_features) if hasattr(module, "in_features") else None
 
 
-def _check_shapes(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], what: str, error: type[ValueError]) -> None:
+def check_shapes(theirs: Mapping[str, Tensor], ours: Mapping[str, Tensor], what: str, error: type[ValueError]) -> None:
+    """Raise ``error`` with a message that begins with ``what`` unless both have the same names and shapes."""
     shapes = [{name: tuple(value.shape) for name, value in each.items()} for each in (theirs, ours)]
     wrong = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
     if wrong:
         raise error(
-            f"{what}: for example {wrong[0]} has shape {shapes[0].get(wrong[0])} there and {shapes[1].get(wrong[0])} "
-            "here."
+            f"{what}: for example {wrong[0]} has shape {shapes[0].get(wrong[0])} there and {shapes[1].get(wrong[0])} here."
         )

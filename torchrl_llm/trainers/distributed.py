@@ -24,7 +24,7 @@ from torchrl_llm.data import cat_rows
 from torchrl_llm.objectives import merge
 from torchrl_llm.trainers.config import ConfigError
 from torchrl_llm.trainers.fsdp import ShardedModule, check_plugin, full_on_cpu, replace_parameters
-from torchrl_llm.weight_update.tensors import LOCAL_PARAMETERS, ParameterGather
+from torchrl_llm.weight_update import LOCAL_PARAMETERS, ParameterGather
 
 T = TypeVar("T")
 Prepared = tuple[nn.Module, torch.optim.Optimizer]

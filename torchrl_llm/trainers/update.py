@@ -40,7 +40,7 @@ class RowScorer:
     @property
     def exact(self) -> bool:
         """Whether the sampler's log-probs are the trained model's own, so that none need be scored before the update."""
-        everywhere = self.run.policy.exact and self.run.rollouts.logprobs_match_trainer
+        everywhere = self.run.policy.logprobs_match_trainer and self.run.rollouts.logprobs_match_trainer
         return everywhere and self.run.accelerator.mixed_precision == "no"
 
     @property

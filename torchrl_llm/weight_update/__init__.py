@@ -1,12 +1,17 @@
-"""Trained weights for what samples: :class:`EngineWeightSync` to an engine at hand, :class:`RayWeightSync` to workers."""
+"""Weight syncs from the trained model to engines: :class:`EngineWeightSync` in this process, :class:`RayWeightSync` on Ray."""
 
 from torchrl_llm.modules.engine import WeightSyncError
 from torchrl_llm.modules.merging import adapter_tensors, merged_tensors
 from torchrl_llm.weight_update.parity_check import ParityCheck
-from torchrl_llm.weight_update.ray import RayWeightSync
-from torchrl_llm.weight_update.snapshot import Snapshot, install
-from torchrl_llm.weight_update.sync import EngineWeightSync, SyncResult, WeightSync, update_engine
-from torchrl_llm.weight_update.tensors import LOCAL_PARAMETERS, ParameterGather
+from torchrl_llm.weight_update.snapshot import RayWeightSync, Snapshot, install
+from torchrl_llm.weight_update.sync import (
+    LOCAL_PARAMETERS,
+    EngineWeightSync,
+    ParameterGather,
+    SyncResult,
+    WeightSync,
+    update_engine,
+)
 
 __all__ = [
     "LOCAL_PARAMETERS",

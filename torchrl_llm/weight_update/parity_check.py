@@ -1,4 +1,4 @@
-"""The parity_check: whether an engine computes what the trained model computes, on a few fixed prompts."""
+"""The log-prob parity check: whether an engine computes what the trained model computes, on a few fixed prompts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torchrl_llm.modules.scorer import next_log_probs
 
 @dataclass(frozen=True)
 class ParityCheck:
-    """What a trained model says to a few fixed prompts: the log-probs of the next token.
+    """The log-probs of a trained model for the next token after a few fixed prompts.
 
     The prompts are longer than two blocks of a prefix cache, and the same each time: an engine that uses keys and values
-    computed with earlier weights is found out, as is one that has other weights. A change of the weights that moves these
-    log-probs by less than the tolerance is not seen.
+    computed with earlier weights fails, as does one that has other weights. A change of the weights that moves these log-probs by
+    less than the tolerance is not detected.
 
     Attributes:
         prompts: ``[n, L]`` int64.
@@ -32,28 +32,19 @@ class ParityCheck:
 
     @classmethod
     def of(
-        cls,
-        model: nn.Module,
-        adapter: str | None,
-        *,
-        temperature: float,
-        prompts: int = 2,
-        length: int = 33,
-        seed: int = 0,
+        cls, model: nn.Module, adapter: str | None, *, temperature: float, prompts: int = 2, length: int = 33
     ) -> ParityCheck:
-        """Ask the model.
+        """Compute the log-probs of a model.
 
         Args:
             model: the trained model.
             adapter: under which it is trained, or ``None``.
             temperature: of the policy's sampling.
-            prompts: how many; 0: nothing is asked, and every check passes.
+            prompts: how many; 0: no forward runs, and every check passes.
             length: of each, in tokens.
-            seed: of the prompts.
         """
         size = embedding_of(model).shape[0]
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(size, (prompts, length), generator=generator)
+        ids = torch.randint(size, (prompts, length), generator=torch.Generator().manual_seed(0))
         log_probs = next_log_probs(model, adapter, ids, temperature) if prompts else torch.zeros(0, size)
         return cls(ids, log_probs, temperature)
 
@@ -61,8 +52,8 @@ class ParityCheck:
         """The largest difference to what an engine computes, in nats; NaN without prompts.
 
         Args:
-            engine: asked for its likeliest tokens.
-            tolerance: the largest difference that passes, in nats, meant over the likeliest tokens of a prompt; default 1e-3
+            engine: computes the log-probs of its likeliest tokens.
+            tolerance: the largest difference that passes, in nats, the mean over the likeliest tokens of a prompt; default 1e-3
                 for an engine that computes in float32 or wider, else 0.1.
 
         Raises:

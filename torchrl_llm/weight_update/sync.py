@@ -1,6 +1,6 @@
-"""One weight sync: :func:`update_engine`, the schemes' common part, and :class:`EngineWeightSync` for an engine at hand.
+"""Weight syncs: :func:`update_engine`, the schemes' base class, and :class:`EngineWeightSync` for an engine in this process.
 
-What weights are as tensors is known to :mod:`torchrl_llm.modules.merging`, how they get into an engine to the engine.
+:mod:`torchrl_llm.modules.merging` makes tensors of weights, the engine loads them.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import logging
 import time
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -19,22 +20,37 @@ from torchrl_llm.modules.engine import InferenceEngine
 from torchrl_llm.modules.lm import is_quantized
 from torchrl_llm.modules.merging import MergedTensors, adapter_tensors, why_not_servable
 from torchrl_llm.weight_update.parity_check import ParityCheck
-from torchrl_llm.weight_update.tensors import LOCAL_PARAMETERS
 
 logger = logging.getLogger(__name__)
+
+
+class ParameterGather(NamedTuple):
+    """How to read trained weights that are sharded over processes; all processes take part at the same time.
+
+    Attributes:
+        copying: entered while they are read; the argument says whether the frozen ones are read too.
+        computing: entered while the trained model runs forwards.
+    """
+
+    copying: Callable[[bool], AbstractContextManager[None]]
+    computing: Callable[[], AbstractContextManager[None]]
+
+
+LOCAL_PARAMETERS = ParameterGather(lambda _: nullcontext(), nullcontext)
+"""For weights that are all in this process."""
 
 
 def update_engine(
     engine: InferenceEngine, version: int, *, load: Callable[[], None], check: Callable[[], float]
 ) -> float:
-    """Bring new weights into an engine, and check that it computes with them. Every sync of this package is one such call.
+    """Load new weights into an engine, and check that it computes with them. Every sync of this package is one such call.
 
     Args:
-        engine: refuses to sample from the beginning to the successful end. If ``load`` fails, turns in flight wait for the next
-            update that succeeds; if ``check`` does, they are cancelled, for they may have tokens of the wrong weights.
+        engine: refuses to sample until the update has succeeded. If ``load`` fails, turns in flight wait for the next update
+            that succeeds; if ``check`` fails, they are cancelled, for they may have tokens of the wrong weights.
         version: of the tokens sampled with the new weights.
         load: calls ``engine.load``, once or several times.
-        check: what the engine computes against what the trained model does.
+        check: compares what the engine and the trained model compute.
 
     Returns:
         What ``check`` returns.
@@ -51,13 +67,13 @@ def update_engine(
 
 
 class SyncResult(NamedTuple):
-    """What one weight sync did.
+    """The result of one weight sync.
 
     Attributes:
-        version: the policy's, of tokens sampled from here on.
-        seconds: that it took, parity check included.
-        parity_seconds: of these, the parity check's.
-        parity_gap: largest difference of log-probs found, in nats; NaN without a parity check.
+        version: the ``policy_version`` of tokens sampled after it.
+        seconds: its duration, parity check included.
+        parity_seconds: the duration of the parity check.
+        parity_gap: largest difference of log-probs, in nats; NaN without a parity check.
     """
 
     version: int
@@ -67,15 +83,15 @@ class SyncResult(NamedTuple):
 
 
 class WeightSync(WeightSyncScheme):
-    """Brings one trained model to what samples: what a trainer, and TorchRL's collectors, ask of a weight sync.
+    """Base class of weight syncs: loads the weights of one trained model into engines, for trainers and TorchRL's collectors.
 
-    A sync of another kind derives from it and writes :meth:`_sync`.
+    A subclass implements :meth:`_sync`.
 
     Args:
         model, adapter, policy, parity_check: see :class:`EngineWeightSync`.
 
     Attributes:
-        parameter_gather: how to get at weights that are sharded over processes; a trainer that shards them sets it.
+        parameter_gather: how to read weights that are sharded over processes; a trainer that shards them sets it.
         result: of the last sync; ``None`` before the first, or where engines elsewhere take the weights later.
         sleep_level: of :meth:`sleep`; 0: the engine does not sleep.
     """
@@ -113,47 +129,45 @@ class WeightSync(WeightSyncScheme):
         """One sync."""
 
     def sleep(self) -> None:
-        """Refused: the engine is not here."""
+        """Raise: the engine is not in this process."""
         raise ValueError(f"{type(self).__name__} has no engine here that could sleep.")
 
     def close(self) -> None:
         """Nothing to free: the engine is the policy's."""
 
     def _ask_model(self, length: int) -> ParityCheck:
-        """What the trained model computes."""
-        temperature = self.policy.sampling.temperature
+        """The parity check with the log-probs of the trained model."""
+        temperature, n = self.policy.sampling.temperature, self.parity_check
         with self.parameter_gather.computing():
-            return ParityCheck.of(
-                self.trained, self.adapter, temperature=temperature, prompts=self.parity_check, length=length
-            )
+            return ParityCheck.of(self.trained, self.adapter, temperature=temperature, prompts=n, length=length)
 
-    # What TorchRL asks of a scheme. There is no transport: the engine is at hand, or weights go with a collector's tasks.
+    # TorchRL's interface of a scheme. There is no transport: the engine is in this process, or weights go with the requests to
+    # workers. TorchRL's own public init_on_sender() calls the next method; there is no public one to override.
 
     def _init_on_sender_impl(self, model_id: str = "policy", context: Any = None, **_: Any) -> None:
         self.model_id, self.context = model_id, context
 
     def create_transport(self, **_: Any) -> None:
-        """None."""
+        """There is no transport."""
 
     def connect(self, *, worker_idx: int | None = None, weights: Any = None) -> None:
-        """The first sync, which a collector asks for when it is made."""
+        """Sync for the first time; a collector calls it when it is made."""
         del worker_idx
         self.send(weights)
         self.synchronized_on_sender = True
 
 
 class EngineWeightSync(WeightSync):
-    """Sends the weights of a trained model to an engine at hand, such as a :class:`~torchrl_llm.modules.VLLMPolicy`.
+    """Sends the weights of a trained model to an engine in this process, such as a :class:`~torchrl_llm.modules.VLLMPolicy`.
 
     Use it as ``Collector(..., weight_sync_schemes={"policy": scheme})`` with ``update_policy_weights_()``, as
     ``torchrl.trainers.UpdateWeights(sender=scheme, ...)``, or call it. Each call is one sync: the engine is paused, the
-    weights go in, its prefix cache is emptied, it goes on under the next ``policy_version``, and a :class:`ParityCheck` compares it
-    with the trained model. Turns in flight go on with the new weights; each of their tokens has the version it was sampled
-    with.
+    weights are loaded, its prefix cache is emptied, it resumes under the next ``policy_version``, and a :class:`ParityCheck`
+    compares it with the trained model. Turns in flight continue with the new weights; each of their tokens has the version it was
+    sampled with.
 
-    From the beginning of a sync to its end the policy refuses to sample. If a sync fails, it goes on refusing until another
-    one succeeds; if it is the parity check that found the engine wrong, turns in flight are cancelled, for they may have tokens
-    of the wrong weights.
+    During a sync the policy refuses to sample, and after one that failed until another one succeeds. If the parity check fails,
+    turns in flight are cancelled, for they may have tokens of the wrong weights.
 
     Methods, of :class:`~torchrl_llm.modules.VLLMPolicy`; other engines take ``"adapter"`` and ``"whole"``:
 
@@ -182,7 +196,7 @@ class EngineWeightSync(WeightSync):
     Attributes:
         method: the method taken.
         result: the :class:`SyncResult` of the last sync, or ``None``.
-        parameter_gather: how to get at weights that are sharded over processes; a trainer that shards them sets it.
+        parameter_gather: how to read weights that are sharded over processes; a trainer that shards them sets it.
 
     Raises:
         ValueError: a method that the set-up does not allow.
@@ -211,7 +225,9 @@ class EngineWeightSync(WeightSync):
         check_adapter(model, adapter)
         unserved = why_not_servable(model, adapter) if adapter else None
         self.method, reason = policy.choose_method(method, adapter=adapter is not None, unserved=unserved)
-        if self.method == "adapter" and (problem := _adapter_problem(adapter, sleep_level)):
+        if self.method == "adapter" and (adapter is None or sleep_level == 2):
+            dropped = "sleep_level=2 drops the base weights, which are not sent; use sleep_level=1"
+            problem = "no adapter is trained; give adapter=" if adapter is None else dropped
             raise ValueError(f"EngineWeightSync(method={method!r}): {problem}.")
         logger.info("weight sync by %r: %s", self.method, reason)
         self.sleep_level, self.parity_tolerance = sleep_level, parity_tolerance
@@ -231,7 +247,7 @@ class EngineWeightSync(WeightSync):
         self.result = SyncResult(engine.policy_version, end - start, end - loaded, difference)
 
     def _load(self) -> None:
-        # Until the sync has succeeded nobody knows what the engine's base is: after a failure it is sent again.
+        # After a failure the engine's base weights are unknown, so they are sent again.
         known, self._base_known = self._base_known, False
         model: Any = self.trained
         with self.parameter_gather.copying(self.method != "adapter" or not known):
@@ -248,11 +264,3 @@ class EngineWeightSync(WeightSync):
         if self.sleep_level == 0:
             raise ValueError("sleep() needs EngineWeightSync(sleep_level=1) or 2, and an engine made with sleep mode.")
         self.policy.sleep(self.sleep_level)
-
-
-def _adapter_problem(adapter: str | None, sleep_level: int) -> str | None:
-    if adapter is None:
-        return "no adapter is trained; give adapter="
-    if sleep_level == 2:
-        return "sleep_level=2 drops the base weights, which are not sent; use sleep_level=1"
-    return None

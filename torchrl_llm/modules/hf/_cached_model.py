@@ -1,7 +1,7 @@
-"""A causal language model that remembers the contexts of slots: :class:`CachedModel`.
+"""A causal language model that caches keys and values by slot: :class:`CachedModel`.
 
-Which tokens are computed, in which forward, under which mask, and whether what is cached still holds. Sampling is done
-in :mod:`torchrl_llm.modules.hf.policy`, storage in :mod:`torchrl_llm.modules.hf._kv_cache`.
+Decides which tokens are computed, in which forward, under which mask, and whether the cache is still valid.
+:mod:`torchrl_llm.modules.hf.policy` samples, :mod:`torchrl_llm.modules.hf._kv_cache` stores.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm.modules._rope import MOVING_ROPES, reset_ropes
-from torchrl_llm.modules.adapters import use_adapter
-from torchrl_llm.modules.checks import FAILURES, UnsupportedModelError, declared_windows, name_of
+from torchrl_llm.modules import lm
+from torchrl_llm.modules.adapters import FusedLora, use_adapter
+from torchrl_llm.modules.checks import FAILURES, UnsupportedModelError, check_head, declared_windows, name_of, probe_ids
 from torchrl_llm.modules.engine import ContextLengthError
-from torchrl_llm.modules.hf._fused_lora import FusedLora
 from torchrl_llm.modules.hf._kv_cache import Ints, SlotCache, common_prefix
-from torchrl_llm.modules.lm import backbone, causal_lm, embedding_of, is_full_precision, logits_function
 
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 _ATTENTION = ("sdpa", "eager")
@@ -54,35 +52,35 @@ class CachedModel:
         self.cache = SlotCache()
         self._fingerprint: tuple[Any, Tensor] | None = None
         self._fused: FusedLora | None = None
+        self._backbone: Any = None
+        self._logits: Any = None
         _check_family(model)
-        config = causal_lm(model).config.get_text_config()
+        config = lm.causal_lm(model).config.get_text_config()
         self._windows = _attention_windows(config)
         self.max_positions = _max_positions(config)
         # Inference mode is faster, but rope variants that rewrite their own buffers would leave inference tensors there.
-        self._no_graph = torch.no_grad if _rope_type(config) in MOVING_ROPES else torch.inference_mode
+        self._no_graph = torch.no_grad if lm.moving_ropes(model) else torch.inference_mode
         # Windows are tried out when the first context is longer: at 4096 tokens that takes as long as a long prompt.
         self._untried = [window for window in declared_windows(config) if window < self.max_positions]
         self._limit = float("inf")
         self._check_forward()
 
     def __getstate__(self) -> dict[str, Any]:
-        # What a session sets does not travel: functions of the model cannot be pickled.
-        session = ("_backbone", "_logits", "_minus_infinity", "_zero")
-        state = {name: value for name, value in self.__dict__.items() if name not in session}
-        return state | {"_fingerprint": None, "_fused": None}
+        # Fused layers, and the functions of the model that a session looks up, cannot be pickled.
+        return self.__dict__ | dict.fromkeys(("_fingerprint", "_fused", "_backbone", "_logits"))
 
     @property
     def device(self) -> torch.device:
-        """Where token ids go."""
-        return embedding_of(self.model).device
+        """The device of token ids."""
+        return lm.embedding_of(self.model).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
-        return embedding_of(self.model).dtype
+        """The dtype that the model computes in."""
+        return lm.embedding_of(self.model).dtype
 
     def drop(self) -> None:
-        """Forget all contexts and free their memory."""
+        """Drop all contexts and free their memory."""
         self.cache.drop()
         self._fingerprint = self._fused = None
 
@@ -92,24 +90,21 @@ class CachedModel:
 
         Afterwards each module has its own training flag back, and the model its active adapter.
         """
-        training = [module for module in self.model.modules() if module.training]
-        for module in training:
-            module.training = False
         try:
-            with self._no_graph(), use_adapter(self.model, self.adapter):
-                reset_ropes(backbone(self.model))
+            with (
+                lm.training_flags(self.model.modules(), False),
+                self._no_graph(),
+                use_adapter(self.model, self.adapter),
+            ):
+                self._backbone, self._logits = lm.backbone(self.model), lm.logits_function(self.model)
+                lm.reset_ropes(self._backbone)
                 self._drop_if_stale()
                 self._fused = self._fused or FusedLora(self.model, adapter=self.adapter)
-                self._backbone, self._logits = backbone(self.model), logits_function(self.model)
-                self._minus_infinity, self._zero = embedding_of(self.model).new_tensor([-torch.inf, 0.0])
                 with self._fused.in_place():
                     yield
         except BaseException:
             self.drop()  # half-written rows
             raise
-        finally:
-            for module in training:
-                module.training = True
 
     def _drop_if_stale(self) -> None:
         # PyTorch has no public counter of in-place changes but `_version`. It misses fused optimizers and writes to `.data`,
@@ -192,11 +187,11 @@ class CachedModel:
     # Prefill: what to read, and reading it.
 
     def _try_windows(self, longest: int) -> None:
-        """Compare with the model's own forward beyond every window that ``longest`` tokens are the first to pass."""
+        """Compare with the model's own forward beyond every window that a context of ``longest`` tokens is the first to exceed."""
         passed = [window for window in self._untried if window < longest <= self.max_positions]
         if not passed:
             return
-        rest, self._untried = self._untried[len(passed) :], []  # what is compared is longer than some of them, too
+        rest, self._untried = self._untried[len(passed) :], []  # the comparison itself exceeds some of them
         try:
             failed = [window for window in passed if not self._check_window(window)]
         finally:
@@ -207,7 +202,7 @@ class CachedModel:
         if longest + room > self._limit:
             raise ContextLengthError(
                 f"A prompt of {longest} tokens and a response of up to {room} are more than the window of {self._limit} "
-                f"tokens of {name_of(causal_lm(self.model))}, beyond which it has other logits with keys and values cached by "
+                f"tokens of {name_of(lm.causal_lm(self.model))}, beyond which it has other logits with keys and values cached by "
                 f"slot than without, so log-probs would be wrong. Lower max_model_len or max_output_tokens. {_ADVICE}"
             )
         if longest + room > self.max_positions:
@@ -217,7 +212,7 @@ class CachedModel:
             )
 
     def _share(self, prompts: Ints, lengths: Ints, held: Ints, rows: Ints) -> Ints:
-        """Fill rows with prefixes that other rows hold, or that several of them begin with; returns the new ``held``."""
+        """Fill rows with prefixes that other rows hold, or that several of them share; returns the new ``held``."""
         held = self._borrow(prompts, lengths, held, rows)
         fresh = rows[lengths[rows] - 1 - held[rows] >= _BORROW]
         if len(fresh) < 2:
@@ -308,7 +303,7 @@ class CachedModel:
         masks = {}
         for kind, window in self._windows.items():
             hidden = behind if window is None else behind | (columns <= positions - window)
-            masks[kind] = torch.where(hidden, self._minus_infinity, self._zero)
+            masks[kind] = torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, -torch.inf)
         # A single kind goes in as a tensor: models that do not tell kinds apart do not know the dictionary.
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -316,25 +311,26 @@ class CachedModel:
 
     def _check_forward(self) -> None:
         """Compare cached, padded, stepwise computation with the model's own forward on two short rows."""
-        lm = causal_lm(self.model)
+        name = name_of(lm.causal_lm(self.model))
         with self.session():
+            check_head(self.model)
             try:
-                gaps, tolerance = self._gaps([3, 2], own_forward=True)
+                gaps, tolerance = self._gaps([3, 2])
             except FAILURES as error:
                 raise UnsupportedModelError(
-                    f"{name_of(lm)} fails in a forward with keys and values cached by slot: {error} {_ADVICE}"
+                    f"{name} fails in a forward with keys and values cached by slot: {error} {_ADVICE}"
                 ) from error
         self.drop()
         if not bool((gaps <= tolerance).all()):
             raise UnsupportedModelError(
-                f"{name_of(lm)} has other logits with keys and values cached by slot than without (largest difference "
+                f"{name} has other logits with keys and values cached by slot than without (largest difference "
                 f"{float(gaps.max()):.3g}), so log-probs would be wrong. {_ADVICE}"
             )
 
     def _check_window(self, window: int) -> bool:
         """Whether contexts longer than ``window`` are computed as the model's own forward does.
 
-        A window of the configuration that the model's forward does not apply (Moshi's) is given up.
+        A window of the configuration that the model's forward does not apply (Moshi's) is dropped.
         """
         longest = int(min(window + 4, self.max_positions - _MORE))
         lengths = [longest, longest - 2, max(1, window // 2), 2]
@@ -346,27 +342,21 @@ class CachedModel:
             self.cache.drop()
             # Wrong masks spoil the rows beyond the window. In half precision the experts of a mixture may tip over at
             # some token, which is no fault of the cache.
-            worst = gaps.max() if is_full_precision(self.dtype) else gaps.quantile(0.75)
+            worst = gaps.max() if lm.is_full_precision(self.dtype) else gaps.quantile(0.75)
             if bool(worst <= tolerance):
                 return True
         self._windows = declared
         return False
 
-    def _gaps(self, lengths: Sequence[int], *, own_forward: bool = False) -> tuple[Tensor, float]:
-        """Differences of logits ``[n, 3]`` after a prompt, one more token, and a second prompt; and what is tolerated."""
+    def _gaps(self, lengths: Sequence[int]) -> tuple[Tensor, float]:
+        """Differences of logits ``[n, 3]`` after a prompt, one more token, and a second prompt; and the tolerance."""
         n, sizes = len(lengths), np.array(lengths, np.int64)
-        ids = (np.arange(n * (max(lengths) + _MORE), dtype=np.int64).reshape(n, -1) * 7 + 1) % embedding_of(
-            self.model
-        ).shape[0]
+        ids = probe_ids(self.model, n, max(lengths) + _MORE).cpu().numpy()
         ends = np.stack([sizes, sizes + 1, sizes + _MORE], axis=1)
         expected = []
         for row, end in zip(ids, ends, strict=True):
-            tokens = self._put(row[None, : end[-1]])
-            if own_forward:
-                expected.append(causal_lm(self.model)(input_ids=tokens).logits[0, end - 1])
-            else:  # without the logits of a long row
-                hidden = self._backbone(input_ids=tokens, use_cache=False).last_hidden_state
-                expected.append(self._logits(hidden[0, end - 1]))
+            hidden = self._backbone(input_ids=self._put(row[None, : end[-1]]), use_cache=False).last_hidden_state
+            expected.append(self._logits(hidden[0, end - 1]))  # only three, for a row can be long
         slots, following = np.arange(n), np.take_along_axis(ids, sizes[:, None] + np.arange(2), axis=1)
         found = [self.prefill(ids, sizes, slots=slots, room=1)]
         found.append(self.step(self._put(following[:, 0]), self._put(sizes), width=max(lengths) + 1))
@@ -374,34 +364,35 @@ class CachedModel:
         found.append(self.prefill(ids, sizes + _MORE, slots=slots, room=0))
         wanted = torch.stack(expected).float()
         gaps = (torch.stack(found, dim=1).float() - wanted).abs().amax(-1)
-        return gaps, (1e-4 if is_full_precision(self.dtype) else 3e-2) * max(1.0, float(wanted.abs().max()))
+        return gaps, (1e-4 if lm.is_full_precision(self.dtype) else 3e-2) * max(1.0, float(wanted.abs().max()))
 
 
 def _check_family(model: nn.Module) -> None:
     """Refuse models whose layers keep something else than keys and values by position."""
-    lm = causal_lm(model)
-    config = lm.config.get_text_config()
+    causal = lm.causal_lm(model)
+    config = causal.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
-    problem = None
-    # `_is_stateful` is what transformers' own generate() goes by; nothing public says it.
-    if getattr(lm, "_is_stateful", False) or kinds:
-        problem = f"has layers that keep a state of another kind ({', '.join(sorted(kinds)) or 'recurrent'})"
-    elif lm.config.is_encoder_decoder:
-        problem = "is an encoder-decoder"
-    elif getattr(config, "attention_chunk_size", None) is not None:
-        problem = "attends in chunks"
-    elif any(peft.is_prompt_learning for peft in getattr(model, "peft_config", {}).values()):
-        problem = "has a prompt-learning adapter, which lengthens every prompt"
-    elif "position_ids" not in signature(backbone(model).forward).parameters:
-        problem = "takes no position_ids"
-    if problem:
+    problems = {
+        # `_is_stateful` is what transformers' own generate() goes by; nothing public says it.
+        f"has layers that keep a state of another kind ({', '.join(sorted(kinds)) or 'recurrent'})": (
+            getattr(causal, "_is_stateful", False) or kinds
+        ),
+        "is an encoder-decoder": causal.config.is_encoder_decoder,
+        "attends in chunks": getattr(config, "attention_chunk_size", None) is not None,
+        "has a prompt-learning adapter, which lengthens every prompt": any(
+            peft.is_prompt_learning for peft in getattr(model, "peft_config", {}).values()
+        ),
+        "takes no position_ids": "position_ids" not in signature(lm.backbone(model).forward).parameters,
+    }
+    if problem := next((problem for problem, found in problems.items() if found), None):
         raise UnsupportedModelError(
-            f"{name_of(lm)} {problem}; HFPolicy needs attention layers with keys and values by position. {_ADVICE}"
+            f"{name_of(causal)} {problem}; HFPolicy needs attention layers with keys and values by position. {_ADVICE}"
         )
     # transformers 5 has a public setter of the implementation, and no public getter.
-    if config._attn_implementation not in _ATTENTION:
+    implementation = config._attn_implementation
+    if implementation not in _ATTENTION:
         raise UnsupportedModelError(
-            f"{name_of(lm)} uses attn_implementation={config._attn_implementation!r}, which takes no ready-made mask; "
+            f"{name_of(causal)} uses attn_implementation={implementation!r}, which takes no ready-made mask; "
             f"expected one of {_ATTENTION}. Load the model with attn_implementation='sdpa'."
         )
 
@@ -409,25 +400,18 @@ def _check_family(model: nn.Module) -> None:
 def _attention_windows(config: Any) -> dict[str, int | None]:
     """How far back the layers of each kind see; ``None``: to the beginning."""
     window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        kinds = ["full_attention" if window is None else "sliding_attention"]
+    default = "full_attention" if window is None else "sliding_attention"
+    kinds = getattr(config, "layer_types", None) or [default]
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
 
 
 def _max_positions(config: Any) -> float:
-    """The longest context. Rope variants that depend on the batch's longest row count up to where they set in."""
+    """The longest context. Rope variants that depend on the batch's longest row count up to where scaling begins."""
     longest = getattr(config, "max_position_embeddings", None)
-    if _rope_type(config) in MOVING_ROPES:
-        known = (config.rope_parameters, vars(config))
-        longest = next(
-            (c["original_max_position_embeddings"] for c in known if c.get("original_max_position_embeddings")), longest
-        )
+    rope, original = getattr(config, "rope_parameters", None) or {}, "original_max_position_embeddings"
+    if rope.get("rope_type") in lm.MOVING_ROPES:
+        longest = rope.get(original) or getattr(config, original, None) or longest
     return float("inf") if longest is None else longest
-
-
-def _rope_type(config: Any) -> str | None:
-    return (getattr(config, "rope_parameters", None) or {}).get("rope_type")
 
 
 def _first_equal(prompts: Ints, lengths: Ints) -> Ints:

@@ -1,11 +1,11 @@
 """Keys and values of the slots' contexts, kept between turns: :class:`SlotCache`.
 
-Storage and bookkeeping only. Which tokens are computed, and with what mask, is decided in
-:mod:`torchrl_llm.modules.hf._cached_model`.
+Storage and bookkeeping only. :mod:`torchrl_llm.modules.hf._cached_model` decides which tokens are computed under which mask.
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ class SlotCache(Cache):
 
     Rows are right-padded and of different lengths; a forward writes each new token to its own position
     (:meth:`aim`) and sees the columns up to the longest row, so the attention mask must hide what lies behind a token.
-    The last column is a dump for padding and never seen.
+    Padding is written to the last column, which no token attends to.
 
     Rows are addressed by number; :meth:`arrange` brings the slots of a batch to rows 0, 1, ..., so that a batch is a
     view of the storage and not a copy.
@@ -40,11 +40,11 @@ class SlotCache(Cache):
         self.drop()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Contents are worth nothing in another process or beside copied weights: copies start empty.
+        # Copies start empty: the contents are of no use in another process or with copied weights.
         return SlotCache, ()
 
     def drop(self) -> None:
-        """Forget everything and free the memory."""
+        """Drop all contents and free the memory."""
         self._layers: list[tuple[Tensor, Tensor]] = []
         self.slots: Ints = np.zeros(0, np.int64)
         self.lengths: Ints = np.zeros(0, np.int64)
@@ -68,15 +68,13 @@ class SlotCache(Cache):
         if not len(moved):
             return
         self.slots, self.lengths, self.tokens = self.slots[source], self.lengths[source], self.tokens[source]
-        for storage in self._storages():
-            to, of = (torch.from_numpy(rows).to(storage.device) for rows in (moved, source[moved]))
-            storage.index_copy_(0, to, storage.index_select(0, of))
+        self.copy(source[moved], moved, self.tokens.shape[1])
 
     def copy(self, source: Ints, target: Ints, columns: int) -> None:
         """Copy the first ``columns`` columns of rows ``source`` ``[m]`` to rows ``target`` ``[m]``, keys and values only."""
         if not len(source):
             return
-        for storage in self._storages():
+        for storage in chain.from_iterable(self._layers):
             to, of = (torch.from_numpy(rows).to(storage.device) for rows in (target, source))
             part = storage[:, :, :columns]
             part.index_copy_(0, to, part.index_select(0, of))
@@ -88,26 +86,23 @@ class SlotCache(Cache):
             return
         if columns > old_columns:
             columns = -(-max(columns, old_columns * 5 // 4) // _ALIGNMENT) * _ALIGNMENT
-        rows, columns = max(rows, old_rows), max(columns, old_columns)
-        self.tokens = np.pad(self.tokens, ((0, rows - old_rows), (0, columns - old_columns)))
-        self.lengths = np.pad(self.lengths, (0, rows - old_rows))
-        self.slots = np.pad(self.slots, (0, rows - old_rows))
+        new_rows, new_columns = max(rows - old_rows, 0), max(columns - old_columns, 0)
+        self.tokens = np.pad(self.tokens, ((0, new_rows), (0, new_columns)))
+        self.lengths, self.slots = np.pad(self.lengths, (0, new_rows)), np.pad(self.slots, (0, new_rows))
         for i, (keys, values) in enumerate(self._layers):
-            self._layers[i] = self._grown(keys), self._grown(values)
+            self._layers[i] = self._allocate(keys), self._allocate(values)
+            for new, old in zip(self._layers[i], (keys, values), strict=True):
+                new[:old_rows, :, :old_columns] = old
 
-    def _grown(self, storage: Tensor) -> Tensor:
-        rows, heads, columns, dim = storage.shape
-        grown = storage.new_zeros(self.tokens.shape[0], heads, self.tokens.shape[1], dim)
-        grown[:rows, :, :columns] = storage
-        return grown
-
-    def _storages(self) -> list[Tensor]:
-        return [storage for layer in self._layers for storage in layer]
+    def _allocate(self, states: Tensor) -> Tensor:
+        """Storage for keys or values like ``[n, heads, q, dim]``. Zeros, because masked values must still be finite."""
+        rows, columns = self.tokens.shape
+        return states.new_zeros(rows, states.shape[1], columns, states.shape[3])
 
     # What a model's forward calls.
 
     def aim(self, positions: Tensor, *, width: int, rows: Tensor | None = None) -> None:
-        """Say where the next forward writes and what it sees.
+        """Set the columns that the next forward writes and sees.
 
         Args:
             positions: ``[n, q]`` int64, the column of each new token; negative for padding, if q > 1.
@@ -135,11 +130,6 @@ class SlotCache(Cache):
             self._layers.append((self._allocate(key_states), self._allocate(value_states)))
         keys, values = self._layers[layer_idx]
         return self._write(keys, key_states), self._write(values, value_states)
-
-    def _allocate(self, states: Tensor) -> Tensor:
-        rows, columns = self.tokens.shape
-        # Zeros, for what is masked must still be finite.
-        return states.new_zeros(rows, states.shape[1], columns, states.shape[3])
 
     def _write(self, storage: Tensor, states: Tensor) -> Tensor:
         _, heads, columns, dim = storage.shape

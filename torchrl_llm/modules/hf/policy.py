@@ -1,13 +1,12 @@
 """In-process generation with a transformers model: :class:`HFPolicy`.
 
-One call a turn for all live slots, with keys and values kept between turns. Storage of keys and values lives in
-:mod:`torchrl_llm.modules.hf._kv_cache`, distributions and noise in :mod:`torchrl_llm.modules.sampling`, idle slots and
-TensorDict keys in :mod:`torchrl_llm.modules.policy`.
+One call a turn for all active slots, with keys and values kept between turns. :mod:`torchrl_llm.modules.hf._kv_cache` stores
+keys and values, :mod:`torchrl_llm.modules.sampling` has distributions and noise, :mod:`torchrl_llm.modules.policy` handles idle
+slots and TensorDict keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -17,24 +16,17 @@ from torch import Tensor, nn
 
 from torchrl_llm.interrupts import held
 from torchrl_llm.modules.checks import check_vocabulary
-from torchrl_llm.modules.engine import NonFiniteLogitsError, WeightSyncError, sync_step
+from torchrl_llm.modules.engine import NamedTensors, NonFiniteLogitsError, WeightSyncError, sync_step
 from torchrl_llm.modules.hf._cached_model import CachedModel
 from torchrl_llm.modules.hf._kv_cache import Ints
 from torchrl_llm.modules.lm import causal_lm, generation_end_ids, is_full_precision, vocabulary_of
 from torchrl_llm.modules.policy import Generation, TurnPolicy
-from torchrl_llm.modules.sampling import (
-    SamplingConfig,
-    SamplingProcessor,
-    decide_stop_ids,
-    draw,
-    likeliest,
-    turn_noise,
-)
+from torchrl_llm.modules.sampling import SamplingConfig, SamplingProcessor, decide_stop_ids, draw, likeliest, turn_noise
 from torchrl_llm.modules.scorer import next_log_probs
 from torchrl_llm.modules.weights import set_adapter_tensors
 
 _LIKELIEST = 8  # log-probs per prompt of a parity check
-_SHRINK = 0.75  # finished rows are taken out of the batch when no more than this share is alive
+_SHRINK = 0.75  # finished rows are taken out of the batch when at most this share is unfinished
 
 
 class HFPolicy(TurnPolicy):
@@ -50,9 +42,9 @@ class HFPolicy(TurnPolicy):
     ``generation_config`` but its list of end tokens. The distribution covers the model's whole vocabulary: where it is
     padded beyond the tokenizer's (as Qwen's is), the padding ids keep the probability that the model gives them.
 
-    The cache is dropped when the weights change. :meth:`weights_changed` says so; besides, every call compares the
-    parameters' identities, version counters and a few sampled elements with those of the last call, so that a
-    forgotten notice cannot go unseen unless a change misses all samples.
+    The cache is dropped when the weights change: by :meth:`weights_changed`, and because every call compares the
+    parameters' identities, version counters and a few sampled elements with those of the last call. Without the notice, only
+    a change that misses all sampled elements is overlooked.
 
     Small float32 LoRA layers (up to 64 MiB in all) are fused with their base layers for the time of a turn, without
     touching the model's parameters. Keys and values take ``slots * tokens`` of memory until :meth:`drop_cache`.
@@ -72,6 +64,7 @@ class HFPolicy(TurnPolicy):
         UnsupportedModelError: a model with state-space, convolution or chunked layers, another attention
             implementation, prompt-learning adapters, or one whose cached forward disagrees with its plain one (both are
             compared on a few tokens).
+        UnsupportedHeadError: the model changes its logits in a way that :func:`~torchrl_llm.modules.lm_logits` does not cover.
         VocabularyMismatchError: the tokenizer has ids that the model does not embed.
         ContextLengthError: prompt and longest response exceed the model's positions; or they exceed an attention window
             of its configuration, beyond which the cached forward disagrees with the plain one. The two are compared when
@@ -115,7 +108,7 @@ class HFPolicy(TurnPolicy):
         self._processor = SamplingProcessor(sampling)
 
     @property
-    def exact(self) -> bool:
+    def logprobs_match_trainer(self) -> bool:
         """Whether a scorer at the same temperature and ``min_output_tokens`` computes the log-probs recorded here.
 
         True without truncation and penalty in float32 or wider, to about 1e-6. In half precision the two orders of
@@ -125,7 +118,7 @@ class HFPolicy(TurnPolicy):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the model's weights."""
+        """The dtype of the model's weights."""
         return self._engine.dtype
 
     @property
@@ -133,21 +126,19 @@ class HFPolicy(TurnPolicy):
         """Whether the policy samples with an adapter: then :meth:`load` takes an adapter, else whole models."""
         return self.adapter is not None
 
-    def load(
-        self, tensors: Iterable[tuple[str, Tensor]], lora: LoraConfig | None = None, *, method: str = "auto"
-    ) -> None:
+    def load(self, tensors: NamedTensors, lora: LoraConfig | None = None, *, method: str = "auto") -> None:
         """Copy weights into the model, which must be this policy's own; see :meth:`TurnPolicy.load`."""
         with sync_step("loading the weights"), torch.no_grad():
             if self.adapter is None:
                 if lora is not None:
                     raise WeightSyncError("The weights are those of a LoRA adapter, and the policy's model has none.")
                 causal_lm(self.model).load_state_dict(dict(tensors))
+            elif lora is None:
+                raise WeightSyncError(
+                    f"The weights are those of a whole model, and the policy samples with the adapter {self.adapter!r}: "
+                    "make it with a model without LoRA."
+                )
             else:
-                if lora is None:
-                    raise WeightSyncError(
-                        f"The weights are those of a whole model, and the policy samples with the adapter {self.adapter!r}: "
-                        "make it with a model without LoRA."
-                    )
                 set_adapter_tensors(self.model, self.adapter, dict(tensors))
 
     def log_probs(self, prompts: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
@@ -157,17 +148,13 @@ class HFPolicy(TurnPolicy):
         return tokens, log_probs
 
     def weights_changed(self, version: int | None = None) -> None:
-        """Say that the weights are new: drops the cache; later tokens carry ``version``, by default the next one."""
+        """Drop the cache; later tokens carry ``version``, by default the next one."""
         super().weights_changed(version)
         self.drop_cache()
 
     def drop_cache(self) -> None:
         """Free the memory of the cached keys and values. Costs time at the next turn, never correctness."""
         self._engine.drop()
-
-    def close(self) -> None:
-        """Free the cache."""
-        self.drop_cache()
 
     def generate(
         self, prompt: Tensor, lengths: Tensor, turn: Tensor, episode_id: Tensor, *, slots: Tensor, greedy: bool
@@ -180,38 +167,30 @@ class HFPolicy(TurnPolicy):
             noise = turn_noise(seed=self.seed, episode_id=episode_id.tolist(), turn=turn.tolist(), width=width)
         with held() as leave_if_asked, self._engine.session():
             logits: Tensor | None = self._engine.prefill(prompts, sizes, slots=slots.cpu().numpy(), room=width)
-            loop = _Responses(self._engine, self._processor, prompts, sizes, noise, self.sampling)
+            responses = _Responses(self, prompts, sizes, noise)
             while logits is not None:
                 leave_if_asked()
-                logits = loop.advance(logits)
-            generation = loop.close()
+                logits = responses.advance(logits)
+            generation = responses.close()
         if not bool(torch.isfinite(generation.log_probs).all()):
             self.drop_cache()
             raise NonFiniteLogitsError(
                 f"The logits of {type(causal_lm(self.model)).__name__} are NaN or infinite, so nothing can be sampled. "
                 "The weights have probably diverged: lower the learning rate, clip gradients, or load a checkpoint."
             )
-        # Cloned, for tensors of inference mode cannot meet autograd.
+        # Copied: autograd refuses tensors made in inference mode.
         return Generation(*(x.to(prompt.device, copy=True) for x in generation[:3]))
 
 
 class _Responses:
-    """The responses of one turn while they grow. Row i of every tensor is row i of the cache.
+    """The responses of one turn while they are sampled. Row i of every tensor is row i of the cache.
 
-    Finished rows are moved behind those that are alive and take part in no further forward.
+    The first ``_alive`` rows are unfinished; finished rows are moved behind them and take part in no further forward.
     """
 
-    def __init__(
-        self,
-        engine: CachedModel,
-        processor: SamplingProcessor,
-        prompts: Ints,
-        lengths: Ints,
-        noise: Tensor | None,
-        sampling: SamplingConfig,
-    ) -> None:
-        n, width, device = len(lengths), sampling.max_output_tokens, engine.device
-        self._engine, self._processor = engine, processor
+    def __init__(self, policy: HFPolicy, prompts: Ints, lengths: Ints, noise: Tensor | None) -> None:
+        self._engine, self._processor, sampling = policy._engine, policy._processor, policy.sampling
+        n, width, device = len(lengths), sampling.max_output_tokens, self._engine.device
         self._prompts, self._lengths = prompts, lengths
         self._order = np.arange(n)  # the batch row that each cache row holds
         self._alive, self._index = n, 0
@@ -222,13 +201,20 @@ class _Responses:
         self._finished = torch.zeros(n, dtype=torch.bool, device=device)
         self._stops: Tensor | None = None
         if sampling.stop_ids:
-            self._stops = torch.zeros(vocabulary_of(engine.model), dtype=torch.bool, device=device)
+            self._stops = torch.zeros(vocabulary_of(policy.model), dtype=torch.bool, device=device)
             self._stops[list(sampling.stop_ids)] = True
-        self._context = _context(prompts, lengths, width).to(device) if processor.needs_context else None
+        self._context: Tensor | None = None
+        if self._processor.needs_context:  # padded with each prompt's first id, which adds no id to the row
+            padded = np.pad(prompts, ((0, 0), (0, width)))
+            padded = np.where(np.arange(padded.shape[1]) < lengths[:, None], padded, prompts[:, :1])
+            self._context = torch.from_numpy(padded).to(device)
 
     def advance(self, logits: Tensor) -> Tensor | None:
-        """Sample the next token of each row that is alive; returns the logits ``[k, V]`` after it, or None at the end."""
-        ids, log_probs = self._sample(logits)
+        """Sample the next token of each unfinished row; returns the logits ``[k, V]`` after it, or None at the end."""
+        context = None if self._context is None else self._context[: self._alive]
+        logits = self._processor(logits, index=self._index, context=context)
+        noise = None if self._noise is None else self._noise[: self._alive, self._index]
+        ids, log_probs = likeliest(logits) if noise is None else draw(logits, noise)
         self._tokens[: self._alive, self._index] = ids
         self._log_probs[: self._alive, self._index] = log_probs
         self._index += 1
@@ -246,13 +232,6 @@ class _Responses:
         longest = int(self._lengths[self._order[: self._alive]].max())
         return self._engine.step(ids, positions, width=longest + self._index)
 
-    def _sample(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        context = None if self._context is None else self._context[: self._alive]
-        logits = self._processor(logits, index=self._index, context=context)
-        if self._noise is None:
-            return likeliest(logits)
-        return draw(logits, self._noise[: self._alive, self._index])
-
     def _drop_finished(self) -> None:
         alive = self._alive - int(self._finished[: self._alive].sum())
         if alive and alive > _SHRINK * self._alive:
@@ -263,19 +242,16 @@ class _Responses:
             movers = alive + np.flatnonzero(~finished[alive:])
             source = np.arange(len(self._order))
             source[holes], source[movers] = movers, holes
-            self._permute(source)
+            self._engine.permute(source)
+            self._order = self._order[source]
+            index = torch.from_numpy(source).to(self._tokens.device)
+            for name in ("_noise", "_tokens", "_log_probs", "_positions", "_finished", "_context"):
+                if (value := getattr(self, name)) is not None:
+                    setattr(self, name, value[index])
         self._alive = alive
 
-    def _permute(self, source: Ints) -> None:
-        self._engine.permute(source)
-        self._order = self._order[source]
-        index = torch.from_numpy(source).to(self._tokens.device)
-        for name in ("_noise", "_tokens", "_log_probs", "_positions", "_finished", "_context"):
-            if (value := getattr(self, name)) is not None:
-                setattr(self, name, value[index])
-
     def close(self) -> Generation:
-        """Tell the cache what it holds; returns the responses in the order of the batch."""
+        """Record in the cache what it holds; returns the responses in the order of the batch."""
         width = self._tokens.shape[1]
         ends = torch.full_like(self._positions, width)
         if self._stops is not None:
@@ -286,9 +262,3 @@ class _Responses:
         )
         back = torch.from_numpy(np.argsort(self._order)).to(ends.device)
         return Generation(self._tokens[back], ends[back], self._log_probs[back])
-
-
-def _context(prompts: Ints, lengths: Ints, width: int) -> Tensor:
-    """``[n, L + width]``: the prompts, padded with their own first ids, which add no id to the row."""
-    padded = np.pad(prompts, ((0, 0), (0, width)))
-    return torch.from_numpy(np.where(np.arange(padded.shape[1]) < lengths[:, None], padded, prompts[:, :1]))

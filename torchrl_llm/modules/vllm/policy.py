@@ -1,14 +1,13 @@
 """Generation with a vLLM engine: :class:`VLLMPolicy`.
 
 Token ids go in, token ids and the log-probs of the sampled distribution come out; text never does.
-:mod:`torchrl_llm.modules.vllm.weights` has the ways in for trained weights, :mod:`torchrl_llm.modules.vllm.start` starts engines.
+:mod:`torchrl_llm.modules.vllm.weights` loads trained weights, :mod:`torchrl_llm.modules.vllm.start` starts engines.
 """
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from itertools import count
@@ -21,22 +20,18 @@ from peft import LoraConfig
 from torch import Tensor
 
 from torchrl_llm.interrupts import held
-from torchrl_llm.modules.checks import VocabularyMismatchError
 from torchrl_llm.modules.engine import (
     ContextLengthError,
     EngineError,
+    NamedTensors,
     NonFiniteLogitsError,
     TurnRequest,
     TurnResponse,
 )
 from torchrl_llm.modules.policy import Generation, TurnPolicy
 from torchrl_llm.modules.sampling import SamplingConfig, decide_stop_ids, turn_seed
-from torchrl_llm.modules.vllm import weights
-from torchrl_llm.modules.vllm._lock import FairLock
-from torchrl_llm.modules.vllm.start import import_vllm, load_engine
+from torchrl_llm.modules.vllm import start, weights
 
-_TEMPERATURES = (0.01, 2.0)  # vLLM raises lower ones to the first, and refuses those above the second
-_STEP_TIMEOUT = 600.0  # seconds; a step takes far less
 _LIKELIEST = 8  # log-probs per prompt of a parity check
 
 
@@ -53,12 +48,13 @@ class VLLMPolicy(TurnPolicy):
     Batches are continuous: :meth:`submit` hands a turn to the engine at once, :meth:`poll` takes one step of the engine.
     Calls, polls and weight updates may come from several threads; each has the engine to itself (:meth:`exclusive`).
 
-    The policy has weights of its own. :class:`~torchrl_llm.weight_update.EngineWeightSync` brings the trained ones in. After a sync that failed half way, or when the engine has died, every use raises
-    :class:`EngineError`, so that nothing is sampled from weights that nobody knows.
+    The policy has weights of its own. :class:`~torchrl_llm.weight_update.EngineWeightSync` loads the trained ones. After a sync
+    that failed half way, or when the engine has died, every use raises :class:`EngineError`, so that nothing is sampled from
+    unknown weights.
 
     Args:
         engine: a directory or hub id, from which :func:`load_engine` makes an engine that :meth:`close` shuts down; or a
-            live ``vllm.LLM`` made with ``logprobs_mode="processed_logprobs"``, which stays the caller's.
+            live ``vllm.LLM`` made with ``logprobs_mode="processed_logprobs"``, which the caller shuts down.
         tokenizer: the model's tokenizer: its end-of-turn id stops responses, its vocabulary is checked.
         sampling: how responses are sampled; default ``SamplingConfig()``.
         seed: the first part of the noise key, >= 0.
@@ -68,7 +64,7 @@ class VLLMPolicy(TurnPolicy):
     Attributes:
         llm: the ``vllm.LLM``.
         stop_ids: the ids that end a response.
-        max_model_len: longest conversation of the engine, in tokens.
+        max_model_len: longest episode of the engine, in tokens.
         in_process: whether engine and model are in this process.
         lora_request: the ``LoRARequest`` of later turns; ``None``: the model itself.
 
@@ -100,28 +96,25 @@ class VLLMPolicy(TurnPolicy):
         **engine_args: Any,
     ) -> None:
         super().__init__(sampling or SamplingConfig(), seed=seed)
-        self._vllm = import_vllm()
-        self._tokens_input, self._final_only, self._inproc_client = _names_of_vllm()
-        _check_temperature(self.sampling.temperature)
+        self._vllm = start.import_vllm()
+        start.check_temperature(self.sampling.temperature)
         self._owned = isinstance(engine, str | Path)
         if engine_args and not self._owned:
             raise ValueError(f"{sorted(engine_args)} are settings of a new engine, but a live one was given.")
-        self.llm = load_engine(engine, seed=seed, **engine_args) if self._owned else engine
+        self.llm = start.load_engine(engine, seed=seed, **engine_args) if self._owned else engine
         config = self.llm.llm_engine.vllm_config
-        _check_engine(config, tokenizer)
+        start.check_engine(config, tokenizer)
         self.max_model_len: int = config.model_config.max_model_len
         # Two blocks of the prefix cache and one token, so that the parity check finds blocks of earlier weights.
         self.check_length = min(2 * config.cache_config.block_size + 1, self.max_model_len - 1)
-        named = config.model_config.try_get_generation_config().get("eos_token_id")
-        self.sampling = decide_stop_ids(
-            self.sampling, named, tokenizer, vocabulary=config.model_config.get_vocab_size()
-        )
-        self.in_process = _in_process(self.llm)
+        named, vocabulary = config.model_config.try_get_generation_config(), config.model_config.get_vocab_size()
+        self.sampling = decide_stop_ids(self.sampling, named.get("eos_token_id"), tokenizer, vocabulary=vocabulary)
+        self.in_process = start.is_in_process(self.llm)
         self.lora_request: Any = None
         self._transfer_address = transfer_address
         self._transfer: weights.NCCLTransfer | None = None
         self._asleep = False
-        self._lock = FairLock()
+        self._lock = start.FairLock()
         self._sampled_params, self._greedy_params = (self._make_params(greedy=greedy) for greedy in (False, True))
         self._names = count()
         self._running: dict[str, TurnRequest] = {}
@@ -130,13 +123,13 @@ class VLLMPolicy(TurnPolicy):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the engine's weights."""
+        """The dtype of the engine's weights."""
         return self.llm.llm_engine.vllm_config.model_config.dtype
 
     # ------------------------------------------------------------------ turns
 
     @property
-    def exact(self) -> bool:
+    def logprobs_match_trainer(self) -> bool:
         """Whether a scorer at the same temperature and ``min_output_tokens`` computes the log-probs recorded here.
 
         True in float32 without truncation and penalty, to about 1e-6 on CPUs.
@@ -205,20 +198,24 @@ class VLLMPolicy(TurnPolicy):
                 "(GEMEnv's max_model_len)."
             )
         name = str(next(self._names))
-        prompt = self._tokens_input(request.prompt.tolist())
         if not self._running:
             self._engine_version = None  # a live engine may have served others
         self._label()
         self._running[name] = request
         try:
-            self.llm.llm_engine.add_request(name, prompt, self._params(request), lora_request=self.lora_request)
+            self._add(name, request.prompt.tolist(), self._params(request))
         except BaseException:
             del self._running[name]
             raise
         return name
 
+    def _add(self, name: str, ids: list[int], params: Any) -> None:
+        from vllm.inputs.engine import tokens_input
+
+        self.llm.llm_engine.add_request(name, tokens_input(ids), params, lora_request=self.lora_request)
+
     def _label(self) -> None:
-        """Tell the engine which version of the weights it samples with: it stamps every token."""
+        """Set the version of the weights that the engine stamps on every token."""
         if self._engine_version != self.policy_version:
             self.llm.llm_engine.set_weight_version(str(self.policy_version))
             self._engine_version = self.policy_version
@@ -231,11 +228,12 @@ class VLLMPolicy(TurnPolicy):
 
     def _make_params(self, *, greedy: bool) -> Any:
         sampling = self.sampling
+        # With temperature 0, vLLM itself switches off top_k, top_p and min_p.
         return self._vllm.SamplingParams(
             temperature=0.0 if greedy else sampling.temperature,
-            top_k=0 if greedy else sampling.top_k,
-            top_p=1.0 if greedy else sampling.top_p,
-            min_p=0.0 if greedy else sampling.min_p,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
             repetition_penalty=sampling.repetition_penalty,
             min_tokens=sampling.min_output_tokens,
             max_tokens=sampling.max_output_tokens,
@@ -244,14 +242,14 @@ class VLLMPolicy(TurnPolicy):
             logprobs=0,
             flat_logprobs=True,
             detokenize=False,
-            output_kind=self._final_only,
+            output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
         )
 
     def step(self) -> list[Any]:
-        """Take one step of the engine; finished turns wait for :meth:`poll`. For whoever asks the engine directly.
+        """Take one step of the engine; finished turns wait for :meth:`poll`.
 
-        Call it in :meth:`exclusive`.
+        Call it in :meth:`exclusive`. It is for callers with requests of their own in the engine.
 
         Returns:
             vLLM's outputs of requests that are not this policy's turns.
@@ -263,8 +261,8 @@ class VLLMPolicy(TurnPolicy):
         engine = self.llm.llm_engine
         try:
             self._label()
-            if not isinstance(engine.engine_core, self._inproc_client):
-                _await_output(engine.engine_core)
+            if hasattr(engine.engine_core, "outputs_queue"):  # a client of an engine in another process
+                start.await_output(engine.engine_core)
             with self._kept_rng():
                 outputs = engine.step()
         except Exception as error:
@@ -279,8 +277,8 @@ class VLLMPolicy(TurnPolicy):
         return others
 
     def _kept_rng(self) -> AbstractContextManager[None]:
-        # On CPUs every step draws from torch's generator, for requests without a seed. Putting its state back from a second
-        # thread would take the first one's draws back too.
+        # On CPUs every step advances torch's generator, for requests without a seed. Restoring its state from a second thread
+        # would undo the first thread's use of it too.
         if self.in_process and threading.current_thread() is threading.main_thread():
             return torch.random.fork_rng(devices=[])
         return nullcontext()
@@ -324,7 +322,7 @@ class VLLMPolicy(TurnPolicy):
         return super().choose_method(method, adapter=adapter, unserved=unserved)
 
     def exclusive(self) -> AbstractContextManager[None]:
-        """The engine for this thread alone; threads get it in the order in which they asked, so a loop of polls lets a sync in.
+        """The engine for this thread alone, in the order of the calls, so that a loop of polls lets a sync in.
 
         Raises:
             TimeoutError: another thread has held the engine for ten minutes.
@@ -334,17 +332,11 @@ class VLLMPolicy(TurnPolicy):
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
         """See :meth:`TurnPolicy.updating`. Turns in flight keep their tokens, and go on with the new weights."""
-        with (
-            self.exclusive(),
-            super().updating(version),
-            weights.paused(self.llm, version, asleep=self._asleep),
-        ):
+        with self.exclusive(), super().updating(version), weights.paused(self.llm, version, asleep=self._asleep):
             yield
         self._asleep = False
 
-    def load(
-        self, tensors: Iterable[tuple[str, Tensor]], lora: LoraConfig | None = None, *, method: str = "auto"
-    ) -> None:
+    def load(self, tensors: NamedTensors, lora: LoraConfig | None = None, *, method: str = "auto") -> None:
         """See :meth:`TurnPolicy.load`. With ``"nccl"``, ``tensors`` is read twice: for names and shapes first."""
         if lora is not None:
             self.lora_request = weights.load_adapter(self.llm, dict(tensors), lora)
@@ -368,8 +360,7 @@ class VLLMPolicy(TurnPolicy):
         found: dict[str, dict[int, Any]] = {}
         with self.exclusive():
             for name, prompt in zip(names, prompts.tolist(), strict=True):
-                ids = self._tokens_input(prompt)
-                self.llm.llm_engine.add_request(name, ids, params, lora_request=self.lora_request)
+                self._add(name, prompt, params)
             while len(found) < len(names):
                 outputs = {output.request_id: output for output in self.step() if output.finished}
                 found |= {name: outputs[name].outputs[0].logprobs[0] for name in names if name in outputs}
@@ -379,13 +370,13 @@ class VLLMPolicy(TurnPolicy):
         return torch.tensor([[token for token, _ in row] for row in best]), torch.tensor(log_probs)
 
     def weights_changed(self, version: int | None = None) -> None:
-        """Say that the engine's weights are new: later tokens carry ``version``, by default the next one."""
+        """Notify the policy of new weights in the engine: later tokens carry ``version``, by default the next one."""
         with self.exclusive():
             super().weights_changed(version)
             self._label()
 
     def drop_cache(self) -> None:
-        """Forget cached prefixes, so that later turns encode their contexts anew; with turns in flight nothing is done."""
+        """Forget cached prefixes, so that later turns encode their contexts again; with turns in flight nothing is done."""
         with self.exclusive():
             if not self._running and self._broken is None:
                 self.llm.llm_engine.reset_prefix_cache()
@@ -417,69 +408,3 @@ class VLLMPolicy(TurnPolicy):
             self.invalidate("the policy was closed.")
             self.llm.llm_engine.engine_core.shutdown()
             self.llm = None
-
-
-def _names_of_vllm() -> tuple[Any, Any, Any]:
-    from vllm.inputs.engine import tokens_input
-    from vllm.sampling_params import RequestOutputKind
-    from vllm.v1.engine.core_client import InprocClient
-
-    return tokens_input, RequestOutputKind.FINAL_ONLY, InprocClient
-
-
-def _await_output(core: Any) -> None:
-    """Wait until an engine in another process has something to say. vLLM's own wait does not notice that it was killed.
-
-    Args:
-        core: a ``SyncMPClient``.
-
-    Raises:
-        RuntimeError: the process is gone.
-        TimeoutError: nothing came for ten minutes.
-    """
-    arrived, deadline = core.outputs_queue.not_empty, time.monotonic() + _STEP_TIMEOUT
-    with arrived:
-        while not core.outputs_queue.queue:
-            if core.resources.engine_dead:
-                raise RuntimeError("its process is gone")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"it has said nothing for {_STEP_TIMEOUT:.0f} s")
-            arrived.wait(1.0)
-
-
-def _check_temperature(temperature: float) -> None:
-    low, high = _TEMPERATURES
-    if not low <= temperature <= high:
-        raise ValueError(
-            f"temperature is {temperature}; vLLM samples at {low} to {high}. For greedy decoding use "
-            "ExplorationType.DETERMINISTIC."
-        )
-
-
-def _check_engine(config: Any, tokenizer: Any) -> None:
-    mode = config.model_config.logprobs_mode
-    if mode != "processed_logprobs":
-        raise ValueError(
-            f"The engine was made with logprobs_mode={mode!r}: it records log-probs of a distribution that is not the one "
-            'sampled from. Make it with logprobs_mode="processed_logprobs", or with load_engine.'
-        )
-    rows, size = config.model_config.get_vocab_size(), max(tokenizer.get_vocab().values()) + 1
-    if size > rows:
-        raise VocabularyMismatchError(
-            f"The tokenizer has ids up to {size - 1}, but the engine's model embeds only {rows} tokens. Load the tokenizer "
-            "that belongs to the model."
-        )
-    chunked, cpu = config.scheduler_config.enable_chunked_prefill, config.device_config.device_type == "cpu"
-    if chunked and cpu:
-        raise ValueError(
-            "The engine reads prompts in parts (enable_chunked_prefill=True), which on CPUs fails for requests with a seed "
-            "of their own. Make it with enable_chunked_prefill=False, or with load_engine."
-        )
-
-
-def _in_process(llm: Any) -> bool:
-    from vllm.v1.engine.core_client import InprocClient
-    from vllm.v1.executor.uniproc_executor import UniProcExecutor
-
-    core = llm.llm_engine.engine_core
-    return isinstance(core, InprocClient) and isinstance(core.engine_core.model_executor, UniProcExecutor)

@@ -1,11 +1,13 @@
-"""Starting a vLLM engine: :func:`load_engine`."""
+"""vLLM engines in themselves: starting one, checking one, waiting for one, and a lock for the threads that use one."""
 
 from __future__ import annotations
 
 import os
 import random
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
@@ -15,9 +17,12 @@ import torch
 from transformers import AutoConfig
 
 from torchrl_llm.interrupts import children_ignore_sigint
+from torchrl_llm.modules.checks import check_size
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM has kernels for these
+_TEMPERATURES = (0.01, 2.0)  # vLLM raises lower ones to the first, and refuses those above the second
+_TIMEOUT = 600.0  # seconds, of a step and of the lock; a step or a weight update takes far less
 
 
 class MissingVLLMError(ImportError):
@@ -70,19 +75,19 @@ def load_engine(
     Args:
         path: a directory or hub id in transformers format.
         dtype: of the weights; ``"auto"``: the checkpoint's (vLLM makes float16 of float32 where the device can).
-        max_model_len: longest conversation in tokens; ``None``: the model's own limit.
+        max_model_len: longest episode in tokens; ``None``: the model's own limit.
         max_num_seqs: responses generated at a time.
         tensor_parallel_size: GPUs that share the model.
         gpu_memory_utilization: share of the GPU's memory for weights and KV cache; lower it where the trainer is on the
             same GPU.
         kv_cache_memory_bytes: size of the KV cache; ``None``: what is left of that share, and on CPUs what
-            ``max_num_seqs`` conversations of ``max_model_len`` tokens need.
+            ``max_num_seqs`` episodes of ``max_model_len`` tokens need.
         prefix_caching: keep the keys and values of earlier turns.
         enforce_eager: no graph capture; ``None``: on CPUs only.
         sleep_mode: allow :meth:`VLLMPolicy.sleep`, which gives the GPU's memory back while the trainer works.
         max_lora_rank: the largest rank of LoRA adapters that the engine serves; 0: none, adapters are merged.
         multiprocess: run the engine in a process of its own.
-        seed: of what vLLM draws without a seed per request; :class:`VLLMPolicy` gives each request its own.
+        seed: for requests without a seed of their own; :class:`VLLMPolicy` gives each request one.
         trust_remote_code: run code that comes with the model.
         **engine_args: passed to ``vllm.LLM``.
     """
@@ -144,13 +149,93 @@ def _undisturbed(variables: dict[str, str]) -> Iterator[None]:
     """Set environment variables for a time; afterwards they, the random state and torch's functions are as before."""
     saved = {name: os.environ.get(name) for name in [*variables, "VLLM_DIST_IDENT"]}
     python, numpy, set_num_threads = random.getstate(), np.random.get_state(), torch.set_num_threads
-    with torch.random.fork_rng(), ExitStack() as stack:
-        stack.callback(setattr, torch, "set_num_threads", set_num_threads)
-        stack.callback(np.random.set_state, numpy)
-        stack.callback(random.setstate, python)
+    os.environ.update(variables)
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_num_threads = set_num_threads
         for name, value in saved.items():
-            stack.callback(os.environ.pop, name, None) if value is None else stack.callback(
-                os.environ.__setitem__, name, value
-            )
-        os.environ.update(variables)
-        yield
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+
+
+def check_temperature(temperature: float) -> None:
+    """Refuse a temperature at which vLLM does not sample."""
+    low, high = _TEMPERATURES
+    if not low <= temperature <= high:
+        raise ValueError(
+            f"temperature is {temperature}; vLLM samples at {low} to {high}. For greedy decoding use "
+            "ExplorationType.DETERMINISTIC."
+        )
+
+
+def check_engine(config: Any, tokenizer: Any) -> None:
+    """Refuse an engine, by its ``vllm_config``, whose log-probs would be wrong or whose requests would fail."""
+    mode = config.model_config.logprobs_mode
+    if mode != "processed_logprobs":
+        raise ValueError(
+            f"The engine was made with logprobs_mode={mode!r}: it records log-probs of a distribution that is not the one "
+            'sampled from. Make it with logprobs_mode="processed_logprobs", or with load_engine.'
+        )
+    check_size(tokenizer, config.model_config.get_vocab_size(), f"of the engine ({config.model_config.model})")
+    if config.scheduler_config.enable_chunked_prefill and config.device_config.device_type == "cpu":
+        raise ValueError(
+            "The engine reads prompts in parts (enable_chunked_prefill=True), which on CPUs fails for requests with a seed "
+            "of their own. Make it with enable_chunked_prefill=False, or with load_engine."
+        )
+
+
+def is_in_process(llm: Any) -> bool:
+    """Whether engine and model are in this process."""
+    from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    core = llm.llm_engine.engine_core
+    return isinstance(core, InprocClient) and isinstance(core.engine_core.model_executor, UniProcExecutor)
+
+
+def await_output(core: Any) -> None:
+    """Wait for output of an engine in another process. vLLM's own wait does not notice that the process was killed.
+
+    Args:
+        core: a ``SyncMPClient``.
+
+    Raises:
+        RuntimeError: the process is gone.
+        TimeoutError: no output for ten minutes.
+    """
+    arrived, deadline = core.outputs_queue.not_empty, time.monotonic() + _TIMEOUT
+    with arrived:
+        while not core.outputs_queue.queue:
+            if core.resources.engine_dead:
+                raise RuntimeError("its process is gone")
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"it has had no output for {_TIMEOUT:.0f} s")
+            arrived.wait(1.0)
+
+
+class FairLock:
+    """A reentrant lock that is handed over in the order in which it was asked for, or nearly so."""
+
+    def __init__(self) -> None:
+        self._lock, self._turnstile = threading.Lock(), threading.Lock()
+        self._owner = self._depth = 0
+
+    def __enter__(self) -> None:
+        me = threading.get_ident()
+        if self._owner != me:
+            with self._turnstile:
+                if not self._lock.acquire(timeout=_TIMEOUT):
+                    raise TimeoutError(f"Another thread has held the vLLM engine for {_TIMEOUT:.0f} s.")
+            self._owner = me
+        self._depth += 1
+
+    def __exit__(self, *_: Any) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self._owner = 0
+            self._lock.release()

@@ -1,15 +1,14 @@
-"""Named tensors into a ``vllm.LLM``: one function for each way in.
+"""Loading named tensors into a ``vllm.LLM``: one function for each method.
 
-:func:`load_adapter`, :func:`reload`, :func:`reload_shared` and :class:`NCCLTransfer` change the
-engine's weights and nothing else. They run inside :func:`paused`, so that no token is sampled half way and nothing computed
-with the old weights is used again. :mod:`torchrl_llm.weight_update` decides when, :mod:`torchrl_llm.modules.merging` what.
+:func:`load_adapter`, :func:`reload`, :func:`reload_shared` and :class:`NCCLTransfer` change the engine's weights and nothing
+else. They run inside :func:`paused`, so that no token is sampled half way and nothing computed with the old weights is used
+again. :mod:`torchrl_llm.weight_update` calls them, :mod:`torchrl_llm.modules.merging` makes the tensors.
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -19,11 +18,11 @@ from peft import LoraConfig
 from safetensors.torch import save_file
 from torch import Tensor
 
-from torchrl_llm.modules.engine import WeightSyncError, sync_step
+from torchrl_llm.modules.engine import NamedTensors, WeightSyncError, sync_step
 
 METHODS = ("adapter", "reload", "shared_memory", "nccl")
 _ADAPTER_ID = 1
-"""One slot for all versions: turns in flight go on with the new tensors, and no old adapter is left behind."""
+"""One id for all versions: turns in flight continue with the new tensors, and no old adapter stays in the engine."""
 _SHARED_MEMORY = Path("/dev/shm")
 _loaded = count(1)  # adapters of this process
 
@@ -54,11 +53,11 @@ def choose_method(config: Any, *, in_process: bool, adapter: bool, unserved: str
 
 @contextmanager
 def paused(llm: Any, version: int, *, asleep: bool = False) -> Iterator[None]:
-    """Change the weights of an engine: nothing is computed inside, and what was computed before is forgotten after.
+    """Pause an engine while its weights change. Cached keys and values of the old weights are dropped afterwards.
 
     Turns in flight keep the tokens that they have, stamped with the old version; their context is encoded again, and later
-    tokens carry ``version``. After an error the engine stays paused, so that nothing is sampled from half-changed weights:
-    it goes on at the end of the next ``paused`` that succeeds.
+    tokens carry ``version``. After an error the engine stays paused, so that nothing is sampled from half-changed weights; it
+    resumes at the end of the next ``paused`` that succeeds.
 
     Args:
         llm: a ``vllm.LLM`` that no other thread uses meanwhile.
@@ -85,10 +84,10 @@ def paused(llm: Any, version: int, *, asleep: bool = False) -> Iterator[None]:
 
 
 def reset_prefix_cache(llm: Any) -> None:
-    """Forget all cached keys and values, those of turns in flight too.
+    """Drop all cached keys and values, those of turns in flight too.
 
     Raises:
-        WeightSyncError: the engine says that it did not.
+        WeightSyncError: the engine reports that it did not.
     """
     with sync_step("emptying the prefix cache"):
         if not llm.reset_prefix_cache(reset_running_requests=True):
@@ -120,8 +119,7 @@ def load_adapter(llm: Any, tensors: Mapping[str, Tensor], config: LoraConfig) ->
         request = LoRARequest(f"adapter-{next(_loaded)}", _ADAPTER_ID, str(path), load_inplace=True)
         copies = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
         save_file(copies, path / "adapter_model.safetensors")
-        settings = {k: sorted(v) if isinstance(v, set) else v for k, v in config.to_dict().items()}
-        (path / "adapter_config.json").write_text(json.dumps(settings))
+        config.save_pretrained(str(path))
         llm.llm_engine.add_lora(request)
     return LoRARequest(request.lora_name, _ADAPTER_ID, request.lora_path)
 
@@ -129,7 +127,7 @@ def load_adapter(llm: Any, tensors: Mapping[str, Tensor], config: LoraConfig) ->
 # The whole model.
 
 
-def reload(llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def reload(llm: Any, tensors: NamedTensors) -> None:
     """Replace all weights of an engine in this process.
 
     Args:
@@ -167,11 +165,11 @@ def _drop_half_loaded(worker: Any) -> None:
             info.load_numel = 0
 
 
-def reload_shared(llm: Any, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def reload_shared(llm: Any, tensors: NamedTensors) -> None:
     """:func:`reload` for an engine in processes of its own: through a file in shared memory, removed in any case.
 
-    The host must have room for a copy of the weights. They are all there before the engine is touched, so only weights that
-    do not fit the engine can stop it half way; it must be made anew then.
+    The host must have room for a copy of the weights. All are copied before the engine changes, so only weights that do not fit
+    the engine can stop it half way; it must be restarted then.
     """
     with sync_step("reloading the weights through shared memory"), shared_directory() as path:
         save_file({name: tensor.cpu().clone() for name, tensor in tensors}, path / "model.safetensors")
@@ -221,7 +219,7 @@ class NCCLTransfer:
         with sync_step("connecting to the engine's GPUs"):
             self._engine = WeightTransferTrainerFactory.trainer_init(info, client=_Client(llm), source=self._source)
 
-    def send(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    def send(self, tensors: NamedTensors) -> None:
         """Replace all weights of the engine by ``tensors``, which are on the GPU and read twice: names and shapes first."""
         self._source.tensors = tensors
         with sync_step("sending the weights to the engine's GPUs"):
@@ -233,30 +231,25 @@ class NCCLTransfer:
 
 
 class _Client:
-    """What vLLM's trainer side asks of an engine, for a ``vllm.LLM`` at hand."""
+    """vLLM's ``VLLMWeightSyncClient`` for a ``vllm.LLM`` in this process."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
+        self.start_weight_update, self.finish_weight_update = llm.start_weight_update, llm.finish_weight_update
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._llm.init_weight_transfer_engine({"init_info": init_info})
 
-    def start_weight_update(self) -> None:
-        self._llm.start_weight_update()
-
     def update_weights(self, update_info: Any) -> None:
         self._llm.update_weights({"update_info": update_info})
 
-    def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._llm.finish_weight_update(weight_version)
-
 
 def _make_source() -> Any:
-    """A ``WeightSource`` of whatever its attribute ``tensors`` is; a class in a function, since vLLM is imported when used."""
+    """A ``WeightSource`` of its attribute ``tensors``. The class is made in a function: vLLM is imported only when used."""
     from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
     class Source(WeightSource):
-        tensors: Iterable[tuple[str, Tensor]] = ()
+        tensors: NamedTensors = ()
 
         def metadata(self) -> list[Any]:
             return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors]
