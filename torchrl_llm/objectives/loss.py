@@ -23,7 +23,7 @@ from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.estimators import ReBN, TurnEstimator, TurnGAE
-from torchrl_llm.objectives.rows import RowReader
+from torchrl_llm.objectives.estimators.base import RowReader
 from torchrl_llm.options import Bound, Checked, Idle, NonNegative, Positive, Ratio, options_of
 
 UnitWeight = Literal["by_tokens", "equal"]
@@ -227,13 +227,6 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
             out += ["loss_entropy", "entropy"] if self.entropy_coeff else ["entropy"]
         return out
 
-    @property
-    def estimator_options(self) -> dict[str, Any]:
-        """The options of this loss, for an estimator that has options of the same names."""
-        options = {each.name: getattr(self, each.name) for each in fields(self)}
-        kl_coeff = self.kl_coeff if self.kl_in == "reward" else None
-        return options | {"kl_coeff": kl_coeff, "value_network": self.critic_network}
-
     def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
         estimator = self._value_estimator
         if estimator is not None:
@@ -266,9 +259,13 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         if isinstance(value_type, ValueEstimatorBase) and hyperparams:
             raise ValueError(f"An estimator instance takes no hyperparameters; got {sorted(hyperparams)}.")
         if isinstance(value_type, type) and issubclass(value_type, TurnEstimator):
-            known = options_of(value_type)
+            options = {each.name: getattr(self, each.name) for each in fields(self)}
+            kl_coeff = self.kl_coeff if self.kl_in == "reward" else None
+            options |= {"kl_coeff": kl_coeff, "value_network": self.critic_network}
             # An option that the loss leaves None has the default of the estimator's own class.
-            given = {name: x for name, x in self.estimator_options.items() if name in known and x is not None}
+            given = {
+                name: options[name] for name in options.keys() & options_of(value_type) if options[name] is not None
+            }
             value_type, hyperparams = value_type(**(given | hyperparams)), {}
         super().make_value_estimator(value_type, **hyperparams)
         self._check_estimator()
@@ -293,9 +290,6 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
                 f"The advantages of {name} hold the ratio to the sampler already: with clipping={self.clipping!r} and "
                 f'sampler_correction={self.sampler_correction!r} it would count twice. Use clipping="none" and no correction.'
             )
-
-    def _default_value_estimator(self) -> None:
-        self.make_value_estimator()
 
     def objective(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
         """What each token contributes, to be maximized, as ``clipping`` says. The one method to override.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrl_llm.objectives.estimators.rebn import Population, ReBN
+from torchrl_llm.objectives.estimators.returns import Population, ReBN
 from torchrl_llm.objectives.loss import KLPlace, TurnPolicyLoss
 from torchrl_llm.options import NonNegative, Share
 

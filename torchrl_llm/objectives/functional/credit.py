@@ -6,13 +6,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchrl_llm.objectives.functional._common import (
-    check_shapes,
-    importance_ratio,
-    masked,
-    wide,
-)
+from torchrl_llm.objectives.functional._common import check_shapes, importance_ratio, masked, wide
 from torchrl_llm.objectives.functional.turns import edge_positions, turn_lengths
+
+__all__ = [
+    "discount",
+    "episode_return",
+    "overlong_penalty",
+    "token_gae",
+    "token_rewards",
+    "turn_gae",
+    "turn_returns",
+    "turn_vtrace",
+]
 
 
 def _reverse_scan(x: Tensor, decay: Tensor, last: Tensor | None = None) -> Tensor:
@@ -31,13 +37,16 @@ def _reverse_scan(x: Tensor, decay: Tensor, last: Tensor | None = None) -> Tenso
 
 
 def _turn_inputs(
-    reward: Tensor, mask: Tensor, bootstrap: Tensor | None, acted: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sanitized reward ``[B, T]``, bootstrap ``[B]`` and acted ``[B, T]``."""
+    reward: Tensor, mask: Tensor, gamma: float, bootstrap: Tensor | None, acted: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Reward ``[B, T]``, bootstrap ``[B]`` and acted ``[B, T]``, sanitized, and the discount of each turn ``[B, T]``.
+
+    A turn costs the discount if it was played, and nothing in a gap of the mask.
+    """
     check_shapes(reward=reward, mask=mask, acted=acted)
     reward = masked(reward, mask)
     bootstrap = reward.new_zeros(reward.shape[0]) if bootstrap is None else wide(bootstrap)
-    return reward, bootstrap, mask if acted is None else mask & acted
+    return reward, bootstrap, mask if acted is None else mask & acted, torch.where(mask, gamma, torch.ones_like(reward))
 
 
 def turn_returns(
@@ -61,8 +70,7 @@ def turn_returns(
         >>> turn_returns(reward, mask, 0.5)
         tensor([[0.5000, 0.0000, 1.0000]])
     """
-    reward, bootstrap, acted = _turn_inputs(reward, mask, bootstrap, acted)
-    decay = torch.where(mask, gamma, torch.ones_like(reward))
+    reward, bootstrap, acted, decay = _turn_inputs(reward, mask, gamma, bootstrap, acted)
     return masked(_reverse_scan(reward, decay, bootstrap), acted)
 
 
@@ -87,7 +95,7 @@ def episode_return(reward: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
 
 
 def discount(mask: Tensor, gamma: float) -> Tensor:
-    """What a reward of each step is worth at the start: ``gamma`` to the number of steps before it.
+    """The discount of each step's reward, seen from the start: ``gamma`` to the number of steps before it.
 
     Args:
         mask: ``[B, T]`` bool, the turns (or action tokens) that were played. A gap in it costs no discount.
@@ -139,21 +147,15 @@ def turn_gae(
         (tensor([[0.5000, 0.5000]]), tensor([[1., 1.]]))
     """
     check_shapes(reward=reward, value=value)
-    reward, bootstrap, acted = _turn_inputs(reward, mask, bootstrap, acted)
+    reward, bootstrap, acted, idle = _turn_inputs(reward, mask, gamma, bootstrap, acted)
     value = masked(value, acted)
-    idle = _idle_discount(reward, mask, gamma)
     delta = masked(reward + gamma * _next_values(reward, value, acted, idle, bootstrap) - value, acted)
     advantage = masked(_reverse_scan(delta, torch.where(acted, gamma * lmbda, idle)), acted)
     return advantage, advantage + value
 
 
-def _idle_discount(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """What a turn without a decision costs: the discount if it was played, nothing in a gap; ``[B, T]``."""
-    return torch.where(mask, gamma, torch.ones_like(reward))
-
-
 def _next_values(reward: Tensor, value: Tensor, acted: Tensor, idle: Tensor, bootstrap: Tensor) -> Tensor:
-    """The value of what follows each turn, ``[B, T]``: that of the next decision, rewards in between included."""
+    """The value of the state after each turn, ``[B, T]``: that of the next decision, rewards in between included."""
     ahead = _reverse_scan(torch.where(acted, value, reward), torch.where(acted, 0.0, idle), bootstrap)
     return torch.cat([ahead[:, 1:], bootstrap.unsqueeze(-1).to(ahead.dtype)], -1)
 
@@ -170,7 +172,7 @@ def turn_vtrace(
     c_clip: float = 1.0,
     acted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """V-trace with a turn as the step, for conversations of an older policy (Espeholt et al., 2018, arXiv:1802.01561).
+    """V-trace with a turn as the step, for episodes of an older policy (Espeholt et al., 2018, arXiv:1802.01561).
 
     ``v_k = V_k + rho_k delta_k + gamma c_k (v_{k+1} - V_{k+1})``, with ``rho_k = min(rho_clip, ratio_k)``,
     ``c_k = min(c_clip, ratio_k)`` and ``delta_k = r_k + gamma V_{k+1} - V_k`` (eq. 1); the advantage is
@@ -198,16 +200,16 @@ def turn_vtrace(
         (tensor([[0.2500, 0.2500]]), tensor([[0.7500, 0.7500]]))
     """
     check_shapes(reward=reward, value=value, log_rho=log_rho)
-    reward, bootstrap, acted = _turn_inputs(reward, mask, bootstrap, acted)
+    reward, bootstrap, acted, idle = _turn_inputs(reward, mask, gamma, bootstrap, acted)
     value, ratio = masked(value, acted), importance_ratio(masked(log_rho, acted))
-    idle, rho = _idle_discount(reward, mask, gamma), ratio.clamp_max(rho_clip)
+    rho = ratio.clamp_max(rho_clip)
 
-    def surprise(values: Tensor) -> Tensor:
+    def weighted_delta(values: Tensor) -> Tensor:
         return masked(rho * (reward + gamma * _next_values(reward, values, acted, idle, bootstrap) - value), acted)
 
     decay = torch.where(acted, gamma * ratio.clamp_max(c_clip), idle)
-    target = value + masked(_reverse_scan(surprise(value), decay), acted)
-    return surprise(target), target
+    target = value + masked(_reverse_scan(weighted_delta(value), decay), acted)
+    return weighted_delta(target), target
 
 
 def token_rewards(reward: Tensor, turn_ids: Tensor, mask: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Between tokens and turns: ``[B, L]`` to ``[B, T]`` and back by ``turn_ids``."""
+"""Conversions between tokens ``[B, L]`` and turns ``[B, T]``, by ``turn_ids``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,23 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchrl_llm.objectives.functional._common import check_choice, check_shapes, masked
+from torchrl_llm.objectives.functional._common import check_shapes, masked
+from torchrl_llm.options import check_value
+
+__all__ = [
+    "ValueReduction",
+    "count_turns",
+    "turn_first",
+    "turn_last",
+    "turn_lengths",
+    "turn_mean",
+    "turn_reduce",
+    "turn_sum",
+    "turn_to_token",
+]
 
 ValueReduction = Literal["first", "mean", "last"]
+"""Which of the values at a turn's tokens is the turn's."""
 
 
 def count_turns(turn_ids: Tensor) -> int:
@@ -121,7 +135,7 @@ def turn_reduce(x: Tensor, turn_ids: Tensor, num_turns: int, reduction: ValueRed
         >>> turn_reduce(torch.tensor([[1.0, 3.0]]), torch.tensor([[0, 0]]), 1, reduction="mean")
         tensor([[2.]])
     """
-    check_choice("value_reduction", reduction, ValueReduction)
+    check_value("value_reduction", reduction, ValueReduction)
     return {"first": turn_first, "mean": turn_mean, "last": turn_last}[reduction](x, turn_ids, num_turns)
 
 
