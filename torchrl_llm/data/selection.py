@@ -13,7 +13,7 @@ from torchrl_llm import keys
 from torchrl_llm.objectives import functional as F
 
 
-def informative(rows: TensorDictBase) -> Tensor:
+def nonzero_variance(rows: TensorDictBase) -> Tensor:
     """Whether the estimator gave any member of a conversation's group an advantage: without, the group teaches nothing.
 
     The filter of dynamic sampling (DAPO, Yu et al., 2025, arXiv:2503.14476, sec. 3.2), for every estimator: what counts is
@@ -32,13 +32,13 @@ def informative(rows: TensorDictBase) -> Tensor:
     Examples:
         >>> from tensordict import TensorDict
         >>> advantage, group_id = torch.tensor([[0.0], [0.5], [0.0], [0.0]]), torch.tensor([0, 0, 1, 1])
-        >>> informative(TensorDict(advantage=advantage, group_id=group_id, batch_size=[4])).tolist()
+        >>> nonzero_variance(TensorDict(advantage=advantage, group_id=group_id, batch_size=[4])).tolist()
         [True, True, False, False]
     """
     advantage = rows.get(keys.ADVANTAGE, None)
     if advantage is None:
         raise KeyError(
-            f"informative needs {keys.ADVANTAGE!r}, which is not in the rows. Run the value estimator first."
+            f"nonzero_variance needs {keys.ADVANTAGE!r}, which is not in the rows. Run the value estimator first."
         )
     credited = (advantage.abs() > F.SPREAD_TOLERANCE).any(1)
     labels, group = rows[keys.GROUP_ID].unique(return_inverse=True)
@@ -70,7 +70,7 @@ def overlong(rows: TensorDictBase, max_response_length: int) -> Tensor:
     return cut | (F.turn_lengths(rows[keys.TURN_IDS], mask.shape[1]) >= max_response_length).any(1)
 
 
-def penalise_overlong(rows: TensorDictBase, coeff: float, *, max_response_length: int, buffer: int) -> TensorDictBase:
+def penalize_overlong(rows: TensorDictBase, coeff: float, *, max_response_length: int, buffer: int) -> TensorDictBase:
     """Take ``coeff`` times the soft overlong punishment of each response from the reward of its turn.
 
     See :func:`~torchrl_llm.objectives.functional.overlong_penalty`. To be done before credit is assigned.
@@ -88,7 +88,7 @@ def penalise_overlong(rows: TensorDictBase, coeff: float, *, max_response_length
         >>> from tensordict import TensorDict
         >>> turn = dict(reward=torch.tensor([[1.0]]), mask=torch.tensor([[True]]))
         >>> rows = TensorDict(turn=turn, turn_ids=torch.tensor([[-1, 0, 0, 0]]), batch_size=[1])
-        >>> penalise_overlong(rows, 0.5, max_response_length=4, buffer=2)["turn", "reward"].tolist()
+        >>> penalize_overlong(rows, 0.5, max_response_length=4, buffer=2)["turn", "reward"].tolist()
         [[0.75]]
     """
     length = F.turn_lengths(rows[keys.TURN_IDS], rows[keys.TURN_MASK].shape[1])

@@ -7,6 +7,7 @@ context; training takes it as one row. Turns that do not form whole episodes are
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -122,8 +123,7 @@ def turns_to_rows(
         record_turns([episodes[i] for i in chosen.tolist()], turns[chosen, turn])
     _check_continuity(turns, played)
     floats = (turns[keys.RESPONSE_LOG_PROBS].dtype, turns["next", keys.REWARD].dtype, torch.float32)
-    dtype = torch.promote_types(torch.promote_types(*floats[:2]), floats[2])
-    max_turns = max_turns or played.shape[1]
+    dtype, max_turns = reduce(torch.promote_types, floats), max_turns or played.shape[1]
     rows = rows_from_episodes(episodes, max_model_len=max_model_len, max_turns=max_turns, dtype=dtype)
     return rows if turns.device is None else rows.to(turns.device)
 
@@ -148,31 +148,23 @@ def record_turns(episodes: Sequence[Episode], steps: TensorDictBase) -> None:
     """
     if not episodes:
         return
-    segment = torch.zeros_like(steps[keys.TURN])
-    segments = {key: steps.get(key, segment) for key in (keys.SEGMENT, ("next", keys.SEGMENT))}
-    arrays = {key: _array(value) for key, value in ({key: steps[key] for key in _NEEDED} | segments).items()}
+    read = {key: steps[key] for key in _NEEDED}
+    uncut = torch.zeros_like(steps[keys.TURN])
+    read |= {key: steps.get(key, uncut) for key in (keys.SEGMENT, ("next", keys.SEGMENT))}
+    # NumPy has no bfloat16.
+    arrays = {key: (x.float() if x.dtype is torch.bfloat16 else x).numpy(force=True) for key, x in read.items()}
     for i, episode in enumerate(episodes):
         _record_turn(episode, {key: value[i] for key, value in arrays.items()})
 
 
-def _array(value: Tensor) -> np.ndarray[Any, Any]:
-    # NumPy has no bfloat16.
-    return (value.to(torch.promote_types(value.dtype, torch.float32)) if value.is_floating_point() else value).numpy(
-        force=True
-    )
-
-
 def _record_turn(episode: Episode, step: dict[Any, np.ndarray[Any, Any]]) -> None:
-    start, size, segment = (
-        int(step[keys.PROMPT_LENGTH][0]),
-        int(step[keys.RESPONSE_MASK].sum()),
-        int(step[keys.SEGMENT][0]),
-    )
+    start, size = int(step[keys.PROMPT_LENGTH][0]), int(step[keys.RESPONSE_MASK].sum())
+    segment, next_segment = int(step[keys.SEGMENT][0]), int(step["next", keys.SEGMENT][0])
     terminated, truncated, success = (bool(step["next", key][0]) for key in _FLAGS)
     context, following = step[keys.PROMPT][:start], step[_NEXT_PROMPT][: int(step[_NEXT_LENGTH][0])]
     # Copies: the step's tensors are as wide as the widest context, and a view would keep them alive.
     tokens, log_probs, versions = (step[key][:size].copy() for key in _SAMPLED)
-    cut = not (terminated or truncated) and segment != step["next", keys.SEGMENT][0]
+    cut = not (terminated or truncated) and segment != next_segment
     if not cut and not np.array_equal(following[: start + size], np.concatenate([context, tokens])):
         raise HistoryRewrittenError.at(episode.episode_id, len(episode.turns))
     episode.add(Turn(start, segment, tokens, log_probs, versions))

@@ -8,7 +8,7 @@ from torch import Tensor
 from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_llm import keys
-from torchrl_llm.data import apply_in_micro_batches, informative, penalise_overlong
+from torchrl_llm.data import apply_in_micro_batches, nonzero_variance, penalize_overlong
 from torchrl_llm.trainers.base import TrainerBase
 from torchrl_llm.trainers.collector_view import corrects_sampler, credit_reads_scores, with_statistics_of
 
@@ -69,7 +69,7 @@ class RowScorer:
         config, limit = self.run.config, self.run.policy.sampling.max_output_tokens
         if config.overlong_penalty:
             buffer = config.overlong_buffer or limit
-            penalise_overlong(batch, config.overlong_penalty, max_response_length=limit, buffer=buffer)
+            penalize_overlong(batch, config.overlong_penalty, max_response_length=limit, buffer=buffer)
         return self.estimator(batch)
 
     # ------------------------------------------------------------------ dynamic sampling
@@ -81,15 +81,15 @@ class RowScorer:
 
     def found(self, rows: TensorDictBase) -> int:
         """How many episodes of ``rows``, on all ranks, are in groups that get credit."""
-        return int(self.run.distributed.all_reduce_sum(int(self._informative(rows).sum())))
+        return int(self.run.distributed.all_reduce_sum(int(self._nonzero_variance(rows).sum())))
 
     def choose(self, rows: TensorDictBase) -> TensorDictBase:
         """The rows of groups that get credit: at most one batch's, the first in the order that one process plays them in."""
-        chosen = rows[self._informative(rows)]
+        chosen = rows[self._nonzero_variance(rows)]
         ids = zip(chosen[keys.GROUP_ID].tolist(), chosen[keys.EPISODE_ID].tolist(), strict=True)
         first = [episode for _, episode in sorted(self.run.distributed.all_gather(list(ids)))[: self.wanted(rows)]]
         return chosen[torch.isin(chosen[keys.EPISODE_ID], torch.tensor(first, dtype=torch.int64, device=rows.device))]
 
-    def _informative(self, rows: TensorDictBase) -> Tensor:
+    def _nonzero_variance(self, rows: TensorDictBase) -> Tensor:
         """Which rows are of groups that the update would learn from, ``[B]`` bool: what the estimator really does decides."""
-        return informative(self.score_and_credit(rows.copy(), score=credit_reads_scores(self.run.loss)))
+        return nonzero_variance(self.score_and_credit(rows.copy(), score=credit_reads_scores(self.run.loss)))
