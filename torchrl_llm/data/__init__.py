@@ -1,4 +1,4 @@
-"""Conversations as data: rows out of turns, batches out of rows."""
+"""Rows from episodes or turns, and batches of rows."""
 
 from torchrl_llm.data.agilerl import rows_from_agilerl
 from torchrl_llm.data.batching import apply_in_micro_batches, cat_rows, micro_batches, minibatches, padding_share

@@ -44,7 +44,7 @@ def to_grpo_keys(rows: TensorDictBase) -> TensorDict:
 
     - ``kl_to_ref_coeff``: the mean is taken over all ``B * L`` positions, so that the term shrinks with the padding and
       the feedback, and without the ratio to the policy that sampled. Ours is the mean over action tokens, with it.
-    - means are those of the rows it is given: split into micro-batches they are means of means.
+    - means are taken over the rows it is given: with micro-batches they are means of means.
     - ``kl_approx`` and ``clip_fraction`` are means over all positions too, and the former is the k1 estimate.
 
     Args:
@@ -136,7 +136,7 @@ class ScoredTokens(Distribution):
 class GRPOActor(TensorDictModuleBase):
     """A scorer as the actor of ``torchrl.objectives.llm.GRPOLoss``, on batches of :func:`to_grpo_keys`.
 
-    The mask is that of the action tokens, whatever the loss's ``masking_strategy``.
+    The mask marks the action tokens, whatever the loss's ``masking_strategy``.
 
     Args:
         scorer: reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"`` ``[B, L]``, writes ``"log_prob"`` ``[B, L]`` and
@@ -175,7 +175,7 @@ class RowsAsTrajectories(Transform):
     ``MCAdvantage`` has written, goes to ``"advantage"`` ``[B, L]`` by ``"turn_ids"``. ``Compose`` writes from right to
     left; ``MCAdvantage`` waits for whole groups, and nothing is stored until one is complete.
 
-    The advantage is ``(R - mean) / max(std, 1e-6)`` of the undiscounted returns of the group, that of
+    The advantage is ``(R - mean) / max(std, 1e-6)`` of the undiscounted returns of the group, as in
     :class:`~torchrl_llm.objectives.GroupRelative` with ``eps=0``. An incomplete group stays in ``MCAdvantage`` when the
     buffer is emptied, and later rows of the same ``group_id`` would complete it: call its ``clear_queues()`` too.
 

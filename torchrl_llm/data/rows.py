@@ -32,7 +32,7 @@ class HistoryRewrittenError(ValueError):
             f"Episode {episode_id}, turn {turn}: the context and response of this turn are not a prefix of what follows, so "
             "an environment or its formatter rewrote history (a template that drops earlier reasoning, a sliding window, ids "
             "encoded again from text). Contexts must only grow: context_{t+1} = context_t + response_t + feedback_t, unless "
-            f"{keys.SEGMENT!r} says that they were cut and rebuilt."
+            f"{keys.SEGMENT!r} counts a cut of the context."
         )
 
 

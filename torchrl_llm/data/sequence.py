@@ -38,7 +38,7 @@ class TurnsToSequence(Transform):
     number of turns.
 
     Args:
-        max_model_len: width ``L`` of the rows; ``None``: that of the longest row of each batch.
+        max_model_len: width ``L`` of the rows; ``None``: the longest row of each batch.
         max_turns: width ``T`` of the per-turn keys; ``None``: as collected.
 
     Raises:

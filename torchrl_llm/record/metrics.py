@@ -23,8 +23,8 @@ METRICS: dict[str, str] = {
     "rollout/turns": "turns per episode",
     "rollout/response_length": "tokens per response",
     "rollout/truncated": "share of episodes that were truncated (context, step budget) instead of terminated",
-    "rollout/episodes": "episodes played in training so far",
-    "rollout/steps": "turns played in training so far",
+    "rollout/episodes": "episodes collected in training so far",
+    "rollout/steps": "turns collected in training so far",
     "loss/objective": "the policy's term of the loss",
     "loss/critic": "the critic's term of the loss (LLMPPO)",
     "loss/entropy": "the entropy bonus' term of the loss",
@@ -71,7 +71,7 @@ METRICS: dict[str, str] = {
             "turns": "turns per episode on the held-out tasks, {}",
             "faults": "held-out episodes whose environment failed; they count as not won",
             "tasks": "different tasks among the held-out episodes, by first observation and hidden state",
-            "task_overlap": "share of the held-out episodes whose task this run has played in training",
+            "task_overlap": "share of the held-out episodes whose task this run has trained on",
         }.items()
     },
 }
@@ -152,7 +152,7 @@ def success_interval(won: Tensor, task: Tensor) -> tuple[float, float]:
     Episodes of one task are no independent samples of tasks. With the variance of the rate, clustered by task, ``V = sum_g
     (sum_{i in g} (won_i - rate))**2 / n**2`` (Miller, *Adding Error Bars to Evals*, 2024, arXiv:2411.00640), they are worth
     ``rate (1 - rate) / V`` independent ones, at most ``n``; where all were won, or none, one a task. With a single task the
-    interval is that of the rate on this task.
+    interval covers the rate on this task only.
 
     Args:
         won: ``[n]`` bool.
@@ -202,9 +202,9 @@ def rollout_metrics(rows: TensorDictBase, env_names: Sequence[str] = ()) -> dict
     if len(env_names) > 1:
         for name in dict.fromkeys(env_names):
             ids = torch.tensor([i for i, other in enumerate(env_names) if other == name], device=rows.device)
-            played = torch.isin(rows[keys.ENV_ID], ids)
-            if played.any():
-                own = _rollout_metrics(rows[played])
+            chosen = torch.isin(rows[keys.ENV_ID], ids)
+            if chosen.any():
+                own = _rollout_metrics(rows[chosen])
                 result |= {f"rollout/{statistic}/{name}": own[f"rollout/{statistic}"] for statistic in PER_ENVIRONMENT}
     return result
 

@@ -54,7 +54,7 @@ def _known(value: float | None, width: int, kind: str) -> str:
     return f"{value:{width}{kind}}" if known else f"{'-':>{width}}"
 
 
-def conversations_text(
+def episodes_text(
     rows: TensorDictBase,
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -154,7 +154,7 @@ def draw_learning_curve(
         axes.plot(steps, [m["evaluation/success"] for m in evaluated], "o-", color="C0", label="held-out, sampled")
         low, high = ([m[f"evaluation/success_{end}"] for m in evaluated] for end in ("low", "high"))
         axes.fill_between(steps, low, high, color="C0", alpha=0.2, linewidth=0, label="95 % interval")
-    axes.set(xlabel="turns played", ylabel="win rate", ylim=(0, 1.02))
+    axes.set(xlabel="turns collected", ylabel="win rate", ylim=(0, 1.02))
     axes.set_title(title, parse_math=False)  # a title with dollar signs is no formula
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False)

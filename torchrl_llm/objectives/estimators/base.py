@@ -208,12 +208,12 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         num_turns = self._get(tensordict, "mask").shape[1]
         return F.turn_sum(self._kl_penalty(tensordict), self._get(tensordict, "turn_ids"), num_turns)
 
-    def _weighted(self, advantage: Tensor, played: Tensor) -> Tensor:
-        """The advantage of each step, clipped and discounted; ``played`` marks the steps that count as time."""
+    def _weighted(self, advantage: Tensor, taken: Tensor) -> Tensor:
+        """The advantage of each step, clipped and discounted; ``taken`` marks the steps that count as time."""
         if self.clip_advantage is not None:
             advantage = advantage.clamp(-self.clip_advantage, self.clip_advantage)
         if self.discounted_objective:
-            advantage = advantage * F.discount(played, self.gamma).to(advantage.dtype)
+            advantage = advantage * F.discount(taken, self.gamma).to(advantage.dtype)
         return advantage
 
     def _check_ids(self, tensordict: TensorDictBase) -> None:
@@ -232,5 +232,5 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         if bool(open_rows.any()):
             raise ValueError(
                 f"Row(s) {open_rows.nonzero().flatten().tolist()} end in a turn that is neither terminated nor "
-                "truncated. Credit needs episodes that were played to their end: collect whole episodes."
+                "truncated. Credit needs finished episodes: collect whole episodes."
             )

@@ -63,7 +63,7 @@ class TurnGAE(CriticEstimator):
     Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]`` and what the
     critic reads (or ``"state_value"`` ``[B, L]`` and ``"bootstrap_value"`` ``[B]``). Writes ``"advantage"`` and
     ``"value_target"`` ``[B, L]`` and ``("turn", value / advantage / value_target)`` ``[B, T]``; at token granularity
-    the latter are those of the tokens, reduced by ``value_reduction``.
+    the latter are reduced from the tokens' by ``value_reduction``.
 
     Args:
         value_network: the critic, writing ``"state_value"`` and ``"bootstrap_value"``; ``None`` if they are always

@@ -36,8 +36,7 @@ def exponent(log_ratio: Tensor) -> Tensor:
 
     Its ``exp`` (4e9) then stays finite, and so do the products with advantages and the squares in gradient norms that are
     made of it: an infinite ratio times the 0 of a clip, a mask or an advantage is NaN, in the value or in the gradient.
-    The gradient passes through the bound, so that a token which is far too likely is still pushed down, as by a ratio of
-    that size.
+    The gradient passes through the bound, so that a far too likely token is still pushed down, as by a ratio of that size.
     """
     x = wide(log_ratio)
     most = math.log(torch.finfo(x.dtype).max) / 4

@@ -60,7 +60,7 @@ def group_fault(
         differs = env_id != env_id[first]
     if tokens is not None and turn_ids is not None:
         check_shapes(tokens=tokens, turn_ids=turn_ids)
-        differs = differs | _begins_otherwise(tokens, turn_ids, first)
+        differs = differs | _begins_differently(tokens, turn_ids, first)
     if not bool(differs.any()):
         return None
     return (
@@ -77,8 +77,8 @@ def _first_of_group(group_id: Tensor) -> Tensor:
     return torch.full_like(labels, len(group_id)).scatter_reduce(0, group, index, "amin")[group]
 
 
-def _begins_otherwise(tokens: Tensor, turn_ids: Tensor, first: Tensor) -> Tensor:
-    """Whether a row's first context is another than that of the ``first`` row of its group, ``[B]``."""
+def _begins_differently(tokens: Tensor, turn_ids: Tensor, first: Tensor) -> Tensor:
+    """Whether a row's first context differs from that of the ``first`` row of its group, ``[B]``."""
     columns = torch.arange(turn_ids.shape[1], device=turn_ids.device)
     begin = torch.where(turn_ids == 0, columns, turn_ids.shape[1]).amin(1)
     responded = begin < turn_ids.shape[1]

@@ -148,13 +148,13 @@ def group_relative(
         score: ``[B]``, the episode's return; or ``[B, T]``, compared column by column: the return from each turn on,
             0 for an episode that is over by then.
         group_id: ``[B]`` int64.
-        baseline: what is subtracted: the group's mean or that of the others.
+        baseline: subtract the group's mean, or the mean of the others.
         scale: divide by the group's standard deviation, or not.
         ddof: the variance divides by ``size - ddof``.
         eps: added to the standard deviation.
         group_size: how many episodes a group has; ``None``: as many as the largest one in the batch.
         partial: ``"error"`` raises ``ValueError`` on a group of another size, ``"allow"`` takes what there is.
-        penalty: the shape of ``score``, added to it: that of a KL penalty in the reward. Whether there is a spread is
+        penalty: the shape of ``score``, added to it: the return of a KL penalty in the reward. Whether there is a spread is
             judged on ``score`` alone. Where it has none it counts for 0 and the penalty enters centered but unscaled.
 
     Returns:
@@ -189,7 +189,7 @@ def group_relative(
 
 
 def effective_sample_size(log_ratio: Tensor, weight: Tensor) -> Tensor:
-    """Share of the weighted sample that is effective: ``(sum w r)^2 / (sum w * sum w r^2)``, in (0, 1].
+    """Effective share of a weighted sample: ``(sum w r)^2 / (sum w * sum w r^2)``, in (0, 1].
 
     Args:
         log_ratio: any shape; ``r = exp(log_ratio)``.
@@ -214,7 +214,7 @@ def effective_sample_size(log_ratio: Tensor, weight: Tensor) -> Tensor:
 
 
 def explained_variance(value: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """``1 - Var(target - value) / Var(target)`` under ``weight``; at most 1, and 0 for a value that tells nothing.
+    """``1 - Var(target - value) / Var(target)`` under ``weight``; at most 1, and 0 for a constant value.
 
     Args:
         value: any shape, the predictions.
@@ -222,7 +222,7 @@ def explained_variance(value: Tensor, target: Tensor, weight: Tensor) -> Tensor:
         weight: the shape of ``value``, >= 0 (a mask will do).
 
     Returns:
-        A scalar, float32 or wider; 0 where the target does not vary, for there is nothing to explain.
+        A scalar, float32 or wider; 0 where the target does not vary.
 
     Examples:
         >>> target = torch.tensor([0.0, 1.0, 2.0])

@@ -166,8 +166,8 @@ def sampler_weights(
         kind: as above.
         low: lower bound, >= 0; ``"truncate"`` does not use it.
         high: upper bound, > low.
-        level: what has one weight, see :func:`pool_log_ratio`.
-        reduction: a unit's weight is that of its ``"sum"`` (its probabilities' ratio) or of the ``"mean"`` (geometric).
+        level: the unit that has one weight, see :func:`pool_log_ratio`.
+        reduction: pool a unit's log-ratios by ``"sum"`` (ratio of its probabilities) or ``"mean"`` (geometric mean).
 
     Returns:
         ``[B, L]``, float32 or wider, without gradient; 1 off actions. Sums over weighted tokens are not divided by what
@@ -197,8 +197,8 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: KLKind = "k3") -> 
     With ``d = ref_log_prob - log_prob``: k1 ``-d``, k2 ``d^2 / 2``, k3 ``exp(d) - d - 1`` (Schulman, 2020,
     "Approximating KL divergence"). k1 and k3 are unbiased, k2 is not; swapping the arguments estimates something else.
 
-    As a term of a loss they differ: the gradient of k1 is zero in expectation, k2's is that of the reverse KL
-    ``KL(policy || reference)``, k3's that of the forward KL ``KL(reference || policy)``.
+    As a term of a loss they differ: the gradient of k1 is zero in expectation, k2 has the gradient of the reverse KL
+    ``KL(policy || reference)``, k3 that of the forward KL ``KL(reference || policy)``.
 
     Args:
         log_prob: any shape, of the policy that sampled the tokens.

@@ -105,8 +105,8 @@ def _turn_edge(x: Tensor, turn_ids: Tensor, num_turns: int, edge: Literal["first
 def turn_first(x: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
     """The value at each turn's first action token, ``[B, T]``; 0 without a token. Arguments as :func:`turn_sum`.
 
-    On token-aligned values (index i is the value of the prefix before token i) this is the value of the state in which
-    the turn was played.
+    On token-aligned values (index i is the value of the prefix before token i) this is the value of the state
+    before the turn.
 
     Examples:
         >>> turn_first(torch.tensor([[9.0, 1.0, 2.0, 9.0, 5.0]]), torch.tensor([[-1, 0, 0, -1, 2]]), 3)
@@ -128,8 +128,8 @@ def turn_last(x: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
 def turn_reduce(x: Tensor, turn_ids: Tensor, num_turns: int, reduction: ValueReduction = "first") -> Tensor:
     """:func:`turn_first`, :func:`turn_mean` or :func:`turn_last`, by name.
 
-    For values only ``"first"`` keeps the policy gradient unbiased: it is the value of what stood before the action.
-    ``"mean"`` and ``"last"`` look at the action's own tokens.
+    For values only ``"first"`` keeps the policy gradient unbiased: it is the value of the context before the action.
+    ``"mean"`` and ``"last"`` depend on the action's own tokens.
 
     Examples:
         >>> turn_reduce(torch.tensor([[1.0, 3.0]]), torch.tensor([[0, 0]]), 1, reduction="mean")
