@@ -11,11 +11,12 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-import torchrl_llm
 from docutils.nodes import SkipNode
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util import inspect as sphinx_inspect
+
+import torchrl_llm
 from torchrl_llm import keys
 from torchrl_llm.options import describe, meanings, options_of
 from torchrl_llm.record import METRICS
