@@ -43,7 +43,8 @@ class KeySpec:
         name: the key.
         axis: what the last dimension counts, see :data:`SHAPES`.
         dtype: of its tensor; ``torch.float32`` may be wider.
-        writer: the component that writes it: an environment ("env"), a "policy", the "sequence" (rows made of episodes), a "critic", ...
+        writer: the component that writes it: an environment ("env"), a "policy", the "sequence" (rows made of episodes), a
+            "critic", ...
         meaning: one line for the documentation.
         fill: the value of padding.
     """

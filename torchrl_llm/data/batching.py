@@ -66,7 +66,8 @@ def micro_batches(batch: TensorDictBase, max_tokens: int) -> list[TensorDictBase
     ``max_tokens`` tokens gets a micro-batch of its own.
 
     Args:
-        batch: rows of batch size ``[B]`` with ``"attention_mask"`` ``[B, L]``, right-padded; a row's gaps (:mod:`torchrl_llm.segments`) stay.
+        batch: rows of batch size ``[B]`` with ``"attention_mask"`` ``[B, L]``, right-padded; a row's gaps
+            (:mod:`torchrl_llm.segments`) stay.
         max_tokens: bound on rows times longest row, >= 1.
 
     Returns:
@@ -116,7 +117,7 @@ def row_sizes(rows: TensorDictBase) -> tuple[int, int]:
 
 
 def pad_rows(rows: TensorDictBase, width: int, num_turns: int) -> TensorDictBase:
-    """Rows ``[B]`` with the per-token keys padded to ``width`` and the per-turn keys to ``num_turns`` (:data:`keys.ROW_VIEW`)."""
+    """Rows ``[B]`` with the per-token keys padded to ``width`` and the per-turn keys to ``num_turns``."""
     own_width, own_turns = row_sizes(rows)
     missing = {"token": width - own_width, "turn": num_turns - own_turns}
     if not any(missing.values()):

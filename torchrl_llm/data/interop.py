@@ -171,8 +171,9 @@ class GRPOActor(TensorDictModuleBase):
 class RowsAsTrajectories(Transform):
     """Replay-buffer transform between :class:`~torchrl_llm.data.TurnsToSequence` and TorchRL's ``MCAdvantage``.
 
-    ``MCAdvantage`` splits its input at done flags; for it a row is a trajectory of one step, with the rewards of the turns. On writing, rows get ``"done"`` ``[B, 1]``, all True. On sampling, ``("turn", "advantage")``, which
-    ``MCAdvantage`` has written, goes to ``"advantage"`` ``[B, L]`` by ``"turn_ids"``. ``Compose`` writes from right to
+    ``MCAdvantage`` splits its input at done flags; for it a row is a trajectory of one step, with the rewards of the turns.
+    On writing, rows get ``"done"`` ``[B, 1]``, all True. On sampling, ``("turn", "advantage")``, which ``MCAdvantage`` has
+    written, goes to ``"advantage"`` ``[B, L]`` by ``"turn_ids"``. ``Compose`` writes from right to
     left; ``MCAdvantage`` waits for whole groups, and nothing is stored until one is complete.
 
     The advantage is ``(R - mean) / max(std, 1e-6)`` of the undiscounted returns of the group, as in

@@ -66,7 +66,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         clip_epsilon: how far the ratio may move from 1: a float, or ``(low, high)``. Default: 0.2.
         dual_clip: with ``clipping="ppo"``, the ratio beyond which a negative advantage has no gradient either, such as
             3.0; ``None`` is off. Default: ``None``.
-        ratio_level: the unit that has one ratio and is clipped as one: ``"token"``, ``"turn"`` or ``"sequence"``. Default: ``"token"``.
+        ratio_level: the unit that has one ratio and is clipped as one: ``"token"``, ``"turn"`` or ``"sequence"``. Default:
+            ``"token"``.
         ratio_reduction: a unit's log-ratio is the ``"sum"`` of its tokens' or their ``"mean"``. Default: ``"mean"``.
         unit_weight: a unit counts ``"by_tokens"`` (with the sum of its tokens' weights; with one token's under
             ``ratio_reduction="sum"``), or all units are ``"equal"``: GSPO, other libraries' turn-level clip. Default:
