@@ -3,7 +3,7 @@
     python examples/custom_loop.py
 
 Collector and replay buffer are TorchRL's own. The environment's finished slots idle until every slot is done, so one
-batch holds exactly NUM_ENVS conversations, all played by the same weights.
+batch holds exactly NUM_ENVS episodes, all sampled by the same weights.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main(iterations: int = 100, lr: float = 1e-3, seed: int = 0) -> list[float]:
         trust_policy=True,
     )
 
-    # Store: turns [N, T] go in, rows [B] come out, one conversation each.
+    # Store: turns [N, T] go in, rows [B] come out, one episode each.
     buffer = ReplayBuffer(
         storage=LazyTensorStorage(NUM_ENVS), transform=TurnsToSequence(max_model_len=256), batch_size=NUM_ENVS
     )
@@ -78,7 +78,7 @@ def main(iterations: int = 100, lr: float = 1e-3, seed: int = 0) -> list[float]:
                 optimizer.zero_grad()
             policy.weights_changed()
             win_rates.append(batch[keys.TURN_SUCCESS].any(-1).float().mean().item())
-            print(f"iteration {iteration:3d}  games {len(batch)}  win rate {win_rates[-1]:.3f}", flush=True)
+            print(f"iteration {iteration:3d}  episodes {len(batch)}  win rate {win_rates[-1]:.3f}", flush=True)
     finally:
         collector.shutdown()
     return win_rates

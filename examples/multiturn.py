@@ -1,4 +1,4 @@
-"""Train a language model on a multi-turn game, evaluate it before and after, and write a report.
+"""Train a language model in a multi-turn environment, evaluate it before and after, and write a report.
 
     python examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml
     python examples/multiturn.py --algo GRPO --config examples/configs/grpo_multiturn.yaml --wandb

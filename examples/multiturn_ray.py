@@ -1,4 +1,4 @@
-"""The run of ``multiturn.py`` with rollouts on Ray: workers play, this process trains.
+"""The run of ``multiturn.py`` with rollouts on Ray: workers collect, this process trains.
 
     python examples/multiturn_ray.py --config examples/configs/tiny_reinforce_llm.yaml --ray-workers 2
     python examples/multiturn_ray.py --config examples/configs/tiny_reinforce_llm.yaml --max-staleness 1

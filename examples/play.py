@@ -1,9 +1,9 @@
-"""Play a trained model on a GEM environment with transformers alone: nothing of this library is imported.
+"""Run a trained model in a GEM environment with transformers alone, without this library.
 
     python examples/play.py runs/multiturn/merged --episodes 256
 
-The folder is what ``export_merged`` wrote (or any causal language model with a chat template). Prints the win rate with
-its 95 % interval as JSON. It is what a deployment does: messages in, text out, chat template in between.
+The folder was written by ``export_merged`` (or holds any causal language model with a chat template). Prints the win rate with
+its 95 % interval as JSON. This is deployment: messages in, text out, chat template in between.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 @torch.no_grad()
 def play(model, tokenizer, env_name: str, episodes: int, *, max_new_tokens: int, seed: int) -> tuple[int, float]:
-    """Play ``episodes`` games side by side, a turn of all per call; returns the wins and the mean return."""
+    """Run ``episodes`` episodes side by side, a turn of all per call; returns the wins and the mean return."""
     torch.manual_seed(seed)
     games = [Game(env_name, seed + 1 + i) for i in range(episodes)]
     while live := [game for game in games if not game.over]:
@@ -34,7 +34,7 @@ def play(model, tokenizer, env_name: str, episodes: int, *, max_new_tokens: int,
 
 
 class Game:
-    """One game and its conversation. GEM draws from the global generators: each game keeps a state of its own."""
+    """One environment and its messages. GEM uses the global generators: each environment keeps a state of its own."""
 
     def __init__(self, env_name: str, seed: int) -> None:
         self.env, self.rewards, self.over = gem.make(env_name), [], False
@@ -56,7 +56,7 @@ class Game:
 
 
 def main() -> None:
-    """Read the arguments, play, print."""
+    """Read the arguments, run, print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder with a causal language model and its tokenizer")
     parser.add_argument("--env-name", default="game:GuessTheNumber-v0-easy")

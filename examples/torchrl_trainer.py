@@ -2,8 +2,8 @@
 
     python examples/torchrl_trainer.py
 
-Two adapters are all it takes: a hook that gives the rows of a collected batch their values and advantages, and an
-``OptimizationStepper`` that adds up micro-batches. The trainer's frames are conversations here.
+It needs two adapters: a hook that writes values and advantages into the rows of a collected batch, and an
+``OptimizationStepper`` that adds up micro-batches. The trainer counts episodes as frames here.
 """
 
 import argparse
@@ -31,7 +31,7 @@ class TurnStepper(OptimizationStepper):
         self.max_tokens = max_tokens
 
     def step(self, trainer: Trainer, sub_batch: TensorDictBase) -> TensorDictBase:
-        """Backward through the weighted sums, clip, step; returns the batch's figures."""
+        """Backward through the weighted sums, clip, step; returns the batch's metrics."""
         outputs = []
         for part in micro_batches(write_loss_weights(sub_batch, trainer.loss_module), self.max_tokens):
             outputs.append(trainer.loss_module(part))

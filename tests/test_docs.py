@@ -166,6 +166,37 @@ class TestPythonBlocks:
         assert python_blocks(text) == [(1, "a = 1\n")]
 
 
+def messages() -> list[str]:
+    """The text of every string of the package, values left out; strings of one f-string as one."""
+    found = []
+    for path in (ROOT / "torchrl_llm").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return found
+
+
+def holds(message: str, shown: str) -> bool:
+    """Whether the parts of ``shown`` between its ``...`` are in a message, one after the other."""
+    place = 0
+    for part in shown.split("..."):
+        place = message.find(part, place)
+        if place < 0:
+            return False
+        place += len(part)
+    return True
+
+
+def test_error_messages_that_are_explained_are_those_of_the_package():
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    shown = re.findall(r"^```text\n(.*?)\n```$", page, re.MULTILINE | re.DOTALL)
+    known = messages()
+    assert len(shown) > 30
+    assert [each for each in shown if not any(holds(message, each) for message in known)] == []
+
+
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in re.split(r"(?<!\\)\|", line.strip())[1:-1]]
 

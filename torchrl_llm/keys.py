@@ -1,10 +1,10 @@
-"""Every TensorDict key of the library, once, as data: its name, axis, dtype, fill value, writer and meaning.
+"""Every TensorDict key of the library, as data: its name, axis, dtype, fill value, writer and meaning.
 
 Two views of the same episodes. ``N`` environment slots, ``T`` turns, ``B`` episodes, ``L`` tokens of context, ``A`` tokens
 of the longest response.
 
-- :data:`TURN_VIEW`, what environments and policies write: batch ``[N]`` per step, ``[N, T]`` (or ``[B, T]``) collected.
-- :data:`ROW_VIEW`, what is stored, sampled and fed to losses: batch ``[B]``, one episode a row.
+- :data:`TURN_VIEW`, written by environments and policies: batch ``[N]`` per step, ``[N, T]`` (or ``[B, T]``) collected.
+- :data:`ROW_VIEW`, stored, sampled and fed to losses: batch ``[B]``, one episode a row.
 
 Padding, trimming and the tables of the documentation come from these two. Floats are float32, or the input's dtype if wider.
 Keys of your own that follow tokens or turns are added by :func:`declare_row_key`.
@@ -37,13 +37,14 @@ SHAPES: dict[Axis, str] = {
 
 @dataclass(frozen=True)
 class KeySpec:
-    """What a key holds.
+    """Declaration of a key.
 
     Attributes:
         name: the key.
         axis: what the last dimension counts, see :data:`SHAPES`.
         dtype: of its tensor; ``torch.float32`` may be wider.
-        writer: who writes it: an environment ("env"), a "policy", the "sequence" (rows made of episodes), a "critic", ...
+        writer: the component that writes it: an environment ("env"), a "policy", the "sequence" (rows made of episodes), a
+            "critic", ...
         meaning: one line for the documentation.
         fill: the value of padding.
     """
@@ -98,7 +99,7 @@ TRUNCATED = _turn("truncated", "step", _BOOL, "env", "a budget or a failure ende
 SUCCESS = _turn("success", "step", _BOOL, "env", "the episode ended in success")
 STOP_REASON = _turn("stop_reason", "step", _INT, "env", "a StopReason")
 
-COLLECTOR_MASK = _turn(("collector", "mask"), "step", _BOOL, "collector", "True on steps that were played; optional")
+COLLECTOR_MASK = _turn(("collector", "mask"), "step", _BOOL, "collector", "True on steps that were taken; optional")
 
 # The row view.
 TOKENS = _row("tokens", "token", _INT, "sequence", "the episode's tokens, right-padded")
@@ -107,7 +108,7 @@ _row(TURN_IDS, "token", _INT, "sequence", "-1: not an action; the action mask is
 _row(POLICY_VERSION, "token", _INT, "sequence", "the weights that sampled it; -1: not an action", -1)
 SAMPLE_LOG_PROB = _row("sample_log_prob", "token", _FLOAT, "sequence", "index i: log p(token i given those before i)")
 TURN_REWARD = _row(("turn", "reward"), "turn", _FLOAT, "sequence", "reward of each turn")
-TURN_MASK = _row(("turn", "mask"), "turn", _BOOL, "sequence", "True on turns that were played")
+TURN_MASK = _row(("turn", "mask"), "turn", _BOOL, "sequence", "True on turns that were taken")
 TURN_TERMINATED = _row(("turn", "terminated"), "turn", _BOOL, "sequence", "the environment ended it here")
 TURN_TRUNCATED = _row(("turn", "truncated"), "turn", _BOOL, "sequence", "a budget or a failure ended it here")
 TURN_SUCCESS = _row(("turn", "success"), "turn", _BOOL, "sequence", "the episode ended in success here")
@@ -147,7 +148,7 @@ def declare_row_key(spec: KeySpec) -> None:
 
 
 def is_row_view(batch: TensorDictBase) -> bool:
-    """Whether a batch is in the row view: there ``"tokens"`` is a leaf, and in the turn view what is below it.
+    """Whether a batch is in the row view: there ``"tokens"`` is a leaf, in the turn view a nested tensordict.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -162,7 +163,7 @@ def row_axis(name: NestedKey, value: Tensor) -> Axis:
     """The axis of an entry ``[B, ...]`` of rows.
 
     Raises:
-        KeyError: nothing says whether its second dimension counts tokens or turns.
+        KeyError: the key is not declared, so that its second dimension may count tokens or turns.
     """
     spec = ROW_VIEW.get(name) or TURN_VIEW.get(name)
     if spec is not None:
@@ -189,7 +190,7 @@ class StopReason(IntEnum):
     WON = 1
     """Terminated in success."""
     LOST = 2
-    """Terminated without success, before the turn limit (a format error, a lost game)."""
+    """Terminated without success, before the turn limit (a format error, a defeat)."""
     TURN_LIMIT = 3
     """The environment's own turn limit: termination, for the limit is part of the task."""
     MAX_TURNS = 4
@@ -201,4 +202,4 @@ class StopReason(IntEnum):
     TIMEOUT = 7
     """The environment did not answer in time: truncation."""
     ENV_TRUNCATED = 8
-    """The environment itself said truncated and not terminated."""
+    """The environment itself reported truncated and not terminated."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_llm.data import cat_rows, informative, overlong, penalise_overlong
+from torchrl_llm.data import cat_rows, nonzero_variance, overlong, penalize_overlong
 
 
 def rows_of(ids, reward, *, mask=None, truncated=None, **more) -> TensorDict:
@@ -22,11 +22,11 @@ class TestInformative:
     def test_whole_groups_in_which_some_token_has_an_advantage(self):
         advantage = [[0.0, 0.0], [0.0, -0.5], [0.0, 0.0], [0.0, 0.0], [1e-7, 0.0]]
         rows = rows_of([[0, 1]] * 5, [[1.0, 0.0]] * 5, advantage=advantage, group_id=[4, 4, 2, 2, 9])
-        assert informative(rows).tolist() == [True, True, False, False, False]
+        assert nonzero_variance(rows).tolist() == [True, True, False, False, False]
 
     def test_needs_credit(self):
         with pytest.raises(KeyError, match="Run the value estimator first"):
-            informative(rows_of([[0]], [[1.0]], group_id=[1]))
+            nonzero_variance(rows_of([[0]], [[1.0]], group_id=[1]))
 
 
 class TestOverlong:
@@ -41,7 +41,7 @@ class TestOverlong:
 
     def test_the_penalty_is_of_the_turn_and_grows_with_its_length(self):
         rows = rows_of([[0, -1, 1, 1, 1, -1, 2, 2, 2, 2]], [[1.0, 1.0, 1.0, 7.0]], mask=[[True] * 3 + [False]])
-        out = penalise_overlong(rows, 0.5, max_response_length=4, buffer=2)
+        out = penalize_overlong(rows, 0.5, max_response_length=4, buffer=2)
         assert out is rows
         assert rows["turn", "reward"].tolist() == [[1.0, 0.75, 0.5, 7.0]]
         assert rows["turn", "reward"].dtype == torch.float32

@@ -242,8 +242,8 @@ class TestTurnsToRows:
         ("collide", "match"),
         [
             (lambda td: td[keys.EPISODE_ID][1].fill_(100), r"Episode\(s\) \[100\] are in the batch more than once"),
-            (lambda td: td[keys.GROUP_ID][1:3].fill_(7), r"Group\(s\) \[7\] hold conversations of different tasks"),
-            (lambda td: td[keys.GROUP_ID][:2].fill_(7), r"Group\(s\) \[7\] hold conversations of different tasks"),
+            (lambda td: td[keys.GROUP_ID][1:3].fill_(7), r"Group\(s\) \[7\] hold episodes of different tasks"),
+            (lambda td: td[keys.GROUP_ID][:2].fill_(7), r"Group\(s\) \[7\] hold episodes of different tasks"),
         ],
         ids=["episode", "context", "environment"],
     )

@@ -17,7 +17,7 @@ from torchrl_llm.envs import GEMEnv
 from torchrl_llm.keys import StopReason
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, TurnCritic
 from torchrl_llm.objectives import TurnGAE
-from torchrl_llm.record.report import conversations_text
+from torchrl_llm.record.report import episodes_text
 from torchrl_llm.testing.environments import Echo
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
@@ -169,7 +169,7 @@ class TestRows:
 
     def test_a_report_says_where(self):
         rows = turns_to_rows(scripted())
-        assert conversations_text(rows, TOKENIZER, count=1).count("earlier turns leave the context") >= 2
+        assert episodes_text(rows, TOKENIZER, count=1).count("earlier turns leave the context") >= 2
 
     def test_what_is_too_wide_is_an_error(self):
         with pytest.raises(TurnViewError, match="max_model_len=160"):

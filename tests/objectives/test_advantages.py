@@ -65,7 +65,7 @@ class TestTurnGAE:
         raw = TurnGAE(granularity=granularity, whiten=False)(rows.clone())
         out = TurnGAE(granularity=granularity)(rows)
         steps, key = (ids >= 0, "advantage") if granularity == "token" else (acted, ("turn", "advantage"))
-        close(out[key], F.masked_whiten(raw[key], steps))
+        close(out[key], F.standardize(raw[key], steps))
         close(out[key][steps].mean(), 0.0)
         close(out[key][steps].std(), 1.0, atol=1e-7)
         close(out["value_target"], raw["value_target"])
@@ -156,7 +156,7 @@ class TestReBN:
         out = ReBN(gamma=0.7, ddof=0, eps=1e-3)(rows.clone())
         returns = F.turn_returns(reward, mask, 0.7, acted=acted)
         close(out["turn", "value_target"], returns)
-        close(out["turn", "advantage"], F.rebn(returns, acted, 0, 1e-3))
+        close(out["turn", "advantage"], F.standardize(returns, acted, 0, 1e-3))
         close(out["advantage"], F.turn_to_token(out["turn", "advantage"], ids))
 
     @pytest.mark.parametrize("old", ["old_log_prob", "sample_log_prob"])
@@ -168,7 +168,7 @@ class TestReBN:
         returns = F.turn_returns(paid, mask, 0.7, acted=acted)
         out = ReBN(gamma=0.7, kl_coeff=0.1)(rows)
         close(out["turn", "value_target"], returns)
-        close(out["turn", "advantage"], F.rebn(returns, acted))
+        close(out["turn", "advantage"], F.standardize(returns, acted))
 
     def test_where_returns_do_not_differ_only_the_kl_is_left(self):
         rows, _, mask, ids, acted = rows_and_parts()
@@ -401,7 +401,7 @@ class TestEveryEstimator:
         rows["env_id"] = torch.zeros(6, dtype=torch.int64)
         assert GroupRelative()(rows.clone())["advantage"].isfinite().all()
         rows[key][at] += 1
-        with pytest.raises(ValueError, match=r"Group\(s\) \[1\] hold conversations of different tasks"):
+        with pytest.raises(ValueError, match=r"Group\(s\) \[1\] hold episodes of different tasks"):
             GroupRelative()(rows)
         ReBN()(rows)  # compares no groups
 

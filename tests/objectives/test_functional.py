@@ -280,11 +280,10 @@ class TestNormalisation:
         layout, seed = case
         reward, mask, *_ = turns_of(make_rows(layout, seed))
         x = reward[mask]
-        actual = F.masked_whiten(reward, mask, ddof=ddof)
+        actual = F.standardize(reward, mask, ddof=ddof)
         if len(x) > 1:
             close(actual[mask], (x - x.mean()) / (x.std(correction=ddof) + 1e-8))
         assert (actual[~mask] == 0).all()
-        close(F.rebn(reward, mask, ddof=ddof), actual)
 
     @pytest.mark.parametrize("level", [0.0, 0.1, -3.7e4])
     def test_noise_is_not_blown_up(self, level):
@@ -292,27 +291,26 @@ class TestNormalisation:
             3, 5, generator=torch.Generator().manual_seed(0)
         )
         mask = torch.ones_like(x, dtype=torch.bool)
-        assert (F.masked_whiten(x, mask) == 0).all()
-        assert (F.rebn(x, mask) == 0).all()
+        assert (F.standardize(x, mask) == 0).all()
         assert (F.group_relative(x[:, 0], torch.zeros(3)) == 0).all()
 
     def test_one_turn_gives_zero(self):
-        assert F.rebn(torch.tensor([[3.0]]), torch.ones(1, 1, dtype=torch.bool)).item() == 0
+        assert F.standardize(torch.tensor([[3.0]]), torch.ones(1, 1, dtype=torch.bool)).item() == 0
 
     def test_eps(self):
         mask = torch.ones(1, 2, dtype=torch.bool)
-        close(F.masked_whiten(torch.tensor([[0.0, 2.0]]), mask, ddof=0, eps=1.0), [[-0.5, 0.5]])
+        close(F.standardize(torch.tensor([[0.0, 2.0]]), mask, ddof=0, eps=1.0), [[-0.5, 0.5]])
 
     def test_the_penalty_is_scaled_with_the_returns_but_never_by_itself(self):
         mask, penalty = torch.ones(1, 2, dtype=torch.bool), torch.tensor([[-1e-3, -3e-3]])
         returns = torch.tensor([[0.0, 2.0]])
         both = returns + penalty
-        close(F.rebn(returns, mask, penalty=penalty), (both - both.mean()) / both.std(), atol=1e-6)
-        close(F.rebn(torch.full((1, 2), 0.7), mask, penalty=penalty), [[1e-3, -1e-3]], atol=1e-8)
+        close(F.standardize(returns, mask, penalty=penalty), (both - both.mean()) / both.std(), atol=1e-6)
+        close(F.standardize(torch.full((1, 2), 0.7), mask, penalty=penalty), [[1e-3, -1e-3]], atol=1e-8)
 
     def test_statistics_are_constants_to_autograd(self):
         x, mask = torch.tensor([1.0, 3.0], requires_grad=True), torch.tensor([True, True])
-        F.masked_whiten(x, mask, ddof=0, eps=0.0).sum().backward()
+        F.standardize(x, mask, ddof=0, eps=0.0).sum().backward()
         close(x.grad, [1.0, 1.0])
 
 
@@ -322,8 +320,7 @@ def _rank(rank: int, store: str, case: dict, out: str) -> None:
     group = dist.group.WORLD
     torch.save(
         {
-            "rebn": F.rebn(mine["x"], mine["mask"], process_group=group),
-            "whiten": F.masked_whiten(mine["x"], mine["mask"], process_group=group),
+            "standardize": F.standardize(mine["x"], mine["mask"], process_group=group),
             **{k: F.loss_weights(mine["ids"], k, process_group=group) for k in ("token", "turn", "sequence")},
         },
         f"{out}.{rank}",
@@ -339,7 +336,7 @@ class TestProcessGroup:
         args = (str(tmp_path / "store"), case, str(tmp_path / "out"))
         mp.start_processes(_rank, args, nprocs=2, start_method="fork")
         parts = [torch.load(tmp_path / f"out.{rank}") for rank in range(2)]
-        expected = {"rebn": F.rebn(reward, mask), "whiten": F.masked_whiten(reward, mask)}
+        expected = {"standardize": F.standardize(reward, mask)}
         expected |= {kind: F.loss_weights(ids, kind) for kind in ("token", "turn", "sequence")}
         for name, whole in expected.items():
             close(torch.cat([part[name] for part in parts]), whole)

@@ -192,7 +192,7 @@ class TestGAE:
         mask = torch.tensor([[True, False, True]])
         advantage, target = F.turn_gae(reward, value, all_of(reward), 1.0, 1.0)
         meets(target, [[6.0, 5.0, 3.0]], 6)
-        meets(F.masked_whiten(advantage, mask), [[0.7071, 0.0, -0.7071]], 4)
+        meets(F.standardize(advantage, mask), [[0.7071, 0.0, -0.7071]], 4)
         meets(F.turn_gae(reward, value, mask, 1.0, 1.0)[1], [[4.0, 0.0, 3.0]], 6)
 
     def test_torchtune(self):
@@ -323,7 +323,7 @@ class TestWhitening:
     def test_trl(self):
         """``TestCore.test_masked_whiten``: the middle two of 1, 2, 3, 4, by the sample's deviation, the square root of 1/2."""
         mask = torch.tensor([False, True, True, False])
-        meets(F.masked_whiten(doubles([1.0, 2.0, 3.0, 4.0]), mask), [0.0, -0.7071068, 0.7071068, 0.0], 7)
+        meets(F.standardize(doubles([1.0, 2.0, 3.0, 4.0]), mask), [0.0, -0.7071068, 0.7071068, 0.0], 7)
 
 
 def token_loss(log_prob: Tensor, old: Tensor, advantage: Tensor, ref: Tensor | None = None, **options) -> TensorDict:

@@ -9,7 +9,7 @@ from markdown_it import MarkdownIt
 
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.envs import CHATML, GEMEnv, PromptDatasetEnv
-from torchrl_llm.record.report import conversations_text, draw_learning_curve, fenced, plot_learning_curve
+from torchrl_llm.record.report import draw_learning_curve, episodes_text, fenced, plot_learning_curve
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 
@@ -49,7 +49,7 @@ class TestFence:
         )
         policy = ScriptedPolicy(lambda *_: payload, tokenizer=tokenizer, max_output_tokens=64)
         rows = TurnCollector(env, policy, batch_size=2).rollout()
-        html = rendered(conversations_text(rows, tokenizer))
+        html = rendered(episodes_text(rows, tokenizer))
         assert len(re.findall(r"<h3>episode \d", html)) == 2
         assert set(re.findall(r"</?[a-z0-9]+", html)) == {"<h3", "</h3", "<pre", "</pre", "<code", "</code"}, html
 
@@ -72,7 +72,7 @@ class TestConversations:
         )
         policy = ScriptedPolicy(lambda *_: "Yes.", tokenizer=tokenizer, max_output_tokens=64)
         rows = TurnCollector(env, policy, batch_size=4).rollout()
-        text = conversations_text(rows, tokenizer, chat_template_kwargs={"opening": opening})
+        text = episodes_text(rows, tokenizer, chat_template_kwargs={"opening": opening})
         heads = re.findall("^### .*", text, re.MULTILINE)
         assert heads == [
             f"### episode {i}, task {(i + 1) // 2}: won after 2 turns, rewards 0.1, 1" for i in range(1, 5)

@@ -27,7 +27,7 @@ from torchrl_llm.testing.probes import (
     Solution,
     TimeLimit,
     assess,
-    conversations,
+    episodes,
     solve,
 )
 from torchrl_llm.testing.tiny import random_model
@@ -82,13 +82,13 @@ class TestProbes:
                 assert sum(to_go) / len(alike) == probe.values[task][turn]
 
     def test_only_the_game_that_goes_on_for_ever_is_cut_off(self):
-        rows = conversations(TimeLimit)
+        rows = episodes(TimeLimit)
         assert torch.equal(rows[keys.TURN_TRUNCATED].any(1), rows[keys.ENV_ID] == 0)
         assert torch.equal(rows[keys.TURN_TERMINATED].any(1), rows[keys.ENV_ID] == 1)
 
     def test_without_a_critic_a_game_that_is_cut_off_is_worth_what_it_paid(self):
         """What LLMREINFORCE takes both games for, where the critic says 2 and 2 of the one that goes on."""
-        target = ReBN(gamma=TimeLimit.gamma)(conversations(TimeLimit))[keys.TURN_VALUE_TARGET]
+        target = ReBN(gamma=TimeLimit.gamma)(episodes(TimeLimit))[keys.TURN_VALUE_TARGET]
         assert torch.equal(target, torch.tensor([[1.5, 1.0]]).expand_as(target))
 
 
@@ -100,7 +100,7 @@ class TestAssess:
 
     @pytest.mark.parametrize("probe", [ConditionalAnswer, DelayedReward, TimeLimit])
     def test_every_conversation_is_listed_once(self, probe):
-        rows = conversations(probe)
+        rows = episodes(probe)
         said = rows[keys.TOKENS][rows[keys.TURN_IDS] >= 0].view(len(rows), -1)
         listed = torch.cat([rows[keys.ENV_ID].unsqueeze(1), said], 1).unique(dim=0)
         assert len(listed) == len(rows) == len(probe.asks) * TOKENS ** len(probe.asks[0])
@@ -118,9 +118,9 @@ class TestAssess:
         assert assess(TimeLimit, actor, critic).value_error == pytest.approx(1.5)
 
     def test_rows_whose_turn_ids_are_off_by_one_are_refused(self, monkeypatch):
-        rows = conversations(ConstantAnswer)
+        rows = episodes(ConstantAnswer)
         rows[keys.TURN_IDS] = rows[keys.TURN_IDS].roll(-1, 1)
-        monkeypatch.setattr("torchrl_llm.testing.probes.conversations", lambda probe: rows)
+        monkeypatch.setattr("torchrl_llm.testing.probes.episodes", lambda probe: rows)
         with pytest.raises(ValueError, match="add up to"):
             assess(ConstantAnswer, *self.parts())
 

@@ -18,7 +18,7 @@ from torchrl.record.loggers import CSVLogger
 from transformers import AutoModelForCausalLM
 
 from torchrl_llm import keys
-from torchrl_llm.data import informative, overlong, penalise_overlong
+from torchrl_llm.data import nonzero_variance, overlong, penalize_overlong
 from torchrl_llm.envs import TaskSampler
 from torchrl_llm.modules import use_adapter
 from torchrl_llm.objectives import LLMReinforceLoss, TurnEstimator, TurnVTrace
@@ -703,16 +703,16 @@ class TestOptions:
         (metrics,) = run.trainer.train()
         (batch,) = learned
         assert batch.shape[0] == 8
-        assert bool(informative(run.trainer.scorer.estimator(batch)).all())
+        assert bool(nonzero_variance(run.trainer.scorer.estimator(batch)).all())
         assert (batch[keys.GROUP_ID].unique(return_counts=True)[1] == 2).all()
         played = metrics["rollout/episodes"]
         assert played in (16, 24, 32)
         assert run.trainer.episodes == played
-        assert metrics["data/chosen_share"] == 8 / played
+        assert metrics["data/frac_nonzero_variance"] == 8 / played
         once = build_run(small_config(tmp_path, "GRPO", **settings | {"dynamic_sampling": 1}))
         (metrics,) = once.trainer.train()
         assert metrics["rollout/episodes"] == 8
-        assert metrics["data/chosen_share"] < 1
+        assert metrics["data/frac_nonzero_variance"] < 1
 
     def test_nothing_is_learned_where_nothing_differs(self, tmp_path):
         config = small_config(tmp_path, "GRPO", dynamic_sampling=2, max_iterations=2, weight_decay=0.1)
@@ -720,7 +720,7 @@ class TestOptions:
         before = weights(run)
         history = run.trainer.train()
         assert [metrics["rollout/episodes"] for metrics in history] == [16, 32]
-        assert [metrics["data/chosen_share"] for metrics in history] == [0, 0]
+        assert [metrics["data/frac_nonzero_variance"] for metrics in history] == [0, 0]
         assert torch.equal(weights(run), before)
         assert run.policy.policy_version == 0
 
@@ -747,12 +747,12 @@ class TestOptions:
             for coeff in (0.0, 0.5)
         )
         rows = one_batch(plain)
-        expected = penalise_overlong(rows.clone(), 0.5, max_response_length=16, buffer=4)
+        expected = penalize_overlong(rows.clone(), 0.5, max_response_length=16, buffer=4)
         (reward, shaped) = (x[keys.TURN_REWARD].clone() for x in (rows, expected))
         paid.trainer.learn(rows)
         assert torch.equal(rows[keys.TURN_REWARD], shaped)
         rows[keys.TURN_IDS] = torch.where(rows[keys.TURN_IDS] >= 0, 0, -1)
-        assert (penalise_overlong(rows, 0.5, max_response_length=16, buffer=4)[keys.TURN_REWARD] < reward).any()
+        assert (penalize_overlong(rows, 0.5, max_response_length=16, buffer=4)[keys.TURN_REWARD] < reward).any()
 
 
 def prepared(trainer):

@@ -1,6 +1,6 @@
-"""Data in AgileRL's layout as rows: :func:`rows_from_agilerl`.
+"""Conversion of data in AgileRL's layout to rows: :func:`rows_from_agilerl`.
 
-For those who come from AgileRL 2.x with recorded rollouts, or an environment that yields them.
+For recorded rollouts of AgileRL 2.x, or an environment that yields them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from torchrl_llm import keys
 
@@ -26,13 +27,13 @@ def rows_from_agilerl(
 ) -> TensorDict:
     """The arguments of AgileRL's ``learn((completion_ids, action_masks, rewards), turn_ids, sampling_logps)`` as rows.
 
-    AgileRL (2.9.1) aligns ``action_masks`` and ``turn_ids`` with *predicted* tokens: entry j speaks of token j + 1, so
+    AgileRL (2.9.1) aligns ``action_masks`` and ``turn_ids`` with *predicted* tokens: entry j describes token j + 1, so
     they are one shorter than the ids. Ours are aligned with the tokens themselves. Its layout does not say whether an
-    episode was truncated: rows come back as terminated, without bootstrap; nor does it know success or stop reason,
-    which are left out.
+    episode was truncated: rows are marked as terminated, without bootstrap. Success and stop reason are not known and are
+    left out.
 
     Args:
-        completion_ids: whole conversations: a list of ``[1, L_i]`` (or ``[n_i, L_i]``), or ``[B, L]`` right-padded.
+        completion_ids: whole episodes: a list of ``[1, L_i]`` (or ``[n_i, L_i]``), or ``[B, L]`` right-padded.
         action_masks: bool, one column less than the ids, each.
         rewards: per turn, ``[B, T]`` or a list with ``[T_i]`` for each row; single-turn data also ``[B]``.
         turn_ids: int64, shaped as ``action_masks``, -1 off-action; ``None``: every action is of turn 0.
@@ -46,7 +47,7 @@ def rows_from_agilerl(
         tensor, which does not tell padding from feedback.
 
     Raises:
-        ValueError: shapes that do not fit together, or a reward for a turn that was not played.
+        ValueError: shapes that do not fit together, or a reward for a turn without a response.
 
     Examples:
         >>> rows = rows_from_agilerl(
@@ -59,7 +60,8 @@ def rows_from_agilerl(
     ids, lengths = _stack(completion_ids, 0)
     actions, _ = _stack(action_masks, False)
     turns = torch.where(actions.bool(), 0, -1) if turn_ids is None else _stack(turn_ids, -1)[0].long()
-    reward = _rewards(rewards)
+    reward = _stack(rewards, 0)[0]
+    reward = reward.to(torch.promote_types(reward.dtype, torch.float32))
     if not (ids.shape[1] == actions.shape[1] + 1 == turns.shape[1] + 1) or not len(ids) == len(actions) == len(reward):
         raise ValueError(
             f"completion_ids {tuple(ids.shape)}, action_masks {tuple(actions.shape)}, turn_ids {tuple(turns.shape)} and "
@@ -87,25 +89,12 @@ def rows_from_agilerl(
 
 def _stack(parts: Tensor | Sequence[Tensor], value: int | bool) -> tuple[Tensor, Tensor]:
     """One right-padded ``[B, L]`` tensor on the CPU, and the width of each row before padding, ``[B]``."""
-    parts = [parts] if isinstance(parts, Tensor) else list(parts)
-    parts = [part.detach().cpu().reshape(-1, part.shape[-1]) for part in parts]
-    width = max(part.shape[1] for part in parts)
-    lengths = torch.tensor([part.shape[1] for part in parts for _ in range(len(part))])
-    return torch.cat([F.pad(part, (0, width - part.shape[1]), value=value) for part in parts]), lengths
-
-
-def _rewards(rewards: Tensor | Sequence[Tensor]) -> Tensor:
-    """``[B, T]``, at least float32."""
-    if isinstance(rewards, Tensor):
-        stacked = rewards.detach().cpu()
-        stacked = stacked.unsqueeze(-1) if stacked.ndim == 1 else stacked
-    else:
-        stacked = _stack([part.reshape(-1, part.shape[-1] if part.ndim else 1) for part in rewards], 0)[0]
-    return stacked.to(torch.promote_types(stacked.dtype, torch.float32))
+    rows = [row for part in parts for row in torch.atleast_2d(part.detach().cpu())]
+    return pad_sequence(rows, batch_first=True, padding_value=value), torch.tensor([len(row) for row in rows])
 
 
 def _turn_keys(reward: Tensor, turns: Tensor) -> dict[keys.NestedKey, Tensor]:
-    """The per-turn keys ``[B, T]``: turns up to the last one with an action token count as played."""
+    """The per-turn keys ``[B, T]``: the mask holds the turns up to the last one with an action token."""
     last = turns.amax(-1, keepdim=True)
     count = torch.arange(max(reward.shape[1], int(last.max()) + 1))
     reward = F.pad(reward, (0, len(count) - reward.shape[1]))

@@ -1,7 +1,7 @@
-"""Rows in batches that fit: :func:`minibatches` for optimizer steps, :func:`micro_batches` for memory, :func:`cat_rows`.
+"""Splitting and joining rows: :func:`minibatches` for optimizer steps, :func:`micro_batches` for memory, :func:`cat_rows`.
 
-Losses are weighted sums (:func:`torchrl_llm.objectives.functional.loss_weights`), so how a batch is cut up never
-changes a gradient; these functions only decide how much padding it costs.
+Losses are weighted sums (:func:`torchrl_llm.objectives.functional.loss_weights`), so the split of a batch never
+changes a gradient, only the amount of padding.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def minibatches(
 
 
 def _places(batch: TensorDictBase, process_group: dist.ProcessGroup) -> Tensor:
-    """For each row of all ranks, in the order of their episodes, its place in ``batch``; -1: it is another rank's."""
+    """The index in ``batch`` of each row of all ranks, in the order of their episodes; -1: the row is on another rank."""
     ids: list[list[int]] = [[] for _ in range(dist.get_world_size(process_group))]
     dist.all_gather_object(ids, batch[keys.EPISODE_ID].tolist(), group=process_group)
     rank = dist.get_rank(process_group)
@@ -66,7 +66,8 @@ def micro_batches(batch: TensorDictBase, max_tokens: int) -> list[TensorDictBase
     ``max_tokens`` tokens gets a micro-batch of its own.
 
     Args:
-        batch: rows of batch size ``[B]`` with ``"attention_mask"`` ``[B, L]``, right-padded; a row's gaps (:mod:`torchrl_llm.segments`) stay.
+        batch: rows of batch size ``[B]`` with ``"attention_mask"`` ``[B, L]``, right-padded; a row's gaps
+            (:mod:`torchrl_llm.segments`) stay.
         max_tokens: bound on rows times longest row, >= 1.
 
     Returns:
@@ -86,7 +87,7 @@ def micro_batches(batch: TensorDictBase, max_tokens: int) -> list[TensorDictBase
 
 
 def cat_rows(batches: Sequence[TensorDictBase]) -> TensorDictBase:
-    """Put rows of different width together: ``[B1]``, ``[B2]``, ... become ``[B1 + B2 + ...]``, padded to the widest.
+    """Concatenate rows of different width: ``[B1]``, ``[B2]``, ... become ``[B1 + B2 + ...]``, padded to the widest.
 
     Args:
         batches: rows with ``"attention_mask"`` ``[b, L]`` and, as a rule, ``("turn", "mask")`` ``[b, T]``; ``L`` and ``T`` may
@@ -110,13 +111,13 @@ def cat_rows(batches: Sequence[TensorDictBase]) -> TensorDictBase:
 
 
 def row_sizes(rows: TensorDictBase) -> tuple[int, int]:
-    """The width ``L`` of rows, and their number of turns ``T``; 0: they have no keys of turns."""
+    """The width ``L`` of rows, and their number of turns ``T``; 0: they have no per-turn keys."""
     turns = rows.get(keys.TURN_MASK, None)
     return rows[keys.ATTENTION_MASK].shape[1], 0 if turns is None else turns.shape[1]
 
 
 def pad_rows(rows: TensorDictBase, width: int, num_turns: int) -> TensorDictBase:
-    """Rows ``[B]`` with the per-token keys padded to ``width`` and the per-turn keys to ``num_turns`` (:data:`keys.ROW_VIEW`)."""
+    """Rows ``[B]`` with the per-token keys padded to ``width`` and the per-turn keys to ``num_turns``."""
     own_width, own_turns = row_sizes(rows)
     missing = {"token": width - own_width, "turn": num_turns - own_turns}
     if not any(missing.values()):
@@ -156,21 +157,18 @@ def apply_in_micro_batches(module: TensorDictModuleBase, batch: TensorDictBase, 
     """
     width = batch[keys.ATTENTION_MASK].shape[1]
     inputs = batch.select(*{keys.ATTENTION_MASK, *module.in_keys})
+    written: dict[keys.NestedKey, Tensor] = {}
     for index, part in _packed(inputs, max_tokens):
         part = module(part)
-        trimmed = part[keys.ATTENTION_MASK].shape[1]
+        padding = width - part[keys.ATTENTION_MASK].shape[1]
         for key in module.out_keys:
             value = part[key]
             if keys.row_axis(key, value) == "token":
-                value = torch.nn.functional.pad(value.movedim(1, -1), (0, width - trimmed)).movedim(-1, 1)
-            if (
-                batch.get(key, None) is None
-                or batch[key].shape[1:] != value.shape[1:]
-                or batch[key].dtype != value.dtype
-            ):
-                batch.set(key, value.new_zeros(batch.shape[0], *value.shape[1:]))
-            batch[key][index] = value
-    return batch
+                value = torch.nn.functional.pad(value.movedim(1, -1), (0, padding)).movedim(-1, 1)
+            if key not in written:
+                written[key] = value.new_zeros(batch.shape[0], *value.shape[1:])
+            written[key][index] = value
+    return batch.update(written)
 
 
 def _packed(batch: TensorDictBase, max_tokens: int) -> Iterator[tuple[Tensor, TensorDictBase]]:

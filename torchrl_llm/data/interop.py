@@ -1,7 +1,6 @@
 """Rows for TorchRL's own language-model components: its ``GRPOLoss`` and its ``MCAdvantage``.
 
-For those who have them in place and want conversations through them. What is computed is TorchRL's; here are only keys,
-shapes and the scores that its loss asks an actor for.
+TorchRL computes; this module only renames keys, adapts shapes and wraps a scorer as the actor that its loss asks for.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ def to_grpo_keys(rows: TensorDictBase) -> TensorDict:
 
     - ``kl_to_ref_coeff``: the mean is taken over all ``B * L`` positions, so that the term shrinks with the padding and
       the feedback, and without the ratio to the policy that sampled. Ours is the mean over action tokens, with it.
-    - means are those of the rows it is given: split into micro-batches they are means of means.
+    - means are taken over the rows it is given: with micro-batches they are means of means.
     - ``kl_approx`` and ``clip_fraction`` are means over all positions too, and the former is the k1 estimate.
 
     Args:
@@ -55,7 +54,7 @@ def to_grpo_keys(rows: TensorDictBase) -> TensorDict:
 
     Returns:
         ``[B]``: ``("tokens", "full")``, ``("masks", all_attention_mask / all_assistant_mask)``, ``("log_probs", "full")``,
-        ``("next", "ref_log_probs", "full")`` and ``"turn_ids"`` ``[B, L]``, ``"advantage"`` ``[B, L, 1]``. Figures off
+        ``("next", "ref_log_probs", "full")`` and ``"turn_ids"`` ``[B, L]``, ``"advantage"`` ``[B, L, 1]``. Values off
         actions are 0.
 
     Raises:
@@ -98,7 +97,7 @@ def _required(rows: TensorDictBase, key: keys.NestedKey) -> Tensor:
 
 
 class ScoredTokens(Distribution):
-    """The scores of given tokens behind the face of a distribution: what ``GRPOLoss`` asks of its actor.
+    """The scores of given tokens as a distribution, which ``GRPOLoss`` asks of its actor.
 
     Args:
         tokens: ``[B, L]`` int64, the tokens that were scored.
@@ -116,10 +115,8 @@ class ScoredTokens(Distribution):
 
     def __init__(self, tokens: Tensor, mask: Tensor, log_probs: Tensor, entropies: Tensor | None = None) -> None:
         super().__init__(batch_shape=tokens.shape, validate_args=False)
-        self.tokens = tokens
-        self.mask = mask
-        self.log_probs = log_probs
-        self.entropies = entropies
+        self.tokens, self.mask = tokens, mask
+        self.log_probs, self.entropies = log_probs, entropies
 
     def log_prob(self, value: Tensor) -> Tensor:
         """The log-probs ``[B, L]`` of the scored tokens; ``ValueError`` for any others."""
@@ -139,7 +136,7 @@ class ScoredTokens(Distribution):
 class GRPOActor(TensorDictModuleBase):
     """A scorer as the actor of ``torchrl.objectives.llm.GRPOLoss``, on batches of :func:`to_grpo_keys`.
 
-    The mask is that of the action tokens, whatever the loss's ``masking_strategy``.
+    The mask marks the action tokens, whatever the loss's ``masking_strategy``.
 
     Args:
         scorer: reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"`` ``[B, L]``, writes ``"log_prob"`` ``[B, L]`` and
@@ -162,8 +159,7 @@ class GRPOActor(TensorDictModuleBase):
     def get_dist(self, tensordict: TensorDictBase, **_: Any) -> ScoredTokens:
         """Score ``tensordict`` ``[B]``; TorchRL's further arguments name logits, of which there are none here."""
         tokens, attention_mask, turn_ids = (tensordict.get(key) for key in self.in_keys)
-        names = (keys.TOKENS, keys.ATTENTION_MASK, keys.TURN_IDS)
-        rows = dict(zip(names, (tokens, attention_mask, turn_ids), strict=True))
+        rows = {keys.TOKENS: tokens, keys.ATTENTION_MASK: attention_mask, keys.TURN_IDS: turn_ids}
         scored = self.scorer(TensorDict(rows, batch_size=turn_ids.shape[:1], device=tensordict.device))
         return ScoredTokens(tokens, turn_ids >= 0, scored.get(keys.LOG_PROB), scored.get(keys.ENTROPY, None))
 
@@ -175,12 +171,12 @@ class GRPOActor(TensorDictModuleBase):
 class RowsAsTrajectories(Transform):
     """Replay-buffer transform between :class:`~torchrl_llm.data.TurnsToSequence` and TorchRL's ``MCAdvantage``.
 
-    ``MCAdvantage`` splits what it is given at done flags; to it a row is a trajectory of one step, whose rewards are the
-    turns'. On writing, rows get ``"done"`` ``[B, 1]``, all True. On sampling, ``("turn", "advantage")``, which
-    ``MCAdvantage`` has written, goes to ``"advantage"`` ``[B, L]`` by ``"turn_ids"``. ``Compose`` writes from right to
+    ``MCAdvantage`` splits its input at done flags; for it a row is a trajectory of one step, with the rewards of the turns.
+    On writing, rows get ``"done"`` ``[B, 1]``, all True. On sampling, ``("turn", "advantage")``, which ``MCAdvantage`` has
+    written, goes to ``"advantage"`` ``[B, L]`` by ``"turn_ids"``. ``Compose`` writes from right to
     left; ``MCAdvantage`` waits for whole groups, and nothing is stored until one is complete.
 
-    The advantage is ``(R - mean) / max(std, 1e-6)`` of the undiscounted returns of the group, that of
+    The advantage is ``(R - mean) / max(std, 1e-6)`` of the undiscounted returns of the group, as in
     :class:`~torchrl_llm.objectives.GroupRelative` with ``eps=0``. An incomplete group stays in ``MCAdvantage`` when the
     buffer is emptied, and later rows of the same ``group_id`` would complete it: call its ``clear_queues()`` too.
 

@@ -1,4 +1,4 @@
-"""Rows made of episodes: :func:`rows_from_episodes`."""
+"""Conversion of episodes to rows: :func:`rows_from_episodes`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class TurnViewError(ValueError):
 
 
 class HistoryRewrittenError(ValueError):
-    """A context does not continue the one before it token for token: what was sampled is not what would be trained on."""
+    """A context does not continue the one before it token for token, so that training would not see what was sampled."""
 
     @classmethod
     def at(cls, episode_id: int, turn: int) -> HistoryRewrittenError:
@@ -32,7 +32,7 @@ class HistoryRewrittenError(ValueError):
             f"Episode {episode_id}, turn {turn}: the context and response of this turn are not a prefix of what follows, so "
             "an environment or its formatter rewrote history (a template that drops earlier reasoning, a sliding window, ids "
             "encoded again from text). Contexts must only grow: context_{t+1} = context_t + response_t + feedback_t, unless "
-            f"{keys.SEGMENT!r} says that they were cut and rebuilt."
+            f"{keys.SEGMENT!r} counts a cut of the context."
         )
 
 
@@ -50,7 +50,7 @@ def rows_from_episodes(
     gap in ``attention_mask``. So nothing is trained on with a context that the policy did not see
     (:mod:`torchrl_llm.segments`).
 
-    Rows take about 29 bytes a token, and making them no tensor of another size.
+    Rows take about 29 bytes a token; no larger tensor is made on the way.
 
     Args:
         episodes: B finished episodes.
@@ -59,8 +59,8 @@ def rows_from_episodes(
         dtype: of the floats.
 
     Raises:
-        TurnViewError: an episode does not fit, is there twice, or different tasks share a group.
-        HistoryRewrittenError: a response does not stand in the context where it was sampled.
+        TurnViewError: an episode does not fit, occurs twice, or different tasks share a group.
+        HistoryRewrittenError: the context does not hold a response where it was sampled.
 
     Examples:
         >>> from torchrl_llm.episode import Turn
@@ -73,12 +73,7 @@ def rows_from_episodes(
     """
     longest = max((episode.length for episode in episodes), default=0)
     most = max((len(episode.turns) for episode in episodes), default=0)
-    width, num_turns = max_model_len or longest, max_turns or most
-    if longest > width or most > num_turns:
-        raise TurnViewError(
-            f"An episode of {most} turns and one of {longest} tokens do not fit into max_turns={num_turns} and "
-            f"max_model_len={width}. Give TurnsToSequence the limits of the environment."
-        )
+    width, num_turns = fitting_shape(longest, most, max_model_len, max_turns)
     rows = _empty_rows(len(episodes), width, num_turns, dtype)
     if any(episode.task_id is None for episode in episodes):
         del rows[keys.TASK_ID]
@@ -95,6 +90,17 @@ def rows_from_episodes(
     return result
 
 
+def fitting_shape(longest: int, most: int, max_model_len: int | None, max_turns: int | None) -> tuple[int, int]:
+    """Width and number of turns of rows whose longest has ``longest`` tokens and that have up to ``most`` turns."""
+    width, num_turns = max_model_len or longest, max_turns or most
+    if longest > width or most > num_turns:
+        raise TurnViewError(
+            f"Rows of up to {most} turns and {longest} tokens do not fit into max_turns={num_turns} and "
+            f"max_model_len={width}. Give TurnsToSequence the limits of the environment."
+        )
+    return width, num_turns
+
+
 def _empty_rows(size: int, width: int, num_turns: int, dtype: torch.dtype) -> dict[keys.NestedKey, Tensor]:
     shapes = {"row": (size,), "turn": (size, num_turns), "token": (size, width)}
     return {
@@ -105,7 +111,7 @@ def _empty_rows(size: int, width: int, num_turns: int, dtype: torch.dtype) -> di
 
 
 def _write_tokens(row: _Row, episode: Episode) -> None:
-    """Write the segments and, at their places in them, the responses."""
+    """Write the segments, and what belongs to the responses in them."""
     starts = np.cumsum([0, *(len(context) + 1 for context in episode.contexts)])
     for start, context in zip(starts, episode.contexts, strict=False):
         row[keys.TOKENS][start : start + len(context)] = context
@@ -124,15 +130,12 @@ def _write_turns(row: _Row, episode: Episode) -> None:
     count = len(episode.turns)
     row[keys.TURN_REWARD][:count] = episode.rewards
     row[keys.TURN_MASK][:count] = True
-    at_end: dict[keys.NestedKey, Any] = {
-        keys.TURN_TERMINATED: episode.terminated,
-        keys.TURN_TRUNCATED: episode.truncated,
-        keys.TURN_SUCCESS: episode.success,
-        keys.TURN_STOP_REASON: episode.stop_reason,
-    }
-    for key, value in at_end.items():
-        row[key][count - 1] = value
-    ids = {keys.EPISODE_ID: episode.episode_id, keys.GROUP_ID: episode.group_id, keys.ENV_ID: episode.env_id}
-    for key, value in (ids | {keys.TASK_ID: episode.task_id}).items():
-        if key in row:
-            row[key][0] = value
+    row[keys.TURN_TERMINATED][count - 1] = episode.terminated
+    row[keys.TURN_TRUNCATED][count - 1] = episode.truncated
+    row[keys.TURN_SUCCESS][count - 1] = episode.success
+    row[keys.TURN_STOP_REASON][count - 1] = episode.stop_reason
+    row[keys.EPISODE_ID][0] = episode.episode_id
+    row[keys.GROUP_ID][0] = episode.group_id
+    row[keys.ENV_ID][0] = episode.env_id
+    if keys.TASK_ID in row:
+        row[keys.TASK_ID][0] = episode.task_id

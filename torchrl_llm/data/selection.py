@@ -1,6 +1,6 @@
-"""Which conversations to learn from, and what length costs: functions of rows ``[B]`` (:mod:`torchrl_llm.keys`).
+"""Selection of episodes to learn from, and penalties on length: functions of rows ``[B]`` (:mod:`torchrl_llm.keys`).
 
-Selecting means dropping rows: loss weights are computed after it, so that they count what is left.
+Select rows before loss weights are computed, so that the weights count the rows that are left.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torchrl_llm import keys
 from torchrl_llm.objectives import functional as F
 
 
-def informative(rows: TensorDictBase) -> Tensor:
-    """Whether the estimator gave any member of a conversation's group an advantage: without, the group teaches nothing.
+def nonzero_variance(rows: TensorDictBase) -> Tensor:
+    """Whether any episode of a row's group has an advantage; without one the group gives no gradient.
 
-    The filter of dynamic sampling (DAPO, Yu et al., 2025, arXiv:2503.14476, sec. 3.2), for every estimator: what counts is
-    the credit that the update would use (its discount, whether turns or episodes are compared, a KL in the reward), and not
-    the returns as such. An advantage of at most 1e-6 counts as none.
+    The filter of dynamic sampling (DAPO, Yu et al., 2025, arXiv:2503.14476, sec. 3.2), for every estimator: it looks at the
+    advantages of the update (with its discount, comparing turns or episodes, with a KL in the reward), not at the plain
+    returns. An advantage of at most 1e-6 counts as none.
 
     Args:
         rows: ``[B]`` with ``"advantage"`` and ``"group_id"``; groups are whole.
@@ -32,13 +32,13 @@ def informative(rows: TensorDictBase) -> Tensor:
     Examples:
         >>> from tensordict import TensorDict
         >>> advantage, group_id = torch.tensor([[0.0], [0.5], [0.0], [0.0]]), torch.tensor([0, 0, 1, 1])
-        >>> informative(TensorDict(advantage=advantage, group_id=group_id, batch_size=[4])).tolist()
+        >>> nonzero_variance(TensorDict(advantage=advantage, group_id=group_id, batch_size=[4])).tolist()
         [True, True, False, False]
     """
     advantage = rows.get(keys.ADVANTAGE, None)
     if advantage is None:
         raise KeyError(
-            f"informative needs {keys.ADVANTAGE!r}, which is not in the rows. Run the value estimator first."
+            f"nonzero_variance needs {keys.ADVANTAGE!r}, which is not in the rows. Run the value estimator first."
         )
     credited = (advantage.abs() > F.SPREAD_TOLERANCE).any(1)
     labels, group = rows[keys.GROUP_ID].unique(return_inverse=True)
@@ -46,10 +46,10 @@ def informative(rows: TensorDictBase) -> Tensor:
 
 
 def overlong(rows: TensorDictBase, max_response_length: int) -> Tensor:
-    """Whether a limit of length cut a conversation: it was truncated, or one of its responses was.
+    """Whether a length limit cut an episode: it was truncated, or one of its responses was.
 
     A response of ``max_response_length`` tokens counts as cut. DAPO's overlong filtering (arXiv:2503.14476, sec. 3.4)
-    leaves such conversations out of the loss.
+    leaves such episodes out of the loss.
 
     Args:
         rows: ``[B]`` with ``"turn_ids"`` and ``("turn", mask / terminated / truncated)``.
@@ -70,16 +70,16 @@ def overlong(rows: TensorDictBase, max_response_length: int) -> Tensor:
     return cut | (F.turn_lengths(rows[keys.TURN_IDS], mask.shape[1]) >= max_response_length).any(1)
 
 
-def penalise_overlong(rows: TensorDictBase, coeff: float, *, max_response_length: int, buffer: int) -> TensorDictBase:
-    """Take ``coeff`` times the soft overlong punishment of each response from the reward of its turn.
+def penalize_overlong(rows: TensorDictBase, coeff: float, *, max_response_length: int, buffer: int) -> TensorDictBase:
+    """Subtract ``coeff`` times the soft overlong penalty of each response from the reward of its turn.
 
-    See :func:`~torchrl_llm.objectives.functional.overlong_penalty`. To be done before credit is assigned.
+    See :func:`~torchrl_llm.objectives.functional.overlong_penalty`. Call it before the advantage estimator.
 
     Args:
         rows: ``[B]`` with ``"turn_ids"`` and ``("turn", reward / mask)``; the reward is replaced.
-        coeff: the punishment of a response that reaches the limit, in units of reward.
+        coeff: the penalty of a response that reaches the limit, in units of reward.
         max_response_length: where responses are cut, in tokens.
-        buffer: over how many tokens before it the punishment grows.
+        buffer: over how many tokens before the limit the penalty grows.
 
     Returns:
         ``rows``.
@@ -88,7 +88,7 @@ def penalise_overlong(rows: TensorDictBase, coeff: float, *, max_response_length
         >>> from tensordict import TensorDict
         >>> turn = dict(reward=torch.tensor([[1.0]]), mask=torch.tensor([[True]]))
         >>> rows = TensorDict(turn=turn, turn_ids=torch.tensor([[-1, 0, 0, 0]]), batch_size=[1])
-        >>> penalise_overlong(rows, 0.5, max_response_length=4, buffer=2)["turn", "reward"].tolist()
+        >>> penalize_overlong(rows, 0.5, max_response_length=4, buffer=2)["turn", "reward"].tolist()
         [[0.75]]
     """
     length = F.turn_lengths(rows[keys.TURN_IDS], rows[keys.TURN_MASK].shape[1])

@@ -1,12 +1,13 @@
-"""From turns to rows: :class:`TurnsToSequence` and :func:`turns_to_rows`, for TorchRL's own collectors and ``env.rollout``.
+"""Conversion of turns to rows: :class:`TurnsToSequence` and :func:`turns_to_rows`.
 
-There an episode is collected as ``[T]`` turns that each repeat the whole context; it is trained on as one row. Nothing passes
-that was not played as it stands. Keys of both views: :mod:`torchrl_llm.keys`.
+For TorchRL's own collectors and ``env.rollout``, which collect an episode as ``[T]`` turns that each repeat the whole
+context; training takes it as one row. Turns that do not form whole episodes are refused. Keys: :mod:`torchrl_llm.keys`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -17,27 +18,27 @@ from torchrl.envs.transforms import Transform
 
 from torchrl_llm import keys
 from torchrl_llm.data.batching import pad_rows, row_sizes
-from torchrl_llm.data.rows import HistoryRewrittenError, TurnViewError, rows_from_episodes
+from torchrl_llm.data.rows import HistoryRewrittenError, TurnViewError, fitting_shape, rows_from_episodes
 from torchrl_llm.episode import Episode, Turn
 
 _IDS = (keys.EPISODE_ID, keys.GROUP_ID, keys.ENV_ID)
-_RESPONSE = (keys.RESPONSE, keys.RESPONSE_MASK, keys.RESPONSE_LOG_PROBS, keys.POLICY_VERSION)
-_OUTCOME = (keys.REWARD, keys.TERMINATED, keys.TRUNCATED, keys.SUCCESS, keys.STOP_REASON)
+_SAMPLED = (keys.RESPONSE, keys.RESPONSE_LOG_PROBS, keys.POLICY_VERSION)
+_FLAGS = (keys.TERMINATED, keys.TRUNCATED, keys.SUCCESS)
 _NEXT_PROMPT: Any = ("next", *keys.PROMPT)
 _NEXT_LENGTH: Any = ("next", *keys.PROMPT_LENGTH)
-_NEEDED: tuple[Any, ...] = (keys.PROMPT, keys.PROMPT_LENGTH, *_RESPONSE, keys.TURN, *_IDS, _NEXT_PROMPT, _NEXT_LENGTH)
-_NEEDED += tuple(("next", key) for key in _OUTCOME)
+_NEEDED: tuple[Any, ...] = (keys.PROMPT, keys.PROMPT_LENGTH, *_SAMPLED, keys.RESPONSE_MASK, keys.TURN, *_IDS)
+_NEEDED += (_NEXT_PROMPT, _NEXT_LENGTH, *(("next", key) for key in (keys.REWARD, *_FLAGS, keys.STOP_REASON)))
 
 
 class TurnsToSequence(Transform):
-    """Replay-buffer transform: turns ``[B, T]`` become rows ``[B]`` in ``extend``; samples pass as they are.
+    """Replay-buffer transform: turns ``[B, T]`` become rows ``[B]`` in ``extend``; samples are not changed.
 
-    See :func:`turns_to_rows`, which does the work. Rows, which the collectors of this library deliver, are only padded. A
+    See :func:`turns_to_rows`. Rows, which the collectors of this library deliver, are only padded. A
     storage of fixed shape (``LazyTensorStorage``) needs ``max_model_len``, and ``max_turns`` where batches differ in their
     number of turns.
 
     Args:
-        max_model_len: width ``L`` of the rows; ``None``: that of the longest row of each batch.
+        max_model_len: width ``L`` of the rows; ``None``: the longest row of each batch.
         max_turns: width ``T`` of the per-turn keys; ``None``: as collected.
 
     Raises:
@@ -59,17 +60,10 @@ class TurnsToSequence(Transform):
             return turns_to_rows(tensordict, max_model_len=self.max_model_len, max_turns=self.max_turns)
         if tensordict.ndim == 0:  # a single row, as TorchRL's ``add`` writes it
             return self._inv_call(tensordict.unsqueeze(0))[0]
-        longest, most = row_sizes(tensordict)
-        width, num_turns = self.max_model_len or longest, self.max_turns or most
-        if longest > width or most > num_turns:
-            raise TurnViewError(
-                f"Rows of {most} turns and {longest} tokens do not fit into max_turns={num_turns} and max_model_len={width}. "
-                "Give TurnsToSequence the limits of the environment."
-            )
-        return pad_rows(tensordict, width, num_turns)
+        return pad_rows(tensordict, *fitting_shape(*row_sizes(tensordict), self.max_model_len, self.max_turns))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Samples pass as they are."""
+        """Return the sample unchanged."""
         return tensordict
 
 
@@ -91,7 +85,7 @@ def turns_to_rows(
 
     Raises:
         TurnViewError: keys are missing, no turn was played, a row holds several episodes, part of one, or more than fits; an
-            episode is there twice, or different tasks share a group.
+            episode occurs twice, or different tasks share a group.
         HistoryRewrittenError: ``context_{t+1} = context_t + response_t + feedback_t`` does not hold.
 
     Examples:
@@ -115,7 +109,7 @@ def turns_to_rows(
         played = played & turns[keys.COLLECTOR_MASK].view(played.shape)
     if len(turns) and not played.any():
         raise TurnViewError(
-            "No turn of the batch was played: all slots idle. A GEMEnv with on_done='idle' deals again when the whole "
+            "No turn of the batch was played: all slots idle. A GEMEnv with on_done='idle' starts new episodes when the whole "
             "environment is reset: give TorchRL's Collector reset_at_each_iter=True (and frames_per_batch = slots * "
             "max_turns), or make the environment with on_done='refill'."
         )
@@ -129,8 +123,7 @@ def turns_to_rows(
         record_turns([episodes[i] for i in chosen.tolist()], turns[chosen, turn])
     _check_continuity(turns, played)
     floats = (turns[keys.RESPONSE_LOG_PROBS].dtype, turns["next", keys.REWARD].dtype, torch.float32)
-    dtype = torch.promote_types(torch.promote_types(*floats[:2]), floats[2])
-    max_turns = max_turns or played.shape[1]
+    dtype, max_turns = reduce(torch.promote_types, floats), max_turns or played.shape[1]
     rows = rows_from_episodes(episodes, max_model_len=max_model_len, max_turns=max_turns, dtype=dtype)
     return rows if turns.device is None else rows.to(turns.device)
 
@@ -147,7 +140,7 @@ def record_turns(episodes: Sequence[Episode], steps: TensorDictBase) -> None:
     """Add a turn to each of ``n`` episodes.
 
     Args:
-        episodes: what the slots play.
+        episodes: the episode of each slot.
         steps: ``[n]`` of the turn view: a step of each, with its response and ``"next"``.
 
     Raises:
@@ -155,51 +148,32 @@ def record_turns(episodes: Sequence[Episode], steps: TensorDictBase) -> None:
     """
     if not episodes:
         return
-    read: dict[keys.NestedKey, Tensor] = {key: steps[key].cpu() for key in _NEEDED}
-    zero = torch.zeros_like(read[keys.TURN])
-    read |= {key: steps.get(key, zero).cpu() for key in (keys.SEGMENT, ("next", keys.SEGMENT))}
-    size = read[keys.RESPONSE_MASK].sum(-1)
-    ended = (read["next", keys.TERMINATED] | read["next", keys.TRUNCATED]).flatten()
-    cut = (read[keys.SEGMENT] != read["next", keys.SEGMENT]).flatten() & ~ended
-    wrong = _rewritten(read, size) & ~cut
-    if bool(wrong.any()):
-        episode = episodes[int(wrong.nonzero()[0])]
-        raise HistoryRewrittenError.at(episode.episode_id, len(episode.turns))
-    log_probs = read[keys.RESPONSE_LOG_PROBS]
-    read[keys.RESPONSE_LOG_PROBS] = log_probs.to(torch.promote_types(log_probs.dtype, torch.float32))
-    arrays = {key: value.numpy() for key, value in read.items() if key != ("next", keys.REWARD)}
-    rewards = read["next", keys.REWARD].flatten().tolist()
+    read = {key: steps[key] for key in _NEEDED}
+    uncut = torch.zeros_like(steps[keys.TURN])
+    read |= {key: steps.get(key, uncut) for key in (keys.SEGMENT, ("next", keys.SEGMENT))}
+    # NumPy has no bfloat16.
+    arrays = {key: (x.float() if x.dtype is torch.bfloat16 else x).numpy(force=True) for key, x in read.items()}
     for i, episode in enumerate(episodes):
-        _record_turn(episode, {key: value[i] for key, value in arrays.items()}, int(size[i]))
-        episode.rewards.append(rewards[i])
-        if cut[i]:
-            episode.end_segment(arrays[keys.PROMPT][i, : episode.turns[-1].start])
+        _record_turn(episode, {key: value[i] for key, value in arrays.items()})
 
 
-def _record_turn(episode: Episode, step: dict[keys.NestedKey, np.ndarray[Any, Any]], size: int) -> None:
-    # Copies: the step's tensors are as wide as the widest context, and would be kept alive by a view.
-    tokens, log_probs, versions = (
-        step[key][:size].copy() for key in (keys.RESPONSE, keys.RESPONSE_LOG_PROBS, keys.POLICY_VERSION)
-    )
-    start, segment = int(step[keys.PROMPT_LENGTH][0]), int(step[keys.SEGMENT][0])
+def _record_turn(episode: Episode, step: dict[Any, np.ndarray[Any, Any]]) -> None:
+    start, size = int(step[keys.PROMPT_LENGTH][0]), int(step[keys.RESPONSE_MASK].sum())
+    segment, next_segment = int(step[keys.SEGMENT][0]), int(step["next", keys.SEGMENT][0])
+    terminated, truncated, success = (bool(step["next", key][0]) for key in _FLAGS)
+    context, following = step[keys.PROMPT][:start], step[_NEXT_PROMPT][: int(step[_NEXT_LENGTH][0])]
+    # Copies: the step's tensors are as wide as the widest context, and a view would keep them alive.
+    tokens, log_probs, versions = (step[key][:size].copy() for key in _SAMPLED)
+    cut = not (terminated or truncated) and segment != next_segment
+    if not cut and not np.array_equal(following[: start + size], np.concatenate([context, tokens])):
+        raise HistoryRewrittenError.at(episode.episode_id, len(episode.turns))
     episode.add(Turn(start, segment, tokens, log_probs, versions))
-    terminated, truncated, success = (
-        bool(step["next", key][0]) for key in (keys.TERMINATED, keys.TRUNCATED, keys.SUCCESS)
-    )
+    episode.rewards.append(float(step["next", keys.REWARD][0]))
+    if cut:
+        episode.end_segment(context)
     if terminated or truncated:
-        context = step[_NEXT_PROMPT][: int(step[_NEXT_LENGTH][0])].copy()
         reason = int(step["next", keys.STOP_REASON][0])
-        episode.end(context, reason, terminated=terminated, truncated=truncated, success=success)
-
-
-def _rewritten(read: dict[keys.NestedKey, Tensor], size: Tensor) -> Tensor:
-    """Whether the next context does not begin with the context and the response, ``[n]``."""
-    context, following = read[keys.PROMPT], read[_NEXT_PROMPT]
-    length, response = read[keys.PROMPT_LENGTH], read[keys.RESPONSE]
-    differs = ((context != following) & (_columns(context) < length)).any(-1)
-    index = (length + _columns(response)).clamp(max=following.shape[-1] - 1)
-    differs |= ((following.gather(1, index) != response) & read[keys.RESPONSE_MASK]).any(-1)
-    return differs | (length.flatten() + size > read[_NEXT_LENGTH].flatten())
+        episode.end(following.copy(), reason, terminated=terminated, truncated=truncated, success=success)
 
 
 def _check_keys(turns: TensorDictBase) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrl_llm.objectives import functional as F
-from torchrl_llm.objectives.estimators.group_relative import Credit, GroupRelative
+from torchrl_llm.objectives.estimators.returns import Credit, GroupRelative
 from torchrl_llm.objectives.loss import TurnPolicyLoss
 from torchrl_llm.options import Count, NonNegative, Share
 
@@ -14,7 +14,7 @@ from torchrl_llm.options import Count, NonNegative, Share
 class LLMGRPOLoss(TurnPolicyLoss):
     """Group-relative policy optimization (Shao et al., 2024, arXiv:2402.03300), without a critic.
 
-    :class:`~torchrl_llm.objectives.TurnPolicyLoss` with the group as the baseline. Kin of it by options:
+    :class:`~torchrl_llm.objectives.TurnPolicyLoss` with the group as the baseline. Related algorithms by options:
 
     - GSPO (arXiv:2507.18071): ``ratio_level="sequence", unit_weight="equal"``;
     - Dr. GRPO (arXiv:2503.20783): ``scale="none", weighting="constant", weight_constant=...``;

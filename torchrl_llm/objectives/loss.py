@@ -1,4 +1,4 @@
-"""What the policy losses share: :class:`TurnPolicyLoss`.
+"""Base class of the policy losses: :class:`TurnPolicyLoss`.
 
 A loss is a **weighted sum** over tokens, and the weights belong to the optimizer batch
 (:mod:`~torchrl_llm.objectives.micro_batches`). The maths is in :mod:`torchrl_llm.objectives.functional`; the three algorithms
@@ -23,7 +23,7 @@ from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.estimators import ReBN, TurnEstimator, TurnGAE
-from torchrl_llm.objectives.rows import RowReader
+from torchrl_llm.objectives.estimators.base import RowReader
 from torchrl_llm.options import Bound, Checked, Idle, NonNegative, Positive, Ratio, options_of
 
 UnitWeight = Literal["by_tokens", "equal"]
@@ -33,7 +33,7 @@ KLPlace = Literal["loss", "reward"]
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class TurnPolicyLoss(Checked, RowReader, LossModule):
-    """Policy loss over conversations: advantage x ratio level x clipping x weights x KL x entropy x sampler correction.
+    """Policy loss over episodes: advantage x ratio level x clipping x weights x KL x entropy x sampler correction.
 
     ``loss_objective = -sum(loss_weight * correction * objective(log_ratio, advantage))``, where ``log_ratio`` is the
     new log-prob minus ``"old_log_prob"`` (or ``"sample_log_prob"`` where there is none), pooled over ``ratio_level``.
@@ -66,19 +66,20 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         clip_epsilon: how far the ratio may move from 1: a float, or ``(low, high)``. Default: 0.2.
         dual_clip: with ``clipping="ppo"``, the ratio beyond which a negative advantage has no gradient either, such as
             3.0; ``None`` is off. Default: ``None``.
-        ratio_level: what is clipped as one: ``"token"``, ``"turn"`` or ``"sequence"``. Default: ``"token"``.
+        ratio_level: the unit that has one ratio and is clipped as one: ``"token"``, ``"turn"`` or ``"sequence"``. Default:
+            ``"token"``.
         ratio_reduction: a unit's log-ratio is the ``"sum"`` of its tokens' or their ``"mean"``. Default: ``"mean"``.
         unit_weight: a unit counts ``"by_tokens"`` (with the sum of its tokens' weights; with one token's under
             ``ratio_reduction="sum"``), or all units are ``"equal"``: GSPO, other libraries' turn-level clip. Default:
             ``"by_tokens"``.
         weighting: what counts equally in the loss, see :func:`~torchrl_llm.objectives.functional.loss_weights`; not
             with ``unit_weight="equal"``, which decides it. Default: ``"token"``.
-        weight_constant: tokens per conversation of ``weighting="constant"``.
+        weight_constant: tokens per episode of ``weighting="constant"``.
         kl_coeff: weight of the KL to the reference policy; 0 is off. Default: 0.0.
         kl_kind: the KL in the loss: ``"k3"`` has the forward KL's gradient, ``"k2"`` the reverse KL's; ``"k1"``, whose
-            gradient is zero in expectation, is refused. The term carries the (detached) ratio, so that it stays true
+            gradient is zero in expectation, is refused. The term carries the (detached) ratio, so that it stays correct
             after the first epoch. Default: ``"k3"``.
-        kl_in: ``"loss"``, or ``"reward"``: the estimator takes it. Default: ``"loss"``.
+        kl_in: ``"loss"``, or ``"reward"``: the estimator subtracts it. Default: ``"loss"``.
         entropy_coeff: weight of the entropy bonus; not 0 needs an actor that writes ``"entropy"``. Default: 0.0.
         sampler_correction: corrects objective and KL for an engine whose log-probs are not the trainer's (Yao et al., 2025,
             "Your efficient RL framework secretly brings you off-policy RL training"), by weights of ``w = old / sample``:
@@ -86,9 +87,9 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
             :func:`~torchrl_llm.objectives.functional.sampler_weights`. Needs ``"old_log_prob"``: without it the ratio is
             taken against the sampler itself. Default: ``None``.
         sampler_bounds: the cap of ``"truncate"``, ``(low, high)`` of ``"mask"`` and ``"reject"``.
-        sampler_level, sampler_reduction: what has one weight ``w``, and how its tokens' are pooled; as ``ratio_level`` and
+        sampler_level, sampler_reduction: the unit that has one weight ``w``, and how its tokens are pooled; as ``ratio_level`` and
             ``ratio_reduction``. Defaults: ``"token"``, ``"sum"``.
-        discounted_objective, clip_advantage: of the estimator, see
+        discounted_objective, clip_advantage: options of the estimator, see
             :class:`~torchrl_llm.objectives.TurnEstimator`. Defaults: ``False``, ``None``.
 
     Examples:
@@ -201,7 +202,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
             )
         nothing = torch.zeros(1, 1)
         F.loss_weights(nothing.long(), self.weighting, self.weight_constant)
-        self._surrogate(nothing, nothing)  # raises on bounds that are none
+        self._surrogate(nothing, nothing)  # raises on invalid bounds
 
     def _check_sampler_correction(self) -> None:
         kind, bounds = self.sampler_correction, self.sampler_bounds
@@ -245,17 +246,10 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
             out += ["loss_entropy", "entropy"] if self.entropy_coeff else ["entropy"]
         return out
 
-    @property
-    def estimator_options(self) -> dict[str, Any]:
-        """The options of this loss, for an estimator that has options of the same names."""
-        options = {each.name: getattr(self, each.name) for each in fields(self)}
-        kl_coeff = self.kl_coeff if self.kl_in == "reward" else None
-        return options | {"kl_coeff": kl_coeff, "value_network": self.critic_network}
-
     def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
         estimator = self._value_estimator
         if estimator is not None:
-            # An estimator of TorchRL's own knows other names; those that both have are the loss's.
+            # TorchRL's own estimators have other names; forward those that both have.
             known, own = ({field.name for field in fields(each._AcceptedKeys)} for each in (estimator, self))
             estimator.set_keys(**{name: getattr(self.tensor_keys, name) for name in known & own})
 
@@ -284,9 +278,13 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         if isinstance(value_type, ValueEstimatorBase) and hyperparams:
             raise ValueError(f"An estimator instance takes no hyperparameters; got {sorted(hyperparams)}.")
         if isinstance(value_type, type) and issubclass(value_type, TurnEstimator):
-            known = options_of(value_type)
+            options = {each.name: getattr(self, each.name) for each in fields(self)}
+            kl_coeff = self.kl_coeff if self.kl_in == "reward" else None
+            options |= {"kl_coeff": kl_coeff, "value_network": self.critic_network}
             # An option that the loss leaves None has the default of the estimator's own class.
-            given = {name: x for name, x in self.estimator_options.items() if name in known and x is not None}
+            given = {
+                name: options[name] for name in options.keys() & options_of(value_type) if options[name] is not None
+            }
             value_type, hyperparams = value_type(**(given | hyperparams)), {}
         super().make_value_estimator(value_type, **hyperparams)
         self._check_estimator()
@@ -295,7 +293,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
 
     @property
     def _declared(self) -> TurnEstimator | type[TurnEstimator]:
-        """What the estimator declares of itself; TorchRL's own declare nothing, so that the defaults of ours hold."""
+        """The estimator's declarations; TorchRL's own estimators have none, so our defaults hold for them."""
         estimator = self.value_estimator
         return estimator if isinstance(estimator, TurnEstimator) else TurnEstimator
 
@@ -312,15 +310,12 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
                 f'sampler_correction={self.sampler_correction!r} it would count twice. Use clipping="none" and no correction.'
             )
 
-    def _default_value_estimator(self) -> None:
-        self.make_value_estimator()
-
     def objective(self, log_ratio: Tensor, advantage: Tensor) -> Tensor:
-        """What each token contributes, to be maximized, as ``clipping`` says. The one method to override.
+        """The objective of each token, to be maximized, by ``clipping``. Override this method for another objective.
 
         Args:
-            log_ratio: ``[B, L]``, new minus old log-prob, pooled over ``ratio_level``; 0 off actions. Its gradient is
-                that of the log-prob.
+            log_ratio: ``[B, L]``, new minus old log-prob, pooled over ``ratio_level``; 0 off actions. It has the
+                gradient of the log-prob.
             advantage: ``[B, L]``; 0 off actions.
 
         Returns:
@@ -381,15 +376,15 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         return out
 
     def _add_terms(self, out: TensorDictBase, tensordict: TensorDictBase, weights: dict[str, Tensor]) -> None:
-        """Terms of a subclass; they write into ``out``."""
+        """Write further terms into ``out``; a subclass overrides it."""
 
     def _frozen(self, tensordict: TensorDictBase, name: str, hint: str = "") -> Tensor:
-        """A value ``[B, L]`` that the loss takes as given: without gradient, and 0 off actions."""
+        """A value ``[B, L]`` without gradient, 0 off actions."""
         action = self._get(tensordict, "turn_ids") >= 0
         return torch.where(action, self._get(tensordict, name, hint).detach(), 0.0)
 
     def _read_weights(self, tensordict: TensorDictBase, turn_ids: Tensor) -> dict[str, Tensor]:
-        """The weights written into the rows, or, if there are none, those of the rows as a whole batch."""
+        """The weights in the rows; without any, the weights of the rows taken as a whole batch."""
         written = {name: tensordict.get(getattr(self.tensor_keys, name), None) for name in self._weight_names}
         missing = [getattr(self.tensor_keys, name) for name, weight in written.items() if weight is None]
         if len(missing) == len(written):
@@ -406,7 +401,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         return weight / F.pool_log_ratio(ones, turn_ids, self.ratio_level, "sum").clamp_min(1.0)
 
     def _old_log_prob(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
-        """The log-prob that ratios are taken against, and the sampler correction; ``[B, L]`` each."""
+        """The old log-prob, the denominator of ratios, and the sampler correction; ``[B, L]`` each."""
         old = self._frozen(tensordict, self._old_name(tensordict))
         if self.sampler_correction is None:
             return old, torch.ones_like(old)

@@ -1,8 +1,8 @@
-"""Around a loss in a training loop: weights before a batch is split, and the sum of what its parts return.
+"""Helpers around a loss in a training loop: weights before a batch is split, and sums over its micro-batches.
 
 The weights of a loss belong to the optimizer batch: :func:`write_loss_weights` writes them once, before the batch is split.
 The gradient then does not depend on how the rows are cut into micro-batches, padded or ordered. Micro-batches are added,
-never averaged: :func:`total` is what to call ``backward`` on, and :func:`merge` adds up their outputs.
+never averaged: call ``backward`` on :func:`total`; :func:`merge` adds up their outputs.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ def write_loss_weights(
     """Write every weight that ``loss_module`` reads into an optimizer batch, before it is split into micro-batches.
 
     Args:
-        batch: ``[B]`` rows with ``"turn_ids"``: all that one optimizer step sees on this rank.
-        loss_module: whose weights (``"loss_weight"``; ``"critic_weight"`` too for PPO).
+        batch: ``[B]`` rows with ``"turn_ids"``: all rows of one optimizer step on this rank.
+        loss_module: the loss, which computes its weights (``"loss_weight"``; ``"critic_weight"`` too for PPO).
         process_group: count over all ranks of this group; losses are then summed over the ranks.
 
     Returns:
@@ -40,7 +40,7 @@ def write_loss_weights(
 
 
 def total(losses: TensorDictBase) -> Tensor:
-    """The sum of the entries whose name starts with ``loss_``: what to call ``backward`` on.
+    """The sum of the entries whose name starts with ``loss_``; call ``backward`` on it.
 
     Examples:
         >>> out = {"loss_objective": torch.tensor(1.0), "loss_kl": torch.tensor(0.5), "kl": torch.tensor(9.0)}
@@ -57,8 +57,8 @@ def total(losses: TensorDictBase) -> Tensor:
 def merge(outputs: Sequence[TensorDictBase]) -> TensorDict:
     """The outputs of an optimizer batch from the outputs of its micro-batches, detached.
 
-    Sums, but for ``ESS`` and ``explained_variance``, which are averaged by ``"weight"``: an approximation, exact for
-    one micro-batch.
+    Outputs are summed. ``ESS`` and ``explained_variance`` are averaged by ``"weight"``, an approximation that is exact for one
+    micro-batch.
 
     Examples:
         >>> half = torch.tensor(0.5)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
-from torchrl_llm.objectives.estimators.gae import Granularity, TurnGAE
+from torchrl_llm.objectives.estimators.critic import Granularity, TurnGAE
 from torchrl_llm.objectives.loss import TurnPolicyLoss
 from torchrl_llm.options import NonNegative, Positive, Share
 
@@ -93,9 +93,8 @@ class LLMPPOLoss(TurnPolicyLoss):
     def _add_terms(self, out: TensorDictBase, tensordict: TensorDictBase, weights: dict[str, Tensor]) -> None:
         hint = "Run the value estimator first."
         turn_ids, weight = self._get(tensordict, "turn_ids"), weights["critic_weight"]
-        value = self._pool(
-            self._get(self.critic_network(self._inputs(self.critic_network, tensordict)), "value"), turn_ids
-        )
+        scored = self.critic_network(self._inputs(self.critic_network, tensordict))
+        value = self._pool(self._get(scored, "value"), turn_ids)
         target = self._frozen(tensordict, "value_target", hint)
         error = (value - target).square()
         clipped = torch.zeros_like(turn_ids, dtype=torch.bool)

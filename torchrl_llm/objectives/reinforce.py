@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrl_llm.objectives.estimators.rebn import Population, ReBN
+from torchrl_llm.objectives.estimators.returns import Population, ReBN
 from torchrl_llm.objectives.loss import KLPlace, TurnPolicyLoss
 from torchrl_llm.options import NonNegative, Share
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class LLMReinforceLoss(TurnPolicyLoss):
-    """REINFORCE (Williams, 1992) with return batch normalization; the ratio, clipped, allows for more than one epoch.
+    """REINFORCE (Williams, 1992) with return batch normalization; the clipped ratio allows more than one epoch.
 
     :class:`~torchrl_llm.objectives.TurnPolicyLoss` with the KL in the reward by default, where its sum is exact, and
     no critic.
@@ -22,7 +22,7 @@ class LLMReinforceLoss(TurnPolicyLoss):
     Keyword Args:
         gamma, normalize_over: see :class:`~torchrl_llm.objectives.ReBN`. Defaults: 0.9, ``"batch"``.
         kl_coeff: weight of the KL to the reference. Default: 0.01.
-        kl_in: where it is. Default: ``"reward"``.
+        kl_in: subtract the KL from the ``"reward"``, or add it to the ``"loss"``. Default: ``"reward"``.
         **options: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
     """
 

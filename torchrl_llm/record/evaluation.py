@@ -13,18 +13,18 @@ class Evaluation:
     """The result of :func:`torchrl_llm.trainers.evaluate`.
 
     Attributes:
-        episodes: number of episodes, those whose environment failed included.
+        episodes: number of episodes, including those whose environment failed.
         success: share of them that ended in success; an episode whose environment failed did not.
         success_ci95: its 95 % interval, clustered by task (:func:`~torchrl_llm.record.success_interval`).
         reward: mean return (undiscounted).
         turns: mean turns per episode.
         response_length: mean tokens per response.
         tasks: different tasks among them, by first observation and hidden state (:class:`~torchrl_llm.envs.TaskIdentity`).
-        task_overlap: share of the episodes whose task training has played; ``None``: unknown.
-        faults: episodes whose environment failed: cut where it did, without a reward for that turn. One that failed at its
-            reset has no turns.
-        environments: of a mixture, success, reward and turns of each environment that was played, as
-            ``"success/<name>"``; empty for a single one.
+        task_overlap: share of the episodes whose task was trained on; ``None``: unknown.
+        faults: episodes whose environment failed: truncated there, without a reward for that turn. An episode whose reset
+            failed has no turns.
+        environments: success, reward and turns of each environment of a mixture that occurs, as ``"success/<name>"``; empty
+            for a single environment.
         rows: the episodes, ``[episodes]`` in task order, without those that failed at their reset; ``None`` in an
             evaluation that was read from a file.
     """
@@ -42,19 +42,13 @@ class Evaluation:
     rows: TensorDictBase | None = None
 
     def statistics(self) -> dict[str, Any]:
-        """All but the rows: ``Evaluation(**statistics)`` makes it again."""
+        """All fields but the rows: ``Evaluation(**statistics)`` restores it."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "rows"}
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """The results under the names of :data:`torchrl_llm.record.METRICS`."""
-        return {
-            f"{prefix}/success": self.success,
-            f"{prefix}/success_low": self.success_ci95[0],
-            f"{prefix}/success_high": self.success_ci95[1],
-            f"{prefix}/reward": self.reward,
-            f"{prefix}/turns": self.turns,
-            f"{prefix}/faults": float(self.faults),
-            **({} if self.tasks is None else {f"{prefix}/tasks": float(self.tasks)}),
-            **({} if self.task_overlap is None else {f"{prefix}/task_overlap": self.task_overlap}),
-            **{f"{prefix}/{name}": value for name, value in self.environments.items()},
-        }
+        low, high = self.success_ci95
+        names = ("success", "reward", "turns", "faults", "tasks", "task_overlap")
+        values = {name: getattr(self, name) for name in names} | {"success_low": low, "success_high": high}
+        values |= self.environments
+        return {f"{prefix}/{name}": float(value) for name, value in values.items() if value is not None}

@@ -1,7 +1,6 @@
 """Every metric's name and meaning (:data:`METRICS`), and the pure functions that compute them from rows.
 
-What the losses report of themselves (KL, clip fraction, ...) is computed by them; it is only named here. Logging is
-TorchRL's loggers'.
+The losses compute their own metrics (KL, clip fraction, ...); here these only get their names.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ METRICS: dict[str, str] = {
     "rollout/success": "share of episodes that ended in success",
     "rollout/turns": "turns per episode",
     "rollout/response_length": "tokens per response",
-    "rollout/truncated": "share of episodes that were cut (context, step budget) rather than ended",
-    "rollout/episodes": "episodes played in training so far",
-    "rollout/steps": "turns played in training so far",
+    "rollout/truncated": "share of episodes that were truncated (context, step budget) instead of terminated",
+    "rollout/episodes": "episodes collected in training so far",
+    "rollout/steps": "turns collected in training so far",
     "loss/objective": "the policy's term of the loss",
     "loss/critic": "the critic's term of the loss (LLMPPO)",
     "loss/entropy": "the entropy bonus' term of the loss",
@@ -47,9 +46,9 @@ METRICS: dict[str, str] = {
     "optim/lr_actor": "learning rate of the actor",
     "optim/lr_critic": "learning rate of the critic",
     "data/padding_share": "share of padding in the positions of the training forward passes",
-    "data/chosen_share": "share of the collected episodes that the update learns from (dynamic sampling)",
+    "data/frac_nonzero_variance": "share of the collected episodes that the update learns from (dynamic sampling)",
     "data/staleness": "updates between the weights a token was sampled with and those it trains, mean over tokens",
-    "data/dropped": "episodes dealt and not delivered so far: stale (async collector), or of a group with a failed one",
+    "data/dropped": "episodes started and not delivered so far: stale (async collector), or of a group with a failed one",
     "data/faults": "episodes whose environment failed so far",
     "data/lost_workers": "workers on Ray that were lost and replaced so far",
     "data/tokens": "tokens in the rows of the batch, padding excluded",
@@ -57,7 +56,7 @@ METRICS: dict[str, str] = {
     "time/rollout_s": "seconds of collecting the batch",
     "time/score_s": "seconds of old and reference log-probs, values, and credit",
     "time/update_s": "seconds of the optimizer steps",
-    "time/sync_s": "seconds of bringing the weights to the engine (vLLM)",
+    "time/sync_s": "seconds of the weight sync to the engine (vLLM)",
     "time/evaluation_s": "seconds of evaluation in this iteration",
     "time/rollout_tokens_per_s": "sampled tokens per second of collecting",
     "time/update_tokens_per_s": "row tokens per second of score and update; a row counts once, whatever the epochs",
@@ -72,7 +71,7 @@ METRICS: dict[str, str] = {
             "turns": "turns per episode on the held-out tasks, {}",
             "faults": "held-out episodes whose environment failed; they count as not won",
             "tasks": "different tasks among the held-out episodes, by first observation and hidden state",
-            "task_overlap": "share of the held-out episodes whose task this run has played in training",
+            "task_overlap": "share of the held-out episodes whose task this run has trained on",
         }.items()
     },
 }
@@ -92,15 +91,15 @@ ROLLOUT_KEYS = (
     keys.TURN_TERMINATED,
     keys.TURN_TRUNCATED,
 )
-"""What :func:`rollout_metrics`, :func:`staleness` and :func:`throughput` read of rows."""
+"""The keys of rows that :func:`rollout_metrics`, :func:`staleness` and :func:`throughput` read."""
 
 
 CREDIT_KEYS = (keys.ATTENTION_MASK, keys.EPISODE_ID, keys.TURN_MASK, keys.TURN_VALUE, keys.TURN_VALUE_TARGET)
-"""What :func:`credit_metrics` reads of rows."""
+"""The keys of rows that :func:`credit_metrics` reads."""
 
 
 PER_ENVIRONMENT = ("reward", "success", "turns")
-"""Figures of ``rollout/``, ``evaluation/`` and ``evaluation_greedy/`` that are also reported for each environment of a mixture,
+"""Metrics of ``rollout/``, ``evaluation/`` and ``evaluation_greedy/`` that are also reported for each environment of a mixture,
 as ``<metric>/<name>``."""
 
 
@@ -142,9 +141,9 @@ def wilson_interval(successes: float, trials: float, z: float = 1.959964) -> tup
     if not 0 <= successes <= trials or trials < 1:
         raise ValueError(f"{successes} successes of {trials} trials; expected 0 <= successes <= trials, trials >= 1.")
     rate, z2n = successes / trials, z * z / trials
-    centre = (rate + z2n / 2) / (1 + z2n)
+    center = (rate + z2n / 2) / (1 + z2n)
     half = z / (1 + z2n) * (rate * (1 - rate) / trials + z2n / (4 * trials)) ** 0.5
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return max(0.0, center - half), min(1.0, center + half)
 
 
 def success_interval(won: Tensor, task: Tensor) -> tuple[float, float]:
@@ -153,7 +152,7 @@ def success_interval(won: Tensor, task: Tensor) -> tuple[float, float]:
     Episodes of one task are no independent samples of tasks. With the variance of the rate, clustered by task, ``V = sum_g
     (sum_{i in g} (won_i - rate))**2 / n**2`` (Miller, *Adding Error Bars to Evals*, 2024, arXiv:2411.00640), they are worth
     ``rate (1 - rate) / V`` independent ones, at most ``n``; where all were won, or none, one a task. With a single task the
-    interval is that of the rate on this task.
+    interval covers the rate on this task only.
 
     Args:
         won: ``[n]`` bool.
@@ -167,9 +166,9 @@ def success_interval(won: Tensor, task: Tensor) -> tuple[float, float]:
         [0.3, 0.7, 0.3, 0.7]
     """
     n, rate = len(won), won.double().mean().item()
-    of = task.unique(return_inverse=True)[1]
-    groups = int(of.max()) + 1
-    sums = torch.zeros(groups, dtype=torch.float64, device=won.device).index_add_(0, of, won.double() - rate)
+    labels, group = task.unique(return_inverse=True)
+    groups = len(labels)
+    sums = torch.zeros(groups, dtype=torch.float64, device=won.device).index_add_(0, group, won.double() - rate)
     spread, variance = rate * (1 - rate), sums.square().sum().item() / n**2
     if spread == 0 and groups > 1:
         effective = float(groups)
@@ -186,9 +185,9 @@ def named(metric: str) -> bool:
         (True, True, False, False)
     """
     phase, _, rest = metric.partition("/")
-    figure, *name = rest.split("/", 1)
-    shared = phase in ("rollout", "evaluation", "evaluation_greedy") and figure in PER_ENVIRONMENT
-    return metric in METRICS or (shared and name != [])
+    statistic, _, environment = rest.partition("/")
+    shared = phase in ("rollout", "evaluation", "evaluation_greedy") and statistic in PER_ENVIRONMENT
+    return metric in METRICS or (shared and environment != "")
 
 
 def rollout_metrics(rows: TensorDictBase, env_names: Sequence[str] = ()) -> dict[str, float]:
@@ -203,10 +202,10 @@ def rollout_metrics(rows: TensorDictBase, env_names: Sequence[str] = ()) -> dict
     if len(env_names) > 1:
         for name in dict.fromkeys(env_names):
             ids = torch.tensor([i for i, other in enumerate(env_names) if other == name], device=rows.device)
-            played = torch.isin(rows[keys.ENV_ID], ids)
-            if played.any():
-                own = _rollout_metrics(rows[played])
-                result |= {f"rollout/{figure}/{name}": own[f"rollout/{figure}"] for figure in PER_ENVIRONMENT}
+            chosen = torch.isin(rows[keys.ENV_ID], ids)
+            if chosen.any():
+                own = _rollout_metrics(rows[chosen])
+                result |= {f"rollout/{statistic}/{name}": own[f"rollout/{statistic}"] for statistic in PER_ENVIRONMENT}
     return result
 
 
@@ -227,18 +226,16 @@ def _rollout_metrics(rows: TensorDictBase) -> dict[str, float]:
 
 
 def credit_metrics(rows: TensorDictBase) -> dict[str, float]:
-    """How well values from before the update predict their targets, over the valid turns of rows ``[B]``."""
+    """How well the values before the update predict their targets, over the turns of rows ``[B]``."""
     mask = rows[keys.TURN_MASK]
     value, target = rows[keys.TURN_VALUE][mask].double(), rows[keys.TURN_VALUE_TARGET][mask].double()
-    # Undefined when the targets do not vary: nan says so.
-    explained = explained_variance(value, target, torch.ones_like(target)).item() if target.var() > 0 else float("nan")
-    return {"critic/explained_variance": explained, "critic/value_return_correlation": _correlation(value, target)}
-
-
-def _correlation(value: Tensor, target: Tensor) -> float:
-    if value.numel() < 2 or value.var() == 0 or target.var() == 0:
-        return float("nan")
-    return torch.corrcoef(torch.stack([value, target]))[0, 1].item()
+    # Both are undefined when the targets do not vary, the correlation also when the values do not: nan says so.
+    explained = correlation = float("nan")
+    if target.var() > 0:
+        explained = explained_variance(value, target, torch.ones_like(target)).item()
+        if value.var() > 0:
+            correlation = torch.corrcoef(torch.stack([value, target]))[0, 1].item()
+    return {"critic/explained_variance": explained, "critic/value_return_correlation": correlation}
 
 
 def staleness(rows: TensorDictBase, policy_version: int) -> float:

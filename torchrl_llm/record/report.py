@@ -1,6 +1,6 @@
-"""The report of a run: table, learning curve, sample conversations, ``result.json``.
+"""The report of a run: table, learning curve, sample episodes, ``result.json``.
 
-Reads figures and rows, draws and writes files. matplotlib is imported where a plot is drawn, not before.
+matplotlib is imported only where a plot is drawn.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
     from torchrl_llm.record.evaluation import Evaluation
 
-_MADE_ANEW = "\n\n[... earlier turns leave the context; the model sees from here on:]\n\n"
+_NEXT_SEGMENT = "\n\n[... earlier turns leave the context; the model sees from here on:]\n\n"
 
 
 def comparison_table(evaluations: Mapping[str, Evaluation]) -> str:
-    """A plain-text table, one evaluation a line: win rate with its 95 % interval, turns, return, and what was played.
+    """A plain-text table, one evaluation a line: win rate with its 95 % interval, turns, return, and the episodes behind it.
 
-    The last columns are the different tasks among the episodes, the share of episodes whose task training has played, and the
+    The last columns are the different tasks among the episodes, the share of episodes whose task was trained on, and the
     episodes whose environment failed; "-" where it is unknown.
 
     Args:
@@ -49,28 +49,28 @@ def comparison_table(evaluations: Mapping[str, Evaluation]) -> str:
 
 
 def _known(value: float | None, width: int, kind: str) -> str:
-    """A number, or a dash in its place."""
+    """The number, or a dash if it is unknown."""
     known = value is not None and not math.isnan(value)
     return f"{value:{width}{kind}}" if known else f"{'-':>{width}}"
 
 
-def conversations_text(
+def episodes_text(
     rows: TensorDictBase,
     tokenizer: PreTrainedTokenizerBase,
     *,
     count: int = 4,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
-    """The first ``count`` conversations of ``rows`` as text, special tokens included, with their outcome.
+    """The first ``count`` episodes of ``rows`` as text, special tokens included, with their outcome.
 
     They are numbered from 1, and so are their tasks, in order of appearance. The turn that the template opens after the
-    environment's last message is left out: nobody was asked for it.
+    environment's last message is left out: the policy was not asked for it.
 
     Args:
-        rows: ``[B]`` conversations.
-        tokenizer: of the model that played.
+        rows: ``[B]`` episodes.
+        tokenizer: of the model.
         count: how many at most; default 4.
-        chat_template_kwargs: what its template was given; default nothing.
+        chat_template_kwargs: the arguments that its template was given; default none.
     """
     opening = _opening(tokenizer, chat_template_kwargs or {})
     tasks: dict[int, int] = {}
@@ -82,7 +82,7 @@ def conversations_text(
         task = tasks.setdefault(int(row.get(keys.TASK_ID, row[keys.GROUP_ID])), len(tasks) + 1)
         outcome = f"{reason} after {turns} turn{'s' * (turns != 1)}, rewards {rewards}"
         contexts = map(tokenizer.decode, _contexts(row[keys.TOKENS], row[keys.ATTENTION_MASK]))
-        text = _MADE_ANEW.join(contexts).removesuffix(opening)
+        text = _NEXT_SEGMENT.join(contexts).removesuffix(opening)
         parts.append(f"### episode {number}, task {task}: {outcome}\n\n{fenced(text)}\n")
     return "\n".join(parts)
 
@@ -91,19 +91,14 @@ def _opening(tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[s
     """The text with which the chat template opens the assistant's turn; none without a template."""
     if not getattr(tokenizer, "chat_template", None):
         return ""
-    closed, opened = (
-        str(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": "?"}], tokenize=False, add_generation_prompt=prompt, **chat_template_kwargs
-            )
-        )
-        for prompt in (False, True)
-    )
+    options, messages = {"tokenize": False, **chat_template_kwargs}, [{"role": "user", "content": "?"}]
+    closed = str(tokenizer.apply_chat_template(messages, add_generation_prompt=False, **options))
+    opened = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options))
     return opened.removeprefix(closed) if opened.startswith(closed) else ""
 
 
 def fenced(text: str) -> str:
-    """``text`` as a block of Markdown that shows it as it is, whatever it holds: the fence is longer than any in it.
+    """``text`` as a block of Markdown that shows it unchanged: the fence is longer than any in the text.
 
     Examples:
         >>> print(fenced("```\\n<b>"))
@@ -135,7 +130,7 @@ def plot_learning_curve(
 def draw_learning_curve(
     history: Sequence[Mapping[str, float]], *, title: str, before: Mapping[str, float] | None = None
 ) -> Figure:
-    """Success in training and on held-out tasks over turns played, with the 95 % interval of the latter.
+    """Success in training and on held-out tasks over the turns collected, with the 95 % interval of the latter.
 
     Args:
         history: the metrics of each iteration (``LLMTrainer.history``).
@@ -150,13 +145,8 @@ def draw_learning_curve(
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
-    axes.plot(
-        [m["rollout/steps"] for m in history],
-        [m["rollout/success"] for m in history],
-        color="0.7",
-        linewidth=1,
-        label="training batches",
-    )
+    steps, success = ([m[f"rollout/{name}"] for m in history] for name in ("steps", "success"))
+    axes.plot(steps, success, color="0.7", linewidth=1, label="training batches")
     evaluated = [{"rollout/steps": 0.0, **before}] if before else []
     evaluated += [dict(m) for m in history if "evaluation/success" in m]
     if evaluated:
@@ -164,8 +154,8 @@ def draw_learning_curve(
         axes.plot(steps, [m["evaluation/success"] for m in evaluated], "o-", color="C0", label="held-out, sampled")
         low, high = ([m[f"evaluation/success_{end}"] for m in evaluated] for end in ("low", "high"))
         axes.fill_between(steps, low, high, color="C0", alpha=0.2, linewidth=0, label="95 % interval")
-    axes.set(xlabel="turns played", ylabel="win rate", ylim=(0, 1.02))
-    axes.set_title(title, parse_math=False)  # a name with dollar signs is no formula
+    axes.set(xlabel="turns collected", ylabel="win rate", ylim=(0, 1.02))
+    axes.set_title(title, parse_math=False)  # a title with dollar signs is no formula
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right", frameon=False)
     return figure

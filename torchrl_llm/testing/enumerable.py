@@ -1,6 +1,6 @@
-"""A language game small enough to list every conversation: :class:`EnumerableMDP`.
+"""A language environment small enough to list every episode: :class:`EnumerableMDP`.
 
-With all conversations and their probabilities at hand, expectations are sums, not samples: the true policy gradient,
+With all episodes and their probabilities known, expectations are sums, not samples: the true policy gradient,
 the value of every state, and the gradient that a loss gives on average over all batches are exact, in float64. Whether
 a loss is unbiased is then a comparison of two vectors. The language model is real (a GPT-2 of transformers), and so
 are the scorer, the estimator and the loss; only the sampling is replaced by summing.
@@ -30,17 +30,17 @@ Response = tuple[int, ...]
 LETTERS = "ab."
 """The token ids 0, 1 and 2 of :func:`small_talk`; the full stop ends a turn."""
 
-MOST_TURNS, MOST_CONVERSATIONS = 32, 5000
+MOST_TURNS, MOST_EPISODES = 32, 5000
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a game answers.
+    """The answer of a game.
 
     Attributes:
-        reward: of the turn just played; of no meaning at the start.
-        feedback: the token ids that the game appends to the conversation; at the start, the prompt.
-        limit: most tokens of the next turn; 0 is a turn in which the player can say nothing; ``None``: the game is over.
+        reward: of the last turn; unused at the start.
+        feedback: the token ids that the game appends to the context; at the start, the prompt.
+        limit: most tokens of the next turn; 0 is a turn without an action; ``None``: the game is over.
     """
 
     reward: float
@@ -49,7 +49,7 @@ class Step:
 
 
 Game = Callable[[int, tuple[Response, ...]], Step]
-"""Maps the task and the responses so far to a :class:`Step`; a pure function, so that it can be played in every way."""
+"""Maps the task and the responses so far to a :class:`Step`; a pure function, so that every episode can be listed."""
 
 _LIMITS = (
     {"": 1, "a": 2, "b": 0, "a aa": 1, "a ab": 1, "a ba": 1, "a bb": 1, "b ": 1},
@@ -57,27 +57,27 @@ _LIMITS = (
 )
 
 
-def small_talk(task: int, said: tuple[Response, ...]) -> Step:
-    """A game of two tasks and 44 conversations: up to three turns of 0, 1 or 2 tokens, a reward on every turn.
+def small_talk(task: int, responses: tuple[Response, ...]) -> Step:
+    """A game of two tasks and 44 episodes: up to three turns of 0, 1 or 2 tokens, a reward on every turn.
 
-    Most conversations end early. A reward depends on the task, the turn, its tokens, and on whether it begins like the
+    Most episodes end early. A reward depends on the task, the turn, its tokens, and on whether it begins like the
     turn before.
 
     Examples:
         >>> small_talk(0, ())
         Step(reward=0.0, feedback=(0,), limit=1)
-        >>> small_talk(0, ((1,),)).limit  # "b": the player says nothing in the second turn
+        >>> small_talk(0, ((1,),)).limit  # "b": no action in the second turn
         0
         >>> small_talk(1, ((2,),)).limit is None  # ".": the end
         True
     """
-    text = " ".join("".join(LETTERS[token] for token in response) for response in said)
+    text = " ".join("".join(LETTERS[token] for token in response) for response in responses)
     limit = _LIMITS[task].get(text)
-    if not said:
+    if not responses:
         return Step(0.0, (task,), limit)
-    turn, last = len(said), said[-1]
+    turn, last = len(responses), responses[-1]
     worth = sum((1.0, -0.4, 0.2)[token] * (1.5 - place) for place, token in enumerate(last))
-    echo = 0.8 if turn > 1 and last[:1] == said[-2][:1] else 0.0
+    echo = 0.8 if turn > 1 and last[:1] == responses[-2][:1] else 0.0
     feedback = () if limit is None else ((turn + task) % 2,) * (1 + (turn == 2))
     return Step(0.6 * task - 0.3 * turn + worth * (1 - 1.5 * task) + echo, feedback, limit)
 
@@ -121,9 +121,9 @@ def tiny_lm(seed: int, *, vocabulary: int = 3, scale: float = 0.5) -> GPT2LMHead
 
 @torch.no_grad()
 def make_dyadic(model: GPT2LMHeadModel) -> GPT2LMHeadModel:
-    """Set ``model`` so that in every context token i has probability 2^-(i+1) (the last one, that of the one before).
+    """Set ``model`` so that in every context token i has probability 2^-(i+1) (the last one, the same as the one before).
 
-    Every conversation then is an integer number of times in a batch of 2^k, see :meth:`EnumerableMDP.population`. The
+    Every episode then occurs an integer number of times in a batch of 2^k, see :meth:`EnumerableMDP.population`. The
     gradient still depends on the context.
 
     Examples:
@@ -178,11 +178,11 @@ def batch_gradient(loss_module: TurnPolicyLoss, batch: TensorDictBase) -> Tensor
 
 @dataclass(frozen=True)
 class EnumerableMDP:
-    """A game with all its conversations, and what is exactly true of them under a policy.
+    """A game with all its episodes, and exact expectations over them under a policy.
 
     A policy is an ``actor``: a module that writes ``"log_prob"`` ``[n, L]`` into rows, such as
     :class:`~torchrl_llm.modules.scorer.TokenScorer`. It samples each token of a turn from the whole vocabulary until
-    the end-of-turn token or the turn's limit. The task is drawn uniformly. There are ``n`` conversations of at most
+    the end-of-turn token or the turn's limit. The task is uniform. There are ``n`` episodes of at most
     ``L`` tokens and ``T`` turns.
 
     Args:
@@ -190,11 +190,11 @@ class EnumerableMDP:
         tasks: how many tasks the game has. Default: 2.
         vocabulary: how many tokens. Default: 3.
         end_of_turn: the id that ends a turn. Default: 2.
-        max_turns: the step budget: a game that would go on is truncated there. ``None``: every game is played to its
-            end. Default: 2, with 28 conversations, 9 of them truncated.
+        max_turns: the step budget: a game that would go on is truncated there. ``None``: every episode runs to its
+            end. Default: 2, with 28 episodes, 9 of them truncated.
 
     Raises:
-        ValueError: ``max_turns < 1``, or a game with too many turns or conversations to list (from :meth:`rows`).
+        ValueError: ``max_turns < 1``, or a game with too many turns or episodes to list (from :meth:`rows`).
 
     Examples:
         Is leave-one-out unbiased in groups of two? And divided by the response's length?
@@ -223,11 +223,11 @@ class EnumerableMDP:
 
     @cached_property
     def uncut(self) -> EnumerableMDP:
-        """The same game played to its end."""
+        """The same game without the step budget."""
         return replace(self, max_turns=None)
 
     def rows(self, actor: TensorDictModuleBase | None = None) -> TensorDict:
-        """All conversations as rows ``[n]`` (:mod:`torchrl_llm.keys`), floats in float64.
+        """All episodes as rows ``[n]`` (:mod:`torchrl_llm.keys`), floats in float64.
 
         ``"episode_id"`` counts them, ``"group_id"`` is the task. With an ``actor`` also its ``"sample_log_prob"``.
         """
@@ -238,11 +238,11 @@ class EnumerableMDP:
         return rows
 
     def log_probability(self, actor: TensorDictModuleBase, *, frozen_from: int | None = None) -> Tensor:
-        """Log-probability ``[n]`` of each conversation, its task included; differentiable.
+        """Log-probability ``[n]`` of each episode, its task included; differentiable.
 
         Args:
             actor: the policy.
-            frozen_from: turns from this one on are played by a frozen copy of the policy: no gradient.
+            frozen_from: turns from this one on are sampled by a frozen copy of the policy, without gradient.
         """
         rows = self.rows()
         log_prob = actor(rows)[keys.LOG_PROB]
@@ -251,11 +251,11 @@ class EnumerableMDP:
         return log_prob.sum(1) - math.log(self.tasks)
 
     def returns(self, gamma: float = 1.0, bootstrap: Tensor | None = None) -> Tensor:
-        """Return ``[n]`` of each conversation, discounted per turn.
+        """Return ``[n]`` of each episode, discounted per turn.
 
         Args:
             gamma: discount per turn.
-            bootstrap: ``[n]``, counted as one more reward after the last turn of a truncated conversation.
+            bootstrap: ``[n]``, counted as one more reward after the last turn of a truncated episode.
         """
         played, cut = self._rows[keys.TURN_MASK].double().sum(1), self._rows[keys.TURN_TRUNCATED].any(1)
         final = 0.0 if bootstrap is None else torch.where(cut, gamma**played * bootstrap, 0.0)
@@ -284,7 +284,7 @@ class EnumerableMDP:
     def state_values(self, actor: TensorDictModuleBase, gamma: float = 1.0) -> tuple[Tensor, Tensor]:
         """The exact values, by summing over all continuations: what a perfect critic writes.
 
-        The game goes on after the cut: values count what :attr:`uncut` pays there.
+        The game goes on after the cut: values include the rewards of :attr:`uncut` there.
 
         Args:
             actor: the policy.
@@ -297,8 +297,8 @@ class EnumerableMDP:
         whole, rows = self.uncut._rows, self._rows
         probability = self.uncut.log_probability(actor).exp()
         width = rows[keys.TOKENS].shape[1]
-        # continues[i, j, t]: the first t tokens of row i are those of the whole conversation j, for t = 0 ... L. The
-        # padding of j is never mistaken for tokens of i: what is over is not the beginning of something longer.
+        # continues[i, j, t]: the first t tokens of row i are those of the whole episode j, for t = 0 ... L. The
+        # padding of j is never mistaken for tokens of i: a finished episode is not a prefix of a longer one.
         equal = (rows[keys.TOKENS].unsqueeze(1) == whole[keys.TOKENS][:, :width]).long().cumprod(-1)
         continues = torch.cat([torch.ones_like(equal[..., :1]), equal], -1).to(probability.dtype)
         to_go = _to_go(whole[keys.TURN_REWARD], gamma)
@@ -313,21 +313,21 @@ class EnumerableMDP:
 
     @torch.no_grad()
     def batches(self, actor: TensorDictModuleBase, size: int, *, same_task: bool = False) -> tuple[Tensor, Tensor]:
-        """All batches of independent conversations, up to their order, with their probabilities.
+        """All batches of independent episodes, up to their order, with their probabilities.
 
-        There are (n + size - 1 choose size): 406 pairs and 4,060 triples of 28 conversations.
+        There are (n + size - 1 choose size): 406 pairs and 4,060 triples of 28 episodes.
 
         Args:
             actor: the policy.
-            size: conversations in a batch.
-            same_task: a batch is one group: its task is drawn once, and all its conversations share it.
+            size: episodes in a batch.
+            same_task: a batch is one group: one task, which all its episodes share.
 
         Returns:
             ``index`` ``[M, size]`` int64 into :meth:`rows`, and ``probability`` ``[M]``, which sums to 1.
         """
         task, log_p = self._rows[keys.GROUP_ID], self.log_probability(actor)
-        conversations = torch.arange(len(task))
-        pools = [conversations[task == label] for label in range(self.tasks)] if same_task else [conversations]
+        episodes = torch.arange(len(task))
+        pools = [episodes[task == label] for label in range(self.tasks)] if same_task else [episodes]
         sets = [each for pool in pools for each in combinations_with_replacement(pool.tolist(), size)]
         orders = [math.factorial(size) / math.prod(map(math.factorial, Counter(each).values())) for each in sets]
         index = torch.tensor(sets)
@@ -356,9 +356,7 @@ class EnumerableMDP:
         actor = loss_module.actor_network
         rows = self.rows(actor) if rows is None else rows
         index, probability = self.batches(actor, size, same_task=same_task)
-        drawn = rows.exclude(keys.EPISODE_ID)[
-            index
-        ]  # a conversation may be drawn twice: two episodes, and no id says so
+        drawn = rows.exclude(keys.EPISODE_ID)[index]  # an episode may occur twice, with equal ids
         batches = [write_loss_weights(loss_module.value_estimator(batch), loss_module) for batch in drawn.unbind(0)]
         everything, share = TensorDict.cat(batches), probability.repeat_interleave(size).unsqueeze(1)
         for name in loss_module.weights(everything[keys.TURN_IDS]):
@@ -367,10 +365,10 @@ class EnumerableMDP:
         return -flat_gradient(total(loss_module(everything)), actor)
 
     def population(self, actor: TensorDictModuleBase, size: int) -> TensorDict:
-        """A batch of ``size`` rows in which every conversation is as frequent as it is probable.
+        """A batch of ``size`` rows in which every episode is as frequent as it is probable.
 
-        Statistics over it are those of the policy itself: the limit of large batches. It has no ``"episode_id"``: a
-        conversation that is there twice is two episodes.
+        Its statistics are expectations under the policy: the limit of large batches. It has no ``"episode_id"``: an
+        episode may occur twice.
 
         Raises:
             ValueError: a probability is not a multiple of ``1 / size``, see :func:`make_dyadic`.
@@ -384,61 +382,61 @@ class EnumerableMDP:
 
     @cached_property
     def _rows(self) -> TensorDict:
-        conversations = []
-        for conversation in (each for task in range(self.tasks) for each in self._played(task)):
-            conversations.append(conversation)
-            if len(conversations) > MOST_CONVERSATIONS:
-                raise ValueError(f"The game has more than {MOST_CONVERSATIONS} conversations: too many to list.")
-        attention = _padded([[True] * len(c.tokens) for c in conversations], False)
-        turn_ids = _padded([c.turn_ids for c in conversations], -1)
-        mask = _padded([[True] * len(c.rewards) for c in conversations], False)
+        episodes = []
+        for episode in (each for task in range(self.tasks) for each in self._episodes(task)):
+            episodes.append(episode)
+            if len(episodes) > MOST_EPISODES:
+                raise ValueError(f"The game has more than {MOST_EPISODES} episodes: too many to list.")
+        attention = _padded([[True] * len(c.tokens) for c in episodes], False)
+        turn_ids = _padded([c.turn_ids for c in episodes], -1)
+        mask = _padded([[True] * len(c.rewards) for c in episodes], False)
         ended = mask & (mask.flip(1).cumsum(1).flip(1) == 1)
-        over = torch.tensor([[c.over] for c in conversations])
-        won = torch.tensor([[c.rewards[-1] > 0] for c in conversations]) & ended & over
+        over = torch.tensor([[c.over] for c in episodes])
+        won = torch.tensor([[c.rewards[-1] > 0] for c in episodes]) & ended & over
         stop = torch.full(mask.shape, int(keys.StopReason.RUNNING))
         stop[ended & over], stop[won] = int(keys.StopReason.LOST), int(keys.StopReason.WON)
         stop[ended & ~over] = int(keys.StopReason.MAX_TURNS)
         turn = {
-            "reward": _padded([c.rewards for c in conversations], 0.0),
+            "reward": _padded([c.rewards for c in episodes], 0.0),
             "mask": mask,
             "terminated": ended & over,
             "truncated": ended & ~over,
             "success": won,
             "stop_reason": stop,
         }
-        figures = {
-            keys.TOKENS: _padded([c.tokens for c in conversations], 0),
+        values = {
+            keys.TOKENS: _padded([c.tokens for c in episodes], 0),
             keys.ATTENTION_MASK: attention,
             keys.TURN_IDS: turn_ids,
             keys.POLICY_VERSION: turn_ids.clamp_max(0),
-            keys.EPISODE_ID: torch.arange(len(conversations)),
-            keys.GROUP_ID: torch.tensor([c.task for c in conversations]),
-            keys.ENV_ID: torch.zeros(len(conversations), dtype=torch.int64),
+            keys.EPISODE_ID: torch.arange(len(episodes)),
+            keys.GROUP_ID: torch.tensor([c.task for c in episodes]),
+            keys.ENV_ID: torch.zeros(len(episodes), dtype=torch.int64),
             "turn": turn,
         }
-        return TensorDict(figures, batch_size=[len(conversations)])
+        return TensorDict(values, batch_size=[len(episodes)])
 
-    def _played(
+    def _episodes(
         self,
         task: int,
-        said: tuple[Response, ...] = (),
+        responses: tuple[Response, ...] = (),
         tokens: Response = (),
         turn_ids: Response = (),
         rewards: tuple[float, ...] = (),
     ) -> Iterator[_Conversation]:
-        """Every way in which a conversation can go on from here."""
-        if len(said) > MOST_TURNS:
+        """Every continuation of an episode."""
+        if len(responses) > MOST_TURNS:
             raise ValueError(f"The game goes on for more than {MOST_TURNS} turns: give it a max_turns.")
-        step = self.game(task, said)
+        step = self.game(task, responses)
         tokens, turn_ids = tokens + step.feedback, turn_ids + (-1,) * len(step.feedback)
-        if said:
+        if responses:
             rewards = (*rewards, step.reward)
-        if step.limit is None or len(said) == self.max_turns:
+        if step.limit is None or len(responses) == self.max_turns:
             yield _Conversation(task, tokens, turn_ids, rewards, over=step.limit is None)
             return
         for response in self._responses(step.limit):
-            ids = turn_ids + (len(said),) * len(response)
-            yield from self._played(task, (*said, response), tokens + response, ids, rewards)
+            ids = turn_ids + (len(responses),) * len(response)
+            yield from self._episodes(task, (*responses, response), tokens + response, ids, rewards)
 
     def _responses(self, limit: int) -> Iterator[Response]:
         """Every response of a turn of at most ``limit`` tokens."""

@@ -22,12 +22,12 @@ Fault = Literal["raise", "nan", "malformed"]
 
 
 class StopOrGo:
-    """An episode lasts until the player says something that holds ``"stop"``; then the reward is 1.
+    """An episode lasts until a response holds ``"stop"``; then the reward is 1.
 
     Examples:
-        >>> game = StopOrGo()
-        >>> _ = game.reset(0)
-        >>> game.step("go on")[1:3], game.step("stop")[1:3]
+        >>> env = StopOrGo()
+        >>> _ = env.reset(0)
+        >>> env.step("go on")[1:3], env.step("stop")[1:3]
         ((0.0, False), (1.0, True))
     """
 
@@ -42,16 +42,16 @@ class StopOrGo:
 
 
 class Echo:
-    """Says back what it hears, for a number of turns; ``info`` can be chosen.
+    """Repeats the response, for a number of turns; ``info`` can be chosen.
 
     Args:
         turns: the environment's own limit; at it ``terminated`` and ``truncated`` are both set, as in GEM. Default 3.
         info: returned with every message, such as ``{"suffix": "..."}``.
 
     Examples:
-        >>> game = Echo(turns=1)
-        >>> _ = game.reset(0)
-        >>> game.step("ho")
+        >>> env = Echo(turns=1)
+        >>> _ = env.reset(0)
+        >>> env.step("ho")
         ('ho', 0.5, True, True, {})
     """
 
@@ -104,19 +104,19 @@ class Dice:
 class Slow:
     """Another environment, that takes its time: every call sleeps first. Calls sleep in parallel.
 
-    The game inside has the global generators to itself while it is called, as if it were played alone.
+    The environment inside has the global generators to itself while it is called.
 
     Args:
-        factory: makes the game inside; also a GEM id.
+        factory: makes the environment inside; also a GEM id.
         mean: seconds that a call takes on average; default 0.03.
         sigma: deviation of the log of that time, which is normal; 0 (default) always takes ``mean``.
         seed: of the times. They are the same for the same seed, task seed and turn.
 
     Examples:
-        >>> game = Slow(StopOrGo, mean=0.001, sigma=1.0)
-        >>> game.reset(3)[0], game.step("stop")[1]
+        >>> env = Slow(StopOrGo, mean=0.001, sigma=1.0)
+        >>> env.reset(3)[0], env.step("stop")[1]
         ('Say stop or go on.', 1.0)
-        >>> game.latency(3, 0) == Slow(Echo, mean=0.001, sigma=1.0).latency(3, 0)
+        >>> env.latency(3, 0) == Slow(Echo, mean=0.001, sigma=1.0).latency(3, 0)
         True
     """
 
@@ -134,22 +134,22 @@ class Slow:
 
     @property
     def unwrapped(self) -> Any:
-        """The environment inside, once it is made: its tasks are those of this one."""
+        """The environment inside, which has the same tasks."""
         return self if self._game.env is None else getattr(self._game.env, "unwrapped", self._game.env)
 
     def latency(self, task: int, turn: int) -> float:
-        """Seconds that a call takes: of turn ``turn`` of the game that the seed ``task`` names; -1 is the reset."""
+        """Seconds that a call takes: in turn ``turn`` of the episode with the seed ``task``; -1 is the reset."""
         normal = random.Random(f"{self.seed} {task} {turn}").gauss(0.0, 1.0)
         return self.mean * math.exp(self.sigma * normal - self.sigma**2 / 2)
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Sleep, then start the game."""
+        """Sleep, then reset."""
         self._task, self._turn = seed or 0, 0
         time.sleep(self.latency(self._task, -1))
         return self._game.reset(self._task), {}
 
     def step(self, action: str) -> Step:
-        """Sleep, then play a turn."""
+        """Sleep, then step."""
         time.sleep(self.latency(self._task, self._turn))
         self._turn += 1
         message, role, reward, terminated, truncated, success = self._game.step(action)
@@ -210,16 +210,16 @@ class EarlyDecision:
         RIGHT: weather -> the thing that is right for it.
         WORDS: every word of messages and responses, for
             :func:`~torchrl_llm.testing.tokenizers.word_tokenizer`.
-        optimal_return: of the best player, who wins always: ``1 + 3/4 * luck``.
-        random_return: of the player that names one of the four things at random, who wins one game in 16:
+        optimal_return: of the best policy, which always wins: ``1 + 3/4 * luck``.
+        random_return: of a policy that names one of the four things at random and wins one episode in 16:
             ``1/16 + 3/4 * luck``.
 
     Examples:
-        >>> game = EarlyDecision()
-        >>> message, _ = game.reset(0)
+        >>> env = EarlyDecision()
+        >>> message, _ = env.reset(0)
         >>> message, EarlyDecision.RIGHT[message.split()[1]]
         ('pack wind', 'scarf')
-        >>> game.step("scarf")[0]
+        >>> env.step("scarf")[0]
         'bet'
     """
 
@@ -235,24 +235,24 @@ class EarlyDecision:
         self.optimal_return = 1 + 3 / 4 * luck
         self.random_return = 1 / 16 + 3 / 4 * luck
         self._wanted: list[str] = []
-        self._heard: list[bool] = []
+        self._right: list[bool] = []
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Start the game that ``seed`` names."""
+        """Start the task of ``seed``."""
         rng = random.Random(seed)
         weather = rng.choice(list(self.RIGHT))
         things = list(self.RIGHT.values())
         self._wanted = [self.RIGHT[weather], *(rng.choice(things) for _ in range(4))]
-        self._heard = []
+        self._right = []
         return f"pack {weather}", {}
 
     def step(self, action: str) -> Step:
         """Name a thing."""
-        turn = len(self._heard)
+        turn = len(self._right)
         if turn >= len(self._wanted):
             raise RuntimeError("There is no running game: reset first.")
-        self._heard.append(action == self._wanted[turn])
+        self._right.append(action == self._wanted[turn])
         if turn == 4:
-            return "over", float(self._heard[0] and self._heard[4]), True, False, {}
-        reward = self.luck * self._heard[turn] if turn > 0 else 0.0
+            return "over", float(self._right[0] and self._right[4]), True, False, {}
+        reward = self.luck * self._right[turn] if turn > 0 else 0.0
         return "bet" if turn < 3 else f"show {self._wanted[4]}", reward, False, False, {}

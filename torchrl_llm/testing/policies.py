@@ -63,10 +63,10 @@ class ScriptedPolicy(TurnPolicy):
         rows = zip(episode_id.tolist(), turn.tolist(), prompt.tolist(), lengths.tolist(), strict=True)
         for i, (episode, k, ids, length) in enumerate(rows):
             context = self.tokenizer.decode(ids[:length]) if self.read_context else ""
-            said = self.tokenizer.encode(self.script(episode, k, str(context)), add_special_tokens=False)
-            said = [*said, self.tokenizer.eos_token_id][:width] if self.end_turn else said[:width]
-            tokens[i, : len(said)] = torch.tensor(said)
-            sizes.append(len(said))
+            response = self.tokenizer.encode(self.script(episode, k, str(context)), add_special_tokens=False)
+            response = [*response, self.tokenizer.eos_token_id][:width] if self.end_turn else response[:width]
+            tokens[i, : len(response)] = torch.tensor(response)
+            sizes.append(len(response))
         return Generation(tokens, torch.tensor(sizes), torch.full(tokens.shape, self.log_prob))
 
 
@@ -116,7 +116,7 @@ class SleepingPolicy(ScriptedPolicy):
         time.sleep(self.seconds_per_step)
         for _, versions in self._running.values():
             versions.append(self.policy_version)
-        finished = {slot: said for slot, said in self._running.items() if len(said[1]) == len(said[0])}
+        finished = {slot: response for slot, response in self._running.items() if len(response[1]) == len(response[0])}
         self.cancel(list(finished))
         return [
             TurnResponse(slot, tokens, np.full(len(tokens), self.log_prob, np.float32), np.array(versions))

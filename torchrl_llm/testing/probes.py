@@ -1,9 +1,9 @@
-"""Probes: games so small that their optimum is known and a sound algorithm reaches it in seconds.
+"""Probes: environments so small that their optimum is known and a correct algorithm reaches it in seconds.
 
-A loss with the wrong sign, or with credit that goes to the wrong turn, has the right shapes and finite figures. What gives it
-away is that it does not learn. :data:`PROBES` ask for one ability after the other, so that the first that fails says where to
+A loss with the wrong sign, or with credit that goes to the wrong turn, has the right shapes and finite values, but does not
+learn. :data:`PROBES` test one ability after the other, so that the first failure says where to
 look. :func:`solve` trains a small random model on a probe, with the environment, policy, collector and trainer of a real
-run; :func:`conversations` lists all that can be said in it, so that the result is an expectation and not a sample.
+run; :func:`episodes` lists all episodes of a probe, so that the result is an expectation and not a sample.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ WORDS = ("left", "right", "wait")
 
 
 class Probe:
-    """Base class: a few games without chance, in which every answer is one token and no message tells whether it was right.
+    """Base class: a few deterministic tasks, in which every answer is one token and no message tells whether it was right.
 
-    A subclass says what is asked and implements :meth:`pay`. The answers may be any token of ``word_tokenizer(WORDS)``.
+    A subclass declares the messages and implements :meth:`pay`. The answers may be any token of ``word_tokenizer(WORDS)``.
 
     Args:
-        task: which of the games to play, from 0. They are dealt in turn.
+        task: the number of the task, from 0.
 
     Attributes:
-        said: the answers so far.
+        answers: the responses so far.
         asks: the messages, ``[tasks][turns]``. A game is terminated after the last turn, or, if it is not :meth:`over`,
             truncated.
         gamma: discount per turn.
-        optimum: mean return of the best player, undiscounted.
+        optimum: mean return of the best policy, undiscounted.
         values: the discounted value of the state before each turn, ``[tasks][turns]``, where it is the same for every
             player; ``None`` where it is not. A probe with values is for losses with a critic.
         iterations, epochs: batches that a sound algorithm needs, with some to spare, and passes over each.
@@ -68,18 +68,18 @@ class Probe:
 
     def __init__(self, task: int = 0) -> None:
         self.task = task
-        self.said: list[str] = []
+        self.answers: list[str] = []
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Start the game."""
-        self.said = []
+        self.answers = []
         return self.asks[self.task][0], {}
 
     def step(self, action: str) -> Step:
         """Answer. After the last turn its message comes again."""
-        self.said.append(action)
+        self.answers.append(action)
         messages = self.asks[self.task]
-        return messages[min(len(self.said), len(messages) - 1)], self.pay(), self.over(), False, {}
+        return messages[min(len(self.answers), len(messages) - 1)], self.pay(), self.over(), False, {}
 
     def pay(self) -> float:
         """The reward of the last answer."""
@@ -87,7 +87,7 @@ class Probe:
 
     def over(self) -> bool:
         """Whether the game is terminated."""
-        return len(self.said) == len(self.asks[self.task])
+        return len(self.answers) == len(self.asks[self.task])
 
 
 class ConstantAnswer(Probe):
@@ -96,7 +96,7 @@ class ConstantAnswer(Probe):
     asks = (("wait",),)
 
     def pay(self) -> float:
-        return float(self.said == ["left"])
+        return float(self.answers == ["left"])
 
 
 class ConditionalAnswer(Probe):
@@ -105,7 +105,7 @@ class ConditionalAnswer(Probe):
     asks = (("left",), ("right",))
 
     def pay(self) -> float:
-        return float(self.said == [*self.asks[self.task]])
+        return float(self.answers == [*self.asks[self.task]])
 
 
 class DelayedReward(Probe):
@@ -114,7 +114,7 @@ class DelayedReward(Probe):
     asks = (("wait", "wait", "wait"),)
 
     def pay(self) -> float:
-        return float(self.over() and self.said[0] == "left")
+        return float(self.over() and self.answers[0] == "left")
 
 
 class EarlyDecision(Probe):
@@ -125,13 +125,13 @@ class EarlyDecision(Probe):
     iterations = 60
 
     def pay(self) -> float:
-        if len(self.said) == 2:
-            return 0.25 * (self.said[1] == WORDS[self.task])
-        return float(self.said[::2] == ["left", "right"])
+        if len(self.answers) == 2:
+            return 0.25 * (self.answers[1] == WORDS[self.task])
+        return float(self.answers[::2] == ["left", "right"])
 
 
 class KnownValue(Probe):
-    """Nothing that is said counts: the second turn tells whether it pays 1. If it fails: the critic, the discount."""
+    """No answer matters: the second message tells whether the reward is 1. If it fails: the critic, the discount."""
 
     asks = (("wait", "left"), ("wait", "right"))
     gamma = 0.5
@@ -146,7 +146,7 @@ class TimeLimit(Probe):
     """Every turn pays 1. One game goes on for ever and is cut off after two turns, the other is over by then.
 
     The first is worth ``1 / (1 - gamma)`` at any time, and not the sum of what was paid before the cut. If it fails: the
-    bootstrap of what is cut off, or one of what is over.
+    bootstrap after truncation, or one after termination.
     """
 
     asks = (("left", "left"), ("right", "right"))
@@ -192,7 +192,7 @@ class Solution:
 
     Attributes:
         share: its expected return as a share of the optimum.
-        value_error: the critic's root mean square error in a turn, the largest of all games and turns; ``None``: no values.
+        value_error: the critic's root mean square error in a turn, the largest of all tasks and turns; ``None``: no values.
     """
 
     share: float
@@ -207,7 +207,7 @@ class Solution:
 def solve(probe: type[Probe], make_loss: MakeLoss, *, seed: int = 0) -> Solution:
     """Train a small random model on ``probe`` and work out what it is worth.
 
-    The model is a Qwen2 of one layer; the critic is another. A batch has 32 conversations, in groups of 8; the learning
+    The model is a Qwen2 of one layer; the critic is another. A batch has 32 episodes, in groups of 8; the learning
     rate falls from 0.01 to 0 along a cosine. The global generators are left as they were.
 
     Args:
@@ -253,13 +253,13 @@ def make_env(probe: type[Probe], **options: Any) -> GEMEnv:
     return GEMEnv(games, max_turns=len(probe.asks[0]), **options)
 
 
-def conversations(probe: type[Probe]) -> TensorDictBase:
-    """Every conversation of ``probe``, played: ``[tasks * V ** turns]`` rows, for ``V`` tokens of the vocabulary.
+def episodes(probe: type[Probe]) -> TensorDictBase:
+    """Every episode of ``probe``: ``[tasks * V ** turns]`` rows, for ``V`` tokens of the vocabulary.
 
-    ``"env_id"`` is the task. The games have no chance, so a conversation's probability is that of its answers.
+    ``"env_id"`` is the task. The tasks are deterministic, so an episode's probability is that of its answers.
 
     Examples:
-        >>> conversations(ConditionalAnswer)["turn", "reward"].sum()  # of 8 answers in each game, one is right
+        >>> episodes(ConditionalAnswer)["turn", "reward"].sum()  # of 8 answers in each game, one is right
         tensor(2.)
     """
     tokenizer = word_tokenizer(WORDS)
@@ -279,16 +279,16 @@ def conversations(probe: type[Probe]) -> TensorDictBase:
 
 @torch.no_grad()
 def assess(probe: type[Probe], actor: TokenScorer, critic: TurnCritic) -> Solution:
-    """What actor and critic are worth, by summing over all :func:`conversations`.
+    """The return of the actor and the error of the critic, summed over all :func:`episodes`.
 
     Raises:
-        ValueError: the probabilities of a probe's conversations do not add up to 1 for each game: rows or scorer are broken.
+        ValueError: the probabilities of a probe's episodes do not add up to 1 for each game: rows or scorer are broken.
     """
-    rows, tasks = conversations(probe), len(probe.asks)
+    rows, tasks = episodes(probe), len(probe.asks)
     probability = actor(rows.clone())[keys.LOG_PROB].sum(1).exp()
     if abs(float(probability.sum()) - tasks) > 1e-3 * tasks:
         raise ValueError(
-            f"The probabilities of all conversations of {tasks} games add up to {float(probability.sum()):.3f}; expected "
+            f"The probabilities of all episodes of {tasks} games add up to {float(probability.sum()):.3f}; expected "
             f"{tasks}. The rows or the scorer are broken: look at their turn_ids and log-probs."
         )
     share = float((probability * rows[keys.TURN_REWARD].sum(1)).sum()) / tasks / probe.optimum

@@ -1,7 +1,7 @@
 """The small model that the package ships: where it lies and how to load it.
 
-A Qwen2 of about 0.14 M parameters that plays ``game:GuessTheNumber-v0-easy`` legally, reads its hints and wins less
-than three games in four, so that reinforcement learning has something to teach on a CPU in minutes. What it is and
+A Qwen2 of about 0.14 M parameters that acts legally in ``game:GuessTheNumber-v0-easy``, reads its hints and wins less
+than three episodes in four, so that reinforcement learning has something to teach on a CPU in minutes. What it is and
 what was measured stands in ``tiny_guess/README.md``; it is made by
 ``benchmarks/small_models/make_tiny_guess.py`` of the repository.
 Nothing here needs a network.

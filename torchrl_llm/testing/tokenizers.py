@@ -70,7 +70,7 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
         with any other word.
 
     Raises:
-        ValueError: ``words`` holds a word twice, one of the five tokens above, or what is not one word.
+        ValueError: ``words`` holds a word twice, one of the five tokens above, or something that is not one word.
 
     Examples:
         >>> tokenizer = word_tokenizer(["left", "right"])

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from torchrl_llm.interrupts import Interrupted, catch_signals, interruptible
-from torchrl_llm.record.report import comparison_table, conversations_text, plot_learning_curve, write_json
+from torchrl_llm.record.report import comparison_table, episodes_text, plot_learning_curve, write_json
 from torchrl_llm.trainers.cli import resume_command
 from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.evaluation import Evaluation
@@ -142,5 +142,5 @@ class RunReport:
 
 def _write_conversations(run: Run, evaluation: Evaluation, when: str) -> None:
     kwargs = run.config.chat_template_kwargs
-    text = conversations_text(evaluation.rows, run.tokenizer, count=_COUNT, chat_template_kwargs=kwargs)
+    text = episodes_text(evaluation.rows, run.tokenizer, count=_COUNT, chat_template_kwargs=kwargs)
     (run.config.output_dir / f"conversations_{when}.md").write_text(f"# Conversations {when} training\n\n{text}")

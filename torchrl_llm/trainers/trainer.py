@@ -162,7 +162,7 @@ class LLMTrainer(TrainerBase):
         chosen = self.choose(batch)
         num_chosen = self.distributed.all_reduce_sum(chosen.shape[0])
         metrics = rollout_metrics(collected, self.env_names)
-        metrics["data/chosen_share"] = num_chosen / collected.shape[0]
+        metrics["data/frac_nonzero_variance"] = num_chosen / collected.shape[0]
         metrics["data/staleness"] = staleness(collected, self.policy.policy_version)
         if num_chosen:
             metrics |= self.learn(self.distributed.nonempty(chosen, batch[: self.rollouts.group_size]))

@@ -78,7 +78,7 @@ class RowScorer:
         config, limit = self.run.config, self.run.policy.sampling.max_output_tokens
         if config.overlong_penalty:
             buffer = config.overlong_buffer or limit
-            data.penalise_overlong(batch, config.overlong_penalty, max_response_length=limit, buffer=buffer)
+            data.penalize_overlong(batch, config.overlong_penalty, max_response_length=limit, buffer=buffer)
         return self.estimator(batch)
 
     # ------------------------------------------------------------------ dynamic sampling
@@ -90,21 +90,21 @@ class RowScorer:
 
     def found(self, rows: TensorDictBase) -> int:
         """How many episodes of ``rows``, on all ranks, are in groups that get credit."""
-        return int(self.run.distributed.all_reduce_sum(int(self._informative(rows).sum())))
+        return int(self.run.distributed.all_reduce_sum(int(self._nonzero_variance(rows).sum())))
 
     def choose(self, rows: TensorDictBase) -> TensorDictBase:
         """The rows of groups that get credit: at most one batch's, the first in the order in which one process collects them."""
-        chosen = rows[self._informative(rows)]
+        chosen = rows[self._nonzero_variance(rows)]
         ids = zip(chosen[keys.GROUP_ID].tolist(), chosen[keys.EPISODE_ID].tolist(), strict=True)
         first = [episode for _, episode in sorted(self.run.distributed.all_gather(list(ids)))[: self.wanted(rows)]]
         return chosen[torch.isin(chosen[keys.EPISODE_ID], torch.tensor(first, dtype=torch.int64, device=rows.device))]
 
-    def _informative(self, rows: TensorDictBase) -> Tensor:
+    def _nonzero_variance(self, rows: TensorDictBase) -> Tensor:
         """Which rows are of groups that the update would learn from, ``[B]`` bool: what the estimator really does decides."""
         estimator = self.estimator
         penalized = isinstance(estimator, TurnEstimator) and estimator.kl_coeff != 0
         scored = penalized or self.run.credit_corrects_sampler or self.run.loss.critic_network is not None
-        return data.informative(self.score_and_credit(rows.copy(), score=scored))
+        return data.nonzero_variance(self.score_and_credit(rows.copy(), score=scored))
 
 
 class Updater:

@@ -1,9 +1,7 @@
-"""Turn-level credit as TorchRL value estimators, one file each."""
+"""Turn-level credit as TorchRL value estimators."""
 
-from torchrl_llm.objectives.estimators.base import CriticEstimator, ReturnEstimator, TurnEstimator
-from torchrl_llm.objectives.estimators.gae import TurnGAE
-from torchrl_llm.objectives.estimators.group_relative import GroupRelative
-from torchrl_llm.objectives.estimators.rebn import ReBN
-from torchrl_llm.objectives.estimators.vtrace import TurnVTrace
+from torchrl_llm.objectives.estimators.base import TurnEstimator
+from torchrl_llm.objectives.estimators.critic import CriticEstimator, TurnGAE, TurnVTrace
+from torchrl_llm.objectives.estimators.returns import GroupRelative, ReBN, ReturnEstimator
 
 __all__ = ["CriticEstimator", "GroupRelative", "ReBN", "ReturnEstimator", "TurnEstimator", "TurnGAE", "TurnVTrace"]

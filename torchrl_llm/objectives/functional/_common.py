@@ -1,26 +1,12 @@
-"""What the functions share: wide floats, masks, checks, sums over ranks."""
+"""Helpers of the other modules: wide floats, masks, checks of shapes, sums over ranks."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-
-def check_choice(name: str, value: object, choices: Any) -> None:
-    """Raise ``ValueError`` unless ``value`` is one of the ``Literal`` type ``choices``.
-
-    Examples:
-        >>> from typing import Literal
-        >>> check_choice("ratio_level", "word", Literal["token", "turn"])
-        Traceback (most recent call last):
-        ValueError: ratio_level is 'word'; expected one of 'token', 'turn'.
-    """
-    if value not in get_args(choices):
-        raise ValueError(f"{name} is {value!r}; expected one of {', '.join(map(repr, get_args(choices)))}.")
 
 
 def wide(x: Tensor) -> Tensor:
@@ -50,8 +36,7 @@ def exponent(log_ratio: Tensor) -> Tensor:
 
     Its ``exp`` (4e9) then stays finite, and so do the products with advantages and the squares in gradient norms that are
     made of it: an infinite ratio times the 0 of a clip, a mask or an advantage is NaN, in the value or in the gradient.
-    The gradient passes through the bound, so that a token which is far too likely is still pushed down, as by a ratio of
-    that size.
+    The gradient passes through the bound, so that a far too likely token is still pushed down, as by a ratio of that size.
     """
     x = wide(log_ratio)
     most = math.log(torch.finfo(x.dtype).max) / 4

@@ -6,13 +6,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchrl_llm.objectives.functional._common import (
-    check_shapes,
-    importance_ratio,
-    masked,
-    wide,
-)
+from torchrl_llm.objectives.functional._common import check_shapes, importance_ratio, masked, wide
 from torchrl_llm.objectives.functional.turns import edge_positions, turn_lengths
+
+__all__ = [
+    "discount",
+    "episode_return",
+    "overlong_penalty",
+    "token_gae",
+    "token_rewards",
+    "turn_gae",
+    "turn_returns",
+    "turn_vtrace",
+]
 
 
 def _reverse_scan(x: Tensor, decay: Tensor, last: Tensor | None = None) -> Tensor:
@@ -31,13 +37,16 @@ def _reverse_scan(x: Tensor, decay: Tensor, last: Tensor | None = None) -> Tenso
 
 
 def _turn_inputs(
-    reward: Tensor, mask: Tensor, bootstrap: Tensor | None, acted: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sanitized reward ``[B, T]``, bootstrap ``[B]`` and acted ``[B, T]``."""
+    reward: Tensor, mask: Tensor, gamma: float, bootstrap: Tensor | None, acted: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Reward ``[B, T]``, bootstrap ``[B]`` and acted ``[B, T]``, sanitized, and the discount of each turn ``[B, T]``.
+
+    The discount of a turn is ``gamma`` if it was taken, and 1 in a gap of the mask.
+    """
     check_shapes(reward=reward, mask=mask, acted=acted)
     reward = masked(reward, mask)
     bootstrap = reward.new_zeros(reward.shape[0]) if bootstrap is None else wide(bootstrap)
-    return reward, bootstrap, mask if acted is None else mask & acted
+    return reward, bootstrap, mask if acted is None else mask & acted, torch.where(mask, gamma, torch.ones_like(reward))
 
 
 def turn_returns(
@@ -47,10 +56,10 @@ def turn_returns(
 
     Args:
         reward: ``[B, T]``.
-        mask: ``[B, T]`` bool, the turns that were played. A gap in it costs no discount.
+        mask: ``[B, T]`` bool, the turns that were taken. A gap in it costs no discount.
         gamma: discount per turn.
         bootstrap: ``[B]``, what follows the last turn; 0 by default.
-        acted: ``[B, T]`` bool, the turns with an action token; all of ``mask`` by default. A turn that was played
+        acted: ``[B, T]`` bool, the turns with an action token; all of ``mask`` by default. A turn
             without one counts as time and reward, but is no decision: it is folded into the one before.
 
     Returns:
@@ -61,8 +70,7 @@ def turn_returns(
         >>> turn_returns(reward, mask, 0.5)
         tensor([[0.5000, 0.0000, 1.0000]])
     """
-    reward, bootstrap, acted = _turn_inputs(reward, mask, bootstrap, acted)
-    decay = torch.where(mask, gamma, torch.ones_like(reward))
+    reward, bootstrap, acted, decay = _turn_inputs(reward, mask, gamma, bootstrap, acted)
     return masked(_reverse_scan(reward, decay, bootstrap), acted)
 
 
@@ -71,7 +79,7 @@ def episode_return(reward: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
 
     Args:
         reward: ``[B, T]``.
-        mask: ``[B, T]`` bool, the turns that were played. A gap in it costs no discount.
+        mask: ``[B, T]`` bool, the turns that were taken. A gap in it costs no discount.
         gamma: discount per turn.
 
     Returns:
@@ -87,10 +95,10 @@ def episode_return(reward: Tensor, mask: Tensor, gamma: float = 1.0) -> Tensor:
 
 
 def discount(mask: Tensor, gamma: float) -> Tensor:
-    """What a reward of each step is worth at the start: ``gamma`` to the number of steps before it.
+    """The discount of each step's reward, seen from the start: ``gamma`` to the number of steps before it.
 
     Args:
-        mask: ``[B, T]`` bool, the turns (or action tokens) that were played. A gap in it costs no discount.
+        mask: ``[B, T]`` bool, the turns (or action tokens) that were taken. A gap in it costs no discount.
         gamma: discount per step.
 
     Returns:
@@ -117,14 +125,14 @@ def turn_gae(
     """Generalized advantage estimation with a turn as the step (Schulman et al., 2016, arXiv:1506.02438, eq. 16).
 
     ``delta_k = r_k + gamma * V_{k+1} - V_k``; ``A_k = delta_k + gamma * lmbda * A_{k+1}``; ``target_k = A_k + V_k``.
-    A turn that was played without an action token is folded into the decision before it, which then spans two steps of
+    A turn without an action token is folded into the decision before it, which then spans two steps of
     time: ``delta = r + gamma * r' + gamma^2 * V_next - V``, and the next advantage decays by ``gamma^2 * lmbda``.
-    Before the first decision there is nothing to fold into: such a reward is nobody's credit.
+    A reward before the first decision belongs to no action and is left out.
 
     Args:
         reward: ``[B, T]``.
-        value: ``[B, T]``, the value of the state in which each turn was played.
-        mask: ``[B, T]`` bool, the turns that were played. A gap in it costs no discount.
+        value: ``[B, T]``, the value of the state before each turn.
+        mask: ``[B, T]`` bool, the turns that were taken. A gap in it costs no discount.
         gamma: discount per turn.
         lmbda: the trade-off of bias against variance, per decision.
         bootstrap: ``[B]``, the value of what follows the last turn; 0 by default (the episode terminated).
@@ -139,21 +147,15 @@ def turn_gae(
         (tensor([[0.5000, 0.5000]]), tensor([[1., 1.]]))
     """
     check_shapes(reward=reward, value=value)
-    reward, bootstrap, acted = _turn_inputs(reward, mask, bootstrap, acted)
+    reward, bootstrap, acted, idle = _turn_inputs(reward, mask, gamma, bootstrap, acted)
     value = masked(value, acted)
-    idle = _idle_discount(reward, mask, gamma)
     delta = masked(reward + gamma * _next_values(reward, value, acted, idle, bootstrap) - value, acted)
     advantage = masked(_reverse_scan(delta, torch.where(acted, gamma * lmbda, idle)), acted)
     return advantage, advantage + value
 
 
-def _idle_discount(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """What a turn without a decision costs: the discount if it was played, nothing in a gap; ``[B, T]``."""
-    return torch.where(mask, gamma, torch.ones_like(reward))
-
-
 def _next_values(reward: Tensor, value: Tensor, acted: Tensor, idle: Tensor, bootstrap: Tensor) -> Tensor:
-    """The value of what follows each turn, ``[B, T]``: that of the next decision, rewards in between included."""
+    """The value of the state after each turn, ``[B, T]``: the value of the next decision, plus the rewards in between."""
     ahead = _reverse_scan(torch.where(acted, value, reward), torch.where(acted, 0.0, idle), bootstrap)
     return torch.cat([ahead[:, 1:], bootstrap.unsqueeze(-1).to(ahead.dtype)], -1)
 
@@ -170,7 +172,7 @@ def turn_vtrace(
     c_clip: float = 1.0,
     acted: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """V-trace with a turn as the step, for conversations of an older policy (Espeholt et al., 2018, arXiv:1802.01561).
+    """V-trace with a turn as the step, for episodes of an older policy (Espeholt et al., 2018, arXiv:1802.01561).
 
     ``v_k = V_k + rho_k delta_k + gamma c_k (v_{k+1} - V_{k+1})``, with ``rho_k = min(rho_clip, ratio_k)``,
     ``c_k = min(c_clip, ratio_k)`` and ``delta_k = r_k + gamma V_{k+1} - V_k`` (eq. 1); the advantage is
@@ -178,12 +180,12 @@ def turn_vtrace(
 
     Args:
         reward: ``[B, T]``.
-        value: ``[B, T]``, the value of the state in which each turn was played.
-        log_rho: ``[B, T]``, log of the turn's probability under the present policy over that under the one that played.
-        mask: ``[B, T]`` bool, the turns that were played. A gap in it costs no discount.
+        value: ``[B, T]``, the value of the state before each turn.
+        log_rho: ``[B, T]``, log of the turn's probability under the present policy over its probability under the sampling policy.
+        mask: ``[B, T]`` bool, the turns that were taken. A gap in it costs no discount.
         gamma: discount per turn.
         bootstrap: ``[B]``, the value of what follows the last turn; 0 by default (the episode terminated).
-        rho_clip: cap of the ratio in the advantage and in ``delta``; it decides whose value is learned.
+        rho_clip: cap of the ratio in the advantage and in ``delta``; it decides which policy's value is learned.
         c_clip: cap of the ratio on the way back; it decides how fast.
         acted: ``[B, T]`` bool, the turns with an action token; all of ``mask`` by default.
 
@@ -198,28 +200,28 @@ def turn_vtrace(
         (tensor([[0.2500, 0.2500]]), tensor([[0.7500, 0.7500]]))
     """
     check_shapes(reward=reward, value=value, log_rho=log_rho)
-    reward, bootstrap, acted = _turn_inputs(reward, mask, bootstrap, acted)
+    reward, bootstrap, acted, idle = _turn_inputs(reward, mask, gamma, bootstrap, acted)
     value, ratio = masked(value, acted), importance_ratio(masked(log_rho, acted))
-    idle, rho = _idle_discount(reward, mask, gamma), ratio.clamp_max(rho_clip)
+    rho = ratio.clamp_max(rho_clip)
 
-    def surprise(values: Tensor) -> Tensor:
+    def weighted_delta(values: Tensor) -> Tensor:
         return masked(rho * (reward + gamma * _next_values(reward, values, acted, idle, bootstrap) - value), acted)
 
     decay = torch.where(acted, gamma * ratio.clamp_max(c_clip), idle)
-    target = value + masked(_reverse_scan(surprise(value), decay), acted)
-    return surprise(target), target
+    target = value + masked(_reverse_scan(weighted_delta(value), decay), acted)
+    return weighted_delta(target), target
 
 
 def token_rewards(reward: Tensor, turn_ids: Tensor, mask: Tensor) -> Tensor:
-    """Put each turn's reward on its last action token, and that of a turn without token on the last one before it.
+    """Put each turn's reward on its last action token; without one, on the last action token before the turn.
 
     Args:
         reward: ``[B, T]``.
         turn_ids: ``[B, L]`` int64, -1 off actions.
-        mask: ``[B, T]`` bool, the turns that were played.
+        mask: ``[B, T]`` bool, the turns that were taken.
 
     Returns:
-        ``[B, L]``, float32 or wider. A reward before the first action token is nobody's credit and is left out.
+        ``[B, L]``, float32 or wider. A reward before the first action token belongs to no action and is left out.
 
     Examples:
         >>> token_rewards(torch.tensor([[1.0, 2.0]]), torch.tensor([[-1, 0, 0, -1, 1]]), torch.ones(1, 2) > 0)
@@ -256,7 +258,7 @@ def token_gae(
         reward: ``[B, T]``, per turn.
         value: ``[B, L]``, token-aligned: index i is the value of the prefix before token i.
         turn_ids: ``[B, L]`` int64, -1 off actions.
-        mask: ``[B, T]`` bool, the turns that were played.
+        mask: ``[B, T]`` bool, the turns that were taken.
         gamma: discount per action token.
         lmbda: the trade-off of bias against variance, per action token.
         bootstrap: ``[B]``, the value of what follows the last token; 0 by default.
@@ -278,7 +280,7 @@ def token_gae(
 
 
 def overlong_penalty(length: Tensor, max_length: int, buffer: int) -> Tensor:
-    """Soft punishment of responses that near the limit (DAPO, Yu et al., 2025, arXiv:2503.14476, eq. 13).
+    """Soft penalty on responses close to the length limit (DAPO, Yu et al., 2025, arXiv:2503.14476, eq. 13).
 
     0 up to ``max_length - buffer`` tokens, then falling linearly to -1 at ``max_length``, and -1 beyond.
 

@@ -1,4 +1,4 @@
-"""Whether the ids of a batch say what they must: an episode is there once, and a group is one task."""
+"""Checks of the ids of a batch: each episode occurs once, and the episodes of a group share a task."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from torch import Tensor
 
 from torchrl_llm.objectives.functional._common import check_shapes
 
+__all__ = ["episode_fault", "group_fault"]
+
 
 def episode_fault(episode_id: Tensor) -> str | None:
-    """What is wrong with the episodes of a batch; ``None``: nothing.
+    """The fault in the episode ids of a batch; ``None`` if there is none.
 
     Args:
         episode_id: ``[B]`` int64.
@@ -25,16 +27,16 @@ def episode_fault(episode_id: Tensor) -> str | None:
         return None
     return (
         f"Episode(s) {_few(labels[counts > 1])} are in the batch more than once: their credit would count twice. Environments "
-        "that are played side by side need ids of their own: give each its worker= and num_workers=, and pass each batch once."
+        "that run side by side need ids of their own: give each its worker= and num_workers=, and pass each batch once."
     )
 
 
 def group_fault(
     group_id: Tensor, env_id: Tensor | None = None, tokens: Tensor | None = None, turn_ids: Tensor | None = None
 ) -> str | None:
-    """What is wrong with the groups of a batch, as far as that can be seen; ``None``: nothing.
+    """The fault in the groups of a batch, as far as it can be seen; ``None`` if there is none.
 
-    The conversations of a group play one task, so that they come from one environment and begin with the same context.
+    The episodes of a group share a task, so that they come from one environment and begin with the same context.
 
     Args:
         group_id: ``[B]`` int64.
@@ -47,7 +49,7 @@ def group_fault(
         >>> group_fault(torch.tensor([1, 1, 2]), tokens=tokens, turn_ids=turn_ids) is None
         True
         >>> group_fault(torch.tensor([1, 2, 2]), tokens=tokens, turn_ids=turn_ids)[:51]
-        'Group(s) [2] hold conversations of different tasks:'
+        'Group(s) [2] hold episodes of different tasks: they'
     """
     if group_id.numel() == 0:
         return None
@@ -58,12 +60,12 @@ def group_fault(
         differs = env_id != env_id[first]
     if tokens is not None and turn_ids is not None:
         check_shapes(tokens=tokens, turn_ids=turn_ids)
-        differs = differs | _begins_otherwise(tokens, turn_ids, first)
+        differs = differs | _begins_differently(tokens, turn_ids, first)
     if not bool(differs.any()):
         return None
     return (
-        f"Group(s) {_few(group_id[differs].unique())} hold conversations of different tasks: they come from different "
-        "environments, or their first contexts differ, and would be compared all the same. Environments that are played side "
+        f"Group(s) {_few(group_id[differs].unique())} hold episodes of different tasks: they come from different "
+        "environments, or their first contexts differ, and would be compared all the same. Environments that run side "
         "by side need ids of their own (worker= and num_workers=), and reset(seed) must give the same task for the same seed."
     )
 
@@ -75,13 +77,13 @@ def _first_of_group(group_id: Tensor) -> Tensor:
     return torch.full_like(labels, len(group_id)).scatter_reduce(0, group, index, "amin")[group]
 
 
-def _begins_otherwise(tokens: Tensor, turn_ids: Tensor, first: Tensor) -> Tensor:
-    """Whether a row's first context is another than that of the ``first`` row of its group, ``[B]``."""
+def _begins_differently(tokens: Tensor, turn_ids: Tensor, first: Tensor) -> Tensor:
+    """Whether a row's first context differs from that of the ``first`` row of its group, ``[B]``."""
     columns = torch.arange(turn_ids.shape[1], device=turn_ids.device)
     begin = torch.where(turn_ids == 0, columns, turn_ids.shape[1]).amin(1)
-    spoke = begin < turn_ids.shape[1]
+    responded = begin < turn_ids.shape[1]
     differs = ((tokens != tokens[first]) & (columns < begin.unsqueeze(1))).any(1) | (begin != begin[first])
-    return differs & spoke & spoke[first]
+    return differs & responded & responded[first]
 
 
 def _few(ids: Tensor) -> str:

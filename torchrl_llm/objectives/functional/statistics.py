@@ -1,16 +1,195 @@
-"""Statistics to log: they enter no gradient."""
+"""Statistics over a batch or a group: normalization of returns and advantages, and metrics, which enter no gradient."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial as bind
+from typing import Literal
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from torchrl_llm.objectives.functional._common import check_shapes, masked
-from torchrl_llm.objectives.functional.normalize import SPREAD_TOLERANCE
+from torchrl_llm.objectives.functional._common import all_sum, check_shapes, masked, wide
+from torchrl_llm.options import check_value
+
+__all__ = [
+    "SPREAD_TOLERANCE",
+    "Baseline",
+    "Partial",
+    "Scale",
+    "effective_sample_size",
+    "explained_variance",
+    "group_relative",
+    "standardize",
+]
+
+Baseline = Literal["mean", "leave_one_out"]
+"""What a score is compared with, see :func:`group_relative`."""
+Scale = Literal["std", "none"]
+"""What centered scores are divided by."""
+Partial = Literal["error", "allow"]
+"""What happens to groups of another size."""
+
+SPREAD_TOLERANCE = 1e-6
+"""Numbers whose standard deviation is at most this times ``max(1, |mean|)`` count as equal."""
+
+Statistics = tuple[Tensor, Tensor, Tensor]
+"""Mean, standard deviation, and whether there is a spread at all; each broadcasts to the scores."""
+
+
+def _has_spread(mean: Tensor, std: Tensor) -> Tensor:
+    return std > SPREAD_TOLERANCE * mean.abs().clamp_min(1.0)
+
+
+@torch.no_grad()
+def _batch_statistics(x: Tensor, mask: Tensor, ddof: int, process_group: dist.ProcessGroup | None) -> Statistics:
+    """Statistics over ``mask``, all ranks of the group included."""
+    x = masked(x, mask)
+    total, count = all_sum(torch.stack([x.sum(), mask.sum().to(x.dtype)]), process_group)
+    mean = total / count.clamp_min(1.0)
+    square = all_sum(masked(x - mean, mask).square().sum(), process_group)
+    std = torch.where(count > ddof, square / (count - ddof).clamp_min(1.0), 0.0).sqrt()
+    return mean, std, _has_spread(mean, std)
+
+
+def _center(score: Tensor, penalty: Tensor | None, statistics: Callable[[Tensor], Statistics]) -> Statistics:
+    """``score + penalty`` without its mean, its standard deviation, and whether ``score`` alone has a spread.
+
+    Without a spread the score counts for 0, so that rounding noise is never blown up to unit variance.
+    """
+    spread = statistics(score)[2]
+    score = torch.where(spread, score, 0.0)
+    if penalty is not None:
+        score = score + wide(penalty)
+    mean, std, _ = statistics(score)
+    return score - mean, std, spread
+
+
+def standardize(
+    x: Tensor,
+    mask: Tensor,
+    ddof: int = 1,
+    eps: float = 1e-8,
+    process_group: dist.ProcessGroup | None = None,
+    *,
+    penalty: Tensor | None = None,
+) -> Tensor:
+    """Standardize over ``mask``: ``(x - mean) / (std + eps)``.
+
+    Whitens advantages, and is return batch normalization on returns. Numbers that are equal but for rounding
+    (``std <= 1e-6 * max(1, |mean|)``) become 0, and the penalty enters centered but unscaled. Mean and standard deviation
+    are constants to autograd.
+
+    Args:
+        x: any shape.
+        mask: bool, the shape of ``x``.
+        ddof: the variance divides by ``count - ddof``.
+        eps: added to the standard deviation.
+        process_group: take the statistics over all ranks of this group (``None``: of this process only).
+        penalty: the shape of ``x``, added to it: the returns of a KL penalty in the reward. Whether there is a spread is
+            judged on ``x`` alone.
+
+    Returns:
+        The shape of ``x``, float32 or wider; 0 off the mask.
+
+    Examples:
+        >>> standardize(torch.tensor([1.0, 3.0, 99.0]), torch.tensor([True, True, False]), ddof=0)
+        tensor([-1.,  1.,  0.])
+        >>> mask = torch.ones(1, 2, dtype=torch.bool)
+        >>> standardize(torch.tensor([[3.0, 3.0]]), mask, penalty=torch.tensor([[-0.25, -0.75]]))
+        tensor([[ 0.2500, -0.2500]])
+    """
+    check_shapes(x=x, mask=mask, penalty=penalty)
+    statistics = bind(_batch_statistics, mask=mask, ddof=ddof, process_group=process_group)
+    centered, std, spread = _center(masked(x, mask), penalty, statistics)
+    return masked(centered / torch.where(spread, std + eps, 1.0), mask)
+
+
+def _check_groups(labels: Tensor, counts: Tensor, group_size: int | None) -> None:
+    expected = int(counts.max()) if group_size is None else group_size
+    wrong = counts != expected
+    if bool(wrong.any()):
+        named = ", ".join(f"{g} ({n})" for g, n in zip(labels[wrong].tolist(), counts[wrong].tolist(), strict=True))
+        raise ValueError(
+            f"Expected {expected} episodes in every group; got group (size) {named}. Pass whole groups, or "
+            'partial="allow" if part of a group is meant.'
+        )
+
+
+@torch.no_grad()
+def _group_statistics(x: Tensor, index: Tensor, size: Tensor, ddof: int) -> Statistics:
+    """Statistics of each row's group, in the shape of ``x``."""
+    zeros = x.new_zeros(len(size), *x.shape[1:])
+    mean = zeros.index_add(0, index, x) / size
+    square = zeros.index_add(0, index, (x - mean[index]).square())
+    std = torch.where(size > ddof, square / (size - ddof).clamp_min(1.0), 0.0).sqrt()
+    return mean[index], std[index], _has_spread(mean, std)[index]
+
+
+def group_relative(
+    score: Tensor,
+    group_id: Tensor,
+    baseline: Baseline = "mean",
+    scale: Scale = "std",
+    ddof: int = 1,
+    eps: float = 1e-6,
+    *,
+    group_size: int | None = None,
+    partial: Partial = "error",
+    penalty: Tensor | None = None,
+) -> Tensor:
+    """Score relative to the episodes of the same group (GRPO, Shao et al., 2024, arXiv:2402.03300, sec. 4.1.2).
+
+    ``"leave_one_out"`` takes the mean of the others (RLOO, Ahmadian et al., 2024, arXiv:2402.14740); ``scale="none"``
+    leaves out the division (Dr. GRPO, Liu et al., 2025, arXiv:2503.20783).
+
+    Args:
+        score: ``[B]``, the episode's return; or ``[B, T]``, compared column by column: the return from each turn on,
+            0 for an episode that is over by then.
+        group_id: ``[B]`` int64.
+        baseline: subtract the group's mean, or the mean of the others.
+        scale: divide by the group's standard deviation, or not.
+        ddof: the variance divides by ``size - ddof``.
+        eps: added to the standard deviation.
+        group_size: how many episodes a group has; ``None``: as many as the largest one in the batch.
+        partial: ``"error"`` raises ``ValueError`` on a group of another size, ``"allow"`` takes what there is.
+        penalty: the shape of ``score``, added to it: the return of a KL penalty in the reward. Whether there is a spread is
+            judged on ``score`` alone. Where it has none it counts for 0 and the penalty enters centered but unscaled.
+
+    Returns:
+        The shape of ``score``, float32 or wider; without a penalty 0 in a group of one and where a group's scores do not
+        differ (``std <= 1e-6 * max(1, |mean|)``).
+
+    Examples:
+        >>> group_relative(torch.tensor([0.0, 1.0, 5.0, 5.0]), torch.tensor([4, 4, 9, 9]), scale="none")
+        tensor([-0.5000,  0.5000,  0.0000,  0.0000])
+    """
+    if score.shape[:1] != group_id.shape:
+        raise ValueError(
+            f"Expected score [B] or [B, T] and group_id [B]; got {tuple(score.shape)} and {tuple(group_id.shape)}."
+        )
+    check_shapes(score=score, penalty=penalty)
+    check_value("baseline", baseline, Baseline)
+    check_value("scale", scale, Scale)
+    check_value("partial", partial, Partial)
+    if baseline == "leave_one_out" and scale == "std":
+        raise ValueError('baseline="leave_one_out" with scale="std" is biased; use scale="none", or baseline="mean".')
+    score = wide(score)
+    if score.numel() == 0:
+        return score
+    labels, index, counts = group_id.unique(return_inverse=True, return_counts=True)
+    if partial == "error":
+        _check_groups(labels, counts, group_size)
+    size = counts.to(score.dtype).view(-1, *[1] * (score.ndim - 1))
+    centered, std, spread = _center(score, penalty, bind(_group_statistics, index=index, size=size, ddof=ddof))
+    if baseline == "leave_one_out":
+        return centered * (size / (size - 1).clamp_min(1.0))[index]
+    return centered * torch.where(spread, std + eps, 1.0).reciprocal() if scale == "std" else centered
 
 
 def effective_sample_size(log_ratio: Tensor, weight: Tensor) -> Tensor:
-    """Share of the weighted sample that is effective: ``(sum w r)^2 / (sum w * sum w r^2)``, in (0, 1].
+    """Effective share of a weighted sample: ``(sum w r)^2 / (sum w * sum w r^2)``, in (0, 1].
 
     Args:
         log_ratio: any shape; ``r = exp(log_ratio)``.
@@ -35,7 +214,7 @@ def effective_sample_size(log_ratio: Tensor, weight: Tensor) -> Tensor:
 
 
 def explained_variance(value: Tensor, target: Tensor, weight: Tensor) -> Tensor:
-    """``1 - Var(target - value) / Var(target)`` under ``weight``; at most 1, and 0 for a value that tells nothing.
+    """``1 - Var(target - value) / Var(target)`` under ``weight``; at most 1, and 0 for a constant value.
 
     Args:
         value: any shape, the predictions.
@@ -43,7 +222,7 @@ def explained_variance(value: Tensor, target: Tensor, weight: Tensor) -> Tensor:
         weight: the shape of ``value``, >= 0 (a mask will do).
 
     Returns:
-        A scalar, float32 or wider; 0 where the target does not vary, for there is nothing to explain.
+        A scalar, float32 or wider; 0 where the target does not vary.
 
     Examples:
         >>> target = torch.tensor([0.0, 1.0, 2.0])
@@ -63,5 +242,5 @@ def explained_variance(value: Tensor, target: Tensor, weight: Tensor) -> Tensor:
         return mean, (share * (x - mean).square()).sum()
 
     mean, variance = moments(target)
-    varies = variance.sqrt() > SPREAD_TOLERANCE * mean.abs().clamp_min(1.0)
+    varies = _has_spread(mean, variance.sqrt())
     return torch.where(varies, 1 - moments(target - value)[1] / torch.where(varies, variance, 1.0), 0.0)

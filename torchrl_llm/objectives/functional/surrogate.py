@@ -1,4 +1,4 @@
-"""What is maximized and how tokens are weighed: ratios, clipping, KL, corrections, loss weights."""
+"""Policy objectives and the weights of tokens: ratios, clipping, KL, sampler corrections, loss weights."""
 
 from __future__ import annotations
 
@@ -8,22 +8,35 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchrl_llm.objectives.functional._common import (
-    all_sum,
-    check_choice,
-    check_shapes,
-    exponent,
-    importance_ratio,
-    masked,
-    wide,
-)
+from torchrl_llm.objectives.functional._common import all_sum, check_shapes, exponent, importance_ratio, masked, wide
 from torchrl_llm.objectives.functional.turns import count_turns, turn_lengths, turn_mean, turn_sum, turn_to_token
+from torchrl_llm.options import check_value
+
+__all__ = [
+    "KLKind",
+    "RatioLevel",
+    "RatioReduction",
+    "SamplerCorrection",
+    "WeightKind",
+    "cispo_objective",
+    "clipped_objective",
+    "importance_ratio",
+    "kl_estimate",
+    "loss_weights",
+    "pool_log_ratio",
+    "sampler_weights",
+]
 
 RatioLevel = Literal["token", "turn", "sequence"]
+"""The unit that has one ratio."""
 RatioReduction = Literal["sum", "mean"]
+"""How the log-ratios of a unit's tokens are pooled."""
 WeightKind = Literal["token", "turn", "sequence", "constant"]
+"""What counts equally in a loss, see :func:`loss_weights`."""
 KLKind = Literal["k1", "k2", "k3"]
+"""An estimate of the KL, see :func:`kl_estimate`."""
 SamplerCorrection = Literal["truncate", "mask", "reject"]
+"""A correction for the sampler, see :func:`sampler_weights`."""
 
 
 def pool_log_ratio(
@@ -48,8 +61,8 @@ def pool_log_ratio(
         >>> pool_log_ratio(log_ratio, turn_ids, "sequence", "sum")
         tensor([[0.9000, 0.9000, 0.0000, 0.9000]])
     """
-    check_choice("level", level, RatioLevel)
-    check_choice("reduction", reduction, RatioReduction)
+    check_value("level", level, RatioLevel)
+    check_value("reduction", reduction, RatioReduction)
     check_shapes(log_ratio=log_ratio, turn_ids=turn_ids)
     if level == "token":
         return masked(log_ratio, turn_ids >= 0)
@@ -153,8 +166,8 @@ def sampler_weights(
         kind: as above.
         low: lower bound, >= 0; ``"truncate"`` does not use it.
         high: upper bound, > low.
-        level: what has one weight, see :func:`pool_log_ratio`.
-        reduction: a unit's weight is that of its ``"sum"`` (its probabilities' ratio) or of the ``"mean"`` (geometric).
+        level: the unit that has one weight, see :func:`pool_log_ratio`.
+        reduction: pool a unit's log-ratios by ``"sum"`` (ratio of its probabilities) or ``"mean"`` (geometric mean).
 
     Returns:
         ``[B, L]``, float32 or wider, without gradient; 1 off actions. Sums over weighted tokens are not divided by what
@@ -166,7 +179,7 @@ def sampler_weights(
         >>> [sampler_weights(old, sample, turn_ids, kind, 0.5, 2.0)[0] for kind in ("truncate", "mask", "reject")]
         [tensor([1.0000, 2.0000, 0.2000]), tensor([1., 0., 0.]), tensor([1., 0., 0.])]
     """
-    check_choice("kind", kind, SamplerCorrection)
+    check_value("kind", kind, SamplerCorrection)
     if not 0 <= low < high:
         raise ValueError(f"Bounds of the sampler's weights are ({low}, {high}); expected 0 <= low < high.")
     gap = pool_log_ratio((old_log_prob - sample_log_prob).detach(), turn_ids, level, reduction)
@@ -184,8 +197,8 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: KLKind = "k3") -> 
     With ``d = ref_log_prob - log_prob``: k1 ``-d``, k2 ``d^2 / 2``, k3 ``exp(d) - d - 1`` (Schulman, 2020,
     "Approximating KL divergence"). k1 and k3 are unbiased, k2 is not; swapping the arguments estimates something else.
 
-    As a term of a loss they differ: the gradient of k1 is zero in expectation, k2's is that of the reverse KL
-    ``KL(policy || reference)``, k3's that of the forward KL ``KL(reference || policy)``.
+    As a term of a loss they differ: the gradient of k1 is zero in expectation, k2 has the gradient of the reverse KL
+    ``KL(policy || reference)``, k3 that of the forward KL ``KL(reference || policy)``.
 
     Args:
         log_prob: any shape, of the policy that sampled the tokens.
@@ -200,7 +213,7 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: KLKind = "k3") -> 
         >>> [round((log_prob.exp() * kl_estimate(log_prob, ref, kind)).sum().item(), 4) for kind in ("k1", "k3")]
         [0.3681, 0.3681]
     """
-    check_choice("kind", kind, KLKind)
+    check_value("kind", kind, KLKind)
     check_shapes(log_prob=log_prob, ref_log_prob=ref_log_prob)
     d = wide(ref_log_prob) - wide(log_prob)
     if kind == "k1":
@@ -216,16 +229,16 @@ def loss_weights(
 ) -> Tensor:
     """The weight of each token in the loss's sum, once per optimizer batch.
 
-    ``"token"``: ``1/N``, every token equal. ``"sequence"``: ``1/(B n_b)``, every conversation equal. ``"turn"``:
+    ``"token"``: ``1/N``, every token equal. ``"sequence"``: ``1/(B n_b)``, every episode equal. ``"turn"``:
     ``1/(K n_bk)``, every turn equal. ``"constant"``: ``1/(B C)``, a fixed divisor (Dr. GRPO, arXiv:2503.20783). ``N``
-    action tokens, ``K`` turns and ``B`` conversations that have any; empty rows count for nothing. All but the last
+    action tokens, ``K`` turns and ``B`` episodes that have any; empty rows count for nothing. All but the last
     sum to 1.
 
     Args:
         turn_ids: ``[B, L]`` int64 of the **whole** optimizer batch, -1 off actions. Micro-batches take slices of the
             result.
         kind: what counts equally.
-        constant: ``C`` of ``kind="constant"`` in tokens per conversation, > 0.
+        constant: ``C`` of ``kind="constant"`` in tokens per episode, > 0.
         process_group: count over all ranks of this group (``None``: this process only). The loss is then a sum over
             ranks.
 
@@ -237,7 +250,7 @@ def loss_weights(
         tensor([[0.1667, 0.1667, 0.0000, 0.3333],
                 [0.3333, 0.0000, 0.0000, 0.0000]])
     """
-    check_choice("kind", kind, WeightKind)
+    check_value("kind", kind, WeightKind)
     if (kind == "constant") != (constant is not None) or (constant is not None and constant <= 0):
         raise ValueError(
             f'kind="constant", and no other, takes a constant > 0; got kind={kind!r}, constant={constant!r}.'
@@ -251,6 +264,6 @@ def loss_weights(
         sizes, units = turn_to_token(lengths, unit_ids), (lengths > 0).sum()
     if constant is not None:
         sizes = torch.full_like(sizes, constant)
-    # Integers are added over ranks, so that the weights do not depend on how rows are dealt out.
+    # Integers are added over ranks, so that the weights do not depend on how rows are distributed.
     divisor = sizes * all_sum(units, process_group).to(torch.float32)
     return torch.where(action, divisor.reciprocal(), 0.0)

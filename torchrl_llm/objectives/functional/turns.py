@@ -1,4 +1,4 @@
-"""Between tokens and turns: ``[B, L]`` to ``[B, T]`` and back by ``turn_ids``."""
+"""Conversions between tokens ``[B, L]`` and turns ``[B, T]``, by ``turn_ids``."""
 
 from __future__ import annotations
 
@@ -7,9 +7,23 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchrl_llm.objectives.functional._common import check_choice, check_shapes, masked
+from torchrl_llm.objectives.functional._common import check_shapes, masked
+from torchrl_llm.options import check_value
+
+__all__ = [
+    "ValueReduction",
+    "count_turns",
+    "turn_first",
+    "turn_last",
+    "turn_lengths",
+    "turn_mean",
+    "turn_reduce",
+    "turn_sum",
+    "turn_to_token",
+]
 
 ValueReduction = Literal["first", "mean", "last"]
+"""Which of the values at a turn's tokens is the turn's."""
 
 
 def count_turns(turn_ids: Tensor) -> int:
@@ -91,8 +105,8 @@ def _turn_edge(x: Tensor, turn_ids: Tensor, num_turns: int, edge: Literal["first
 def turn_first(x: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
     """The value at each turn's first action token, ``[B, T]``; 0 without a token. Arguments as :func:`turn_sum`.
 
-    On token-aligned values (index i is the value of the prefix before token i) this is the value of the state in which
-    the turn was played.
+    On token-aligned values (index i is the value of the prefix before token i) this is the value of the state
+    before the turn.
 
     Examples:
         >>> turn_first(torch.tensor([[9.0, 1.0, 2.0, 9.0, 5.0]]), torch.tensor([[-1, 0, 0, -1, 2]]), 3)
@@ -114,14 +128,14 @@ def turn_last(x: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
 def turn_reduce(x: Tensor, turn_ids: Tensor, num_turns: int, reduction: ValueReduction = "first") -> Tensor:
     """:func:`turn_first`, :func:`turn_mean` or :func:`turn_last`, by name.
 
-    For values only ``"first"`` keeps the policy gradient unbiased: it is the value of what stood before the action.
-    ``"mean"`` and ``"last"`` look at the action's own tokens.
+    For values only ``"first"`` keeps the policy gradient unbiased: it is the value of the context before the action.
+    ``"mean"`` and ``"last"`` depend on the action's own tokens.
 
     Examples:
         >>> turn_reduce(torch.tensor([[1.0, 3.0]]), torch.tensor([[0, 0]]), 1, reduction="mean")
         tensor([[2.]])
     """
-    check_choice("value_reduction", reduction, ValueReduction)
+    check_value("value_reduction", reduction, ValueReduction)
     return {"first": turn_first, "mean": turn_mean, "last": turn_last}[reduction](x, turn_ids, num_turns)
 
 

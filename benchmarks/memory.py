@@ -1,0 +1,105 @@
+"""How much memory one update takes, by model size, what is trained and the token budget of a micro-batch.
+
+    OMP_NUM_THREADS=1 python benchmarks/memory.py
+
+Models have random weights in the shapes of real ones: memory does not depend on the weights. Each figure is the peak of a
+process of its own on a CPU, in float32, less what it had before the model was made: one optimizer step of LLMREINFORCE on
+four rows of 512 tokens, half of them sampled. Prints a Markdown table.
+"""
+
+import argparse
+import resource
+import subprocess
+import sys
+from itertools import product
+
+import torch
+from peft import LoraConfig
+from tensordict import TensorDict
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from torchrl_llm.data import micro_batches
+from torchrl_llm.modules import load_actor_critic
+from torchrl_llm.objectives import LLMReinforceLoss
+
+SIZES = {"135M": (576, 30, 9, 3, 1_536), "360M": (960, 32, 15, 5, 2_560)}
+"""Name -> hidden size, layers, heads, heads of keys and values, width of the MLP: those of SmolLM2."""
+
+BUDGETS = {"512": (512, False), "2,048": (2_048, False), "2,048, gradient_checkpointing": (2_048, True)}
+"""Column -> ``max_tokens`` of a micro-batch, and whether activations are recomputed."""
+
+ROWS, LENGTH = 4, 512
+
+
+def make_model(size: str) -> LlamaForCausalLM:
+    hidden, layers, heads, kv_heads, width = SIZES[size]
+    config = LlamaConfig(
+        vocab_size=49_152,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        intermediate_size=width,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+def make_rows() -> TensorDict:
+    tokens = torch.randint(49_152, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
+    turn_ids = torch.full((ROWS, LENGTH), -1)
+    turn_ids[:, LENGTH // 2 :] = 0
+    mask = turn_ids >= 0
+    rows = {
+        "tokens": tokens,
+        "attention_mask": torch.ones_like(mask),
+        "turn_ids": turn_ids,
+        "sample_log_prob": torch.full((ROWS, LENGTH), -10.0),
+        "advantage": mask.float(),
+        "loss_weight": mask / mask.sum(),
+    }
+    return TensorDict(rows, batch_size=[ROWS])
+
+
+def peak() -> int:
+    """The highest memory of this process so far, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1_024
+
+
+def measure(size: str, lora_r: int, budget: str) -> int:
+    """MiB of one update above what the process had before the model."""
+    max_tokens, checkpointing = BUDGETS[budget]
+    before = peak()
+    lora = LoraConfig(r=lora_r, target_modules="all-linear") if lora_r else None
+    models = load_actor_critic(make_model(size), lora=lora, gradient_checkpointing=checkpointing)
+    loss = LLMReinforceLoss(models.actor, kl_coeff=0.0)
+    optimizer = torch.optim.AdamW([parameter for parameter in loss.parameters() if parameter.requires_grad])
+    for part in micro_batches(make_rows(), max_tokens):
+        loss(part)["loss_objective"].backward()
+    optimizer.step()
+    return peak() - before
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--one", nargs=3, metavar=("SIZE", "LORA_R", "BUDGET"), help="measure one case, in this process"
+    )
+    arguments = parser.parse_args()
+    if arguments.one:
+        size, lora_r, budget = arguments.one
+        print(measure(size, int(lora_r), budget))
+        return
+    print(f"| model | trained | {' | '.join(f'max_tokens {budget}' for budget in BUDGETS)} |")
+    print("|---|---|" + "---|" * len(BUDGETS))
+    for size, lora_r in product(SIZES, (16, 0)):
+        cells = []
+        for budget in BUDGETS:
+            command = [sys.executable, __file__, "--one", size, str(lora_r), budget]
+            done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=1_800)
+            cells.append(f"{int(done.stdout.split()[-1]):,} MiB")
+        print(f"| {size} | {'LoRA, rank 16' if lora_r else 'all weights'} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

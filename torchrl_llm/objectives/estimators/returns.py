@@ -1,0 +1,154 @@
+"""Estimators that compare returns, without a critic: :class:`ReBN` and :class:`GroupRelative`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from torchrl_llm.objectives import functional as F
+from torchrl_llm.objectives.estimators.base import TurnEstimator
+from torchrl_llm.options import Count, Natural, NonNegative, Share
+
+Population = Literal["batch", "none"]
+Credit = Literal["episode", "turn"]
+
+
+class ReturnEstimator(TurnEstimator):
+    """Base class of the estimators that compare returns, without a critic.
+
+    The KL is scored like the rewards and added; whether scores differ at all is judged without it.
+    """
+
+    @property
+    def takes_kl(self) -> bool:
+        """Always: the return is normalized with the KL."""
+        return True
+
+    def score(self, reward: Tensor, mask: Tensor, acted: Tensor) -> Tensor:
+        """The return to compare, of each turn ``[B, T]`` or each episode ``[B]``."""
+        raise NotImplementedError
+
+    def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:
+        """The advantage, in the shape of ``score``; ``penalty`` is the score of the KL."""
+        raise NotImplementedError
+
+    def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
+        reward, mask, _, acted = self._turns(tensordict)
+        score, penalty = (self.score(r, mask, acted) for r in (reward, self._turn_penalty(tensordict)))
+        advantage = self.compare(tensordict, score, penalty, acted)
+        written = {"turn_advantage": advantage, "turn_value_target": score + penalty}
+        return {name: torch.where(acted, x if x.ndim == 2 else x.unsqueeze(1), 0.0) for name, x in written.items()}
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class ReBN(ReturnEstimator):
+    """Return batch normalization: the discounted return of each turn, normalized over all turns of the batch.
+
+    There is no critic: the value after a truncated turn is 0. Reads ``("turn", reward / mask / terminated / truncated)``
+    ``[B, T]`` and ``"turn_ids"`` ``[B, L]``; with ``kl_coeff`` also ``"ref_log_prob"`` and ``"old_log_prob"`` (or,
+    without it, ``"sample_log_prob"``) ``[B, L]``. Writes ``"advantage"``, ``"value_target"`` ``[B, L]`` and
+    ``("turn", advantage / value_target)`` ``[B, T]``; the target is the return, KL penalty included.
+
+    Keyword Args:
+        gamma: discount per turn. Default: 0.9.
+        ddof: the variance divides by ``count - ddof``. Default: 1.
+        eps: added to the standard deviation. Default: 1e-8.
+        normalize_over: ``"batch"``: all turns of the batch; ``"none"``: the plain returns (REINFORCE, Williams, 1992), without
+            use of ``ddof`` and ``eps``. Default: ``"batch"``.
+        kl_coeff, discounted_objective, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> yes, no = torch.ones(2, 1, dtype=torch.bool), torch.zeros(2, 1, dtype=torch.bool)
+        >>> turn = dict(reward=torch.tensor([[0.0], [2.0]]), mask=yes, terminated=yes, truncated=no)
+        >>> rows = TensorDict({"turn": turn, "turn_ids": torch.tensor([[-1, 0], [-1, 0]])}, [2])
+        >>> ReBN(ddof=0)(rows)["advantage"]
+        tensor([[ 0., -1.],
+                [ 0.,  1.]])
+    """
+
+    gamma: Share = 0.9
+    ddof: Natural = 1
+    eps: NonNegative = 1e-8
+    normalize_over: Population = "batch"
+
+    def score(self, reward: Tensor, mask: Tensor, acted: Tensor) -> Tensor:
+        return F.turn_returns(reward, mask, self.gamma, acted=acted)
+
+    def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:
+        if self.normalize_over == "none":
+            return score + penalty
+        return F.standardize(score, acted, self.ddof, self.eps, self.process_group, penalty=penalty)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class GroupRelative(ReturnEstimator):
+    """Group-relative returns, of the whole episode or from each turn on.
+
+    Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]`` and ``"group_id"``
+    ``[B]``. Writes ``"advantage"``, ``"value_target"`` ``[B, L]`` and ``("turn", advantage / value_target)``
+    ``[B, T]``; the target is the return that was compared.
+
+    Keyword Args:
+        gamma: discount per turn. Default: 1.0.
+        credit: ``"episode"`` compares the returns of whole episodes, and every turn of a row gets the same advantage;
+            ``"turn"`` compares, turn by turn, the returns from there on, so that a turn is not credited with what came
+            before it. An episode that has ended by then counts with 0. Default: ``"episode"``.
+        baseline: ``"mean"`` of the group, or ``"leave_one_out"``: the mean of the others. Default: ``"mean"``.
+        scale: divide by the group's standard deviation (``"std"``) or not (``"none"``). Default: ``"std"``.
+        ddof: the variance divides by ``size - ddof``. Default: 1.
+        eps: added to the standard deviation. Default: 1e-6.
+        group_size: episodes in a group; ``None``: as many as in the largest group of the batch.
+        partial: a group of another size is an ``"error"``, or ``"allow"``-ed. Default: ``"error"``.
+        kl_coeff, discounted_objective, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`;
+            ``discounted_objective`` is for ``credit="turn"``.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> yes, no = torch.ones(2, 1, dtype=torch.bool), torch.zeros(2, 1, dtype=torch.bool)
+        >>> turn = dict(reward=torch.tensor([[0.0], [2.0]]), mask=yes, terminated=yes, truncated=no)
+        >>> rows = TensorDict({"turn": turn, "turn_ids": torch.tensor([[-1, 0], [-1, 0]])}, [2])
+        >>> GroupRelative(scale="none")(rows.set("group_id", torch.tensor([7, 7])))["advantage"]
+        tensor([[ 0., -1.],
+                [ 0.,  1.]])
+    """
+
+    _reads = (*ReturnEstimator._reads, "group_id")
+
+    credit: Credit = "episode"
+    baseline: F.Baseline = "mean"
+    scale: F.Scale = "std"
+    ddof: Natural = 1
+    eps: NonNegative = 1e-6
+    group_size: Count | None = None
+    partial: F.Partial = "error"
+
+    def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
+        super().__post_init__(value_network)
+        if self.discounted_objective and self.credit == "episode":
+            raise ValueError(
+                'credit="episode" is discounted from the first turn on; discounted_objective is for credit="turn".'
+            )
+        # A wrong option is an error now, not after the first rollout.
+        F.group_relative(torch.empty(0), torch.empty(0, dtype=torch.int64), **self.options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of :func:`~torchrl_llm.objectives.functional.group_relative`."""
+        names = ("baseline", "scale", "ddof", "eps", "group_size", "partial")
+        return {name: getattr(self, name) for name in names}
+
+    def score(self, reward: Tensor, mask: Tensor, acted: Tensor) -> Tensor:
+        if self.credit == "episode":
+            return F.episode_return(reward, mask, self.gamma)
+        return F.turn_returns(reward, mask, self.gamma)
+
+    def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:
+        return F.group_relative(score, self._get(tensordict, "group_id"), **self.options, penalty=penalty)
