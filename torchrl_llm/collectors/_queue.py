@@ -115,12 +115,7 @@ class EpisodeQueue:
     """
 
     def __init__(
-        self,
-        draw: Callable[[], Episode],
-        release: Callable[[Episode], None],
-        *,
-        group_size: int,
-        faults: FaultPolicy,
+        self, draw: Callable[[], Episode], release: Callable[[Episode], None], *, group_size: int, faults: FaultPolicy
     ) -> None:
         self._next_task, self._release = draw, release
         self.group_size, self.faults = group_size, faults
