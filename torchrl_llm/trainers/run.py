@@ -292,7 +292,7 @@ def build_run(
 def _check_mixture(config: RunConfig, env: GEMEnv) -> None:
     """Refuse settings of a mixture where one environment is played."""
     given = [name for name in ("adaptive_mixture", "env_weights") if getattr(config, name)]
-    if given and env.task_sampler.num_tasks < 2:
+    if given and env.task_sampler.mixture_size < 2:
         raise ConfigError(
             f"{' and '.join(given)} chooses among environments, and {env.names[0]!r} is the only one: leave it out, or play a "
             "mixture."
