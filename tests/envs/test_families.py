@@ -77,7 +77,7 @@ class TestFamily:
         try:
             assert run.evaluation_env.names == ("countdown:2",)
             batch = run.trainer.collector.rollout()
-            assert batch[keys.TURN].amax(1).flatten().tolist() == [1] * 4
+            assert batch[keys.TURN_MASK].sum(1).tolist() == [2] * 4
         finally:
             run.close()
 
