@@ -312,7 +312,7 @@ def play(env_id: str, player: Player, episodes: int, seed: int = 0) -> Played:
     returns, turns, wins, faults = [], [0], 0, []
     for _ in range(episodes):
         try:
-            index = env.draw()
+            index = env.next_task()
             env.start(0, index, env.open(0, index))
             rewards = []
             while env.slots[0].live:

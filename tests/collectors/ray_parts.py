@@ -50,8 +50,8 @@ class ReusingExecutor(RayExecutor):
         finally:
             cls.spare += kept
 
-    def _actor(self):
-        return self.spare.pop(0) if self.spare else super()._actor()
+    def _make_actor(self):
+        return self.spare.pop(0) if self.spare else super()._make_actor()
 
     def _end(self, worker):
         if answers(worker.actor, 0.0 if worker.starting is not None else 2.0) is None:

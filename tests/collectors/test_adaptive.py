@@ -40,7 +40,7 @@ class TestAdaptTasks:
         collector = kind(env, stops, batch_size=40, post_collect_hook=hook)
         first, second = collector.rollout(), collector.rollout()
         collector.shutdown()
-        expected = env.task_sampler.__class__(num_tasks=2, group_size=group_size)
+        expected = env.task_sampler.__class__(mixture_size=2, group_size=group_size)
         for batch in (first, second):
             index = batch["episode_id"].tolist()
             played = [expected[i].env_id for i in index]

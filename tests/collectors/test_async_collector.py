@@ -21,6 +21,7 @@ from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
 from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import EnvironmentFault, GEMEnv
+from torchrl_llm.episode import Episode
 from torchrl_llm.modules import HFPolicy, SamplingConfig
 from torchrl_llm.modules.policy import TurnResponse
 from torchrl_llm.testing.environments import Dice, Faulty, Slow, StopOrGo
@@ -489,14 +490,14 @@ class TestFaults:
         env = make(partial(Sometimes, "raise"), num_envs=2, group_size=2, max_turns=6, max_model_len=4096)
         collector = collect(env, says(script), batch_size=2, num_threads=0, max_staleness=1, background=False)
         executor, queue = collector._executor, collector._queue
-        executor._free.remove(1)  # the second member of each group has to wait
+        executor._slots[1] = Episode(-1, -1, -1, 0)  # the second member of each group has to wait
         queue.limit = 3
         executor.step()
         queue.limit = 4
         executor.step()
         while not collector.faults:
             executor.step()
-        executor._free.append(1)
+        executor._slots[1] = None
         assert [episodes(collector.rollout()) for _ in range(2)] == [[0, 1], [4, 5]]
         assert collector.faults == {"error": 1}
         assert collector.dropped == {"error": 2}

@@ -115,7 +115,7 @@ class TestSuccess:
 
 
 def game_of(env):
-    return env.slots[0].envs[0]._env
+    return env.slots[0].envs[0].env
 
 
 NEEDS = [(env_id, package) for env_id in ENV_REGISTRY for package in gem_class(env_id).packages]
@@ -196,8 +196,8 @@ class TestLocalData:
         rewards = []
         for seed, right in enumerate([True, False, True]):
             game.reset(seed)
-            rewards.append(game.step(rf"\boxed{{{game._env.answer if right else 1}}}").reward)
-        game._env.close()
+            rewards.append(game.step(rf"\boxed{{{game.env.answer if right else 1}}}").reward)
+        game.env.close()
         assert rewards == [1.0, 0.0, 1.0]
 
     @pytest.mark.parametrize("env_id", IMAGES)

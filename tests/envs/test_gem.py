@@ -110,7 +110,7 @@ class TestContexts:
         env = make([StopOrGo, EASY], num_envs=4, group_size=2, stream="eval", seed=3, max_turns=5)
         env.reset()
         for part in ("StopOrGo", EASY, "num_envs=4", "group_size=2", "stream='eval'", "seed=3", "max_model_len=2048",
-                     "max_output_tokens=32", "max_turns=5", "4 tasks dealt", "4 slots playing"):  # fmt: skip
+                     "max_output_tokens=32", "max_turns=5", "4 tasks sampled", "4 slots running"):  # fmt: skip
             assert part in repr(env)
 
     def test_a_returned_observation_is_not_written_to_later(self, make, says):
@@ -654,7 +654,7 @@ class TestSingleSlots:
 
     def test_draw_deals_the_next_task(self, make):
         env = make(Dice, num_envs=2)
-        assert [env.draw(), env.draw()] == [0, 1]
+        assert [env.next_task(), env.next_task()] == [0, 1]
         assert env.reset()["episode_id"].flatten().tolist() == [2, 3]
 
     def test_renew_leaves_the_games_behind(self, make, says):

@@ -15,13 +15,13 @@ from torchrl_llm.envs.tasks import FLOOR, MEMORY, SEED_IDS, STREAM_IDS, Stream
 
 class TestTickets:
     @given(st.integers(0, 2**63), st.integers(1, 8), st.integers(1, 4), st.integers(1, 50))
-    def test_whole_groups_share_a_task(self, seed, group_size, num_tasks, groups):
-        task_sampler = TaskSampler(seed=seed, group_size=group_size, num_tasks=num_tasks)
+    def test_whole_groups_share_a_task(self, seed, group_size, mixture_size, groups):
+        task_sampler = TaskSampler(seed=seed, group_size=group_size, mixture_size=mixture_size)
         dealt = [task_sampler[i] for i in range(groups * group_size)]
         assert [task_spec.episode_id for task_spec in dealt] == list(range(len(dealt)))
         for i in range(0, len(dealt), group_size):
             assert len({task_spec[1:] for task_spec in dealt[i : i + group_size]}) == 1
-        assert {task_spec.env_id for task_spec in dealt} == set(range(min(groups, num_tasks)))
+        assert {task_spec.env_id for task_spec in dealt} == set(range(min(groups, mixture_size)))
         assert len({task_spec.seed for task_spec in dealt}) > 0.9 * groups
 
     @given(st.lists(st.integers(0, 99), min_size=3, max_size=3))
@@ -61,7 +61,7 @@ class TestTickets:
 
     @pytest.mark.parametrize(
         "wrong",
-        [{"seed": -1}, {"stream": "dev"}, {"group_size": 0}, {"num_tasks": 0}, {"worker": 2, "num_workers": 2}],
+        [{"seed": -1}, {"stream": "dev"}, {"group_size": 0}, {"mixture_size": 0}, {"worker": 2, "num_workers": 2}],
     )
     def test_wrong_options_are_named(self, wrong):
         with pytest.raises(ValueError, match=f"TaskSampler.{next(iter(wrong))}"):
@@ -74,25 +74,25 @@ class TestTickets:
 
 class TestWeights:
     def test_shares_follow_the_weights(self):
-        task_sampler = TaskSampler(seed=5, num_tasks=3, weights=(1, 2, 5))
+        task_sampler = TaskSampler(seed=5, mixture_size=3, weights=(1, 2, 5))
         dealt = [task_sampler[i].env_id for i in range(4000)]
         for env_id, share in enumerate((1 / 8, 2 / 8, 5 / 8)):
             assert abs(dealt.count(env_id) / 4000 - share) < 0.03
 
     def test_a_group_plays_one_environment_whoever_deals_it(self):
-        whole = TaskSampler(num_tasks=2, weights=(1, 1), group_size=3)
-        workers = [TaskSampler(num_tasks=2, weights=(1, 1), group_size=3, worker=w, num_workers=2) for w in range(2)]
+        whole = TaskSampler(mixture_size=2, weights=(1, 1), group_size=3)
+        workers = [TaskSampler(mixture_size=2, weights=(1, 1), group_size=3, worker=w, num_workers=2) for w in range(2)]
         assert [whole[i] for i in range(12)] == [workers[i // 3 % 2][i // 6 * 3 + i % 3] for i in range(12)]
         assert len({whole[i].env_id for i in range(3)}) == 1
 
     def test_weights_change_no_seed(self):
-        plain, weighted = TaskSampler(num_tasks=2), TaskSampler(num_tasks=2, weights=(1, 3))
+        plain, weighted = TaskSampler(mixture_size=2), TaskSampler(mixture_size=2, weights=(1, 3))
         assert [plain[i].seed for i in range(20)] == [weighted[i].seed for i in range(20)]
 
     @pytest.mark.parametrize("weights", [(1,), (1, 0), (1, -1), (1, float("nan")), (1, float("inf"))])
     def test_weights_that_make_no_sense_are_refused(self, weights):
         with pytest.raises(ValueError, match="weights"):
-            TaskSampler(num_tasks=2, weights=weights)
+            TaskSampler(mixture_size=2, weights=weights)
 
 
 class TestSuccess:
@@ -102,25 +102,25 @@ class TestSuccess:
     @given(st.lists(st.floats(0, 1), min_size=2, max_size=4), st.booleans())
     def test_shares_are_the_learnability_and_a_floor_times_the_weights(self, success, weighted):
         weights = tuple(range(1, len(success) + 1)) if weighted else None
-        task_sampler = TaskSampler(num_tasks=len(success), success=tuple(success), weights=weights)
+        task_sampler = TaskSampler(mixture_size=len(success), success=tuple(success), weights=weights)
         for share, rate, weight in zip(task_sampler.shares, success, weights or [1] * len(success), strict=True):
             assert share == pytest.approx(weight * (rate * (1 - rate) + FLOOR))
 
     def test_tasks_follow_the_shares(self):
-        task_sampler = TaskSampler(num_tasks=3, success=(0.0, 0.5, 1.0))
+        task_sampler = TaskSampler(mixture_size=3, success=(0.0, 0.5, 1.0))
         dealt = self.dealt(task_sampler, 4000)
         for env_id, share in enumerate((1 / 8, 6 / 8, 1 / 8)):
             assert abs(dealt.count(env_id) / 4000 - share) < 0.03
 
     def test_before_anything_is_learnt_nothing_changes(self):
         plain, fresh = (
-            TaskSampler(num_tasks=3, weights=(1, 2, 3)),
-            TaskSampler(num_tasks=3, weights=(1, 2, 3), success=(0.5,) * 3),
+            TaskSampler(mixture_size=3, weights=(1, 2, 3)),
+            TaskSampler(mixture_size=3, weights=(1, 2, 3), success=(0.5,) * 3),
         )
         assert self.dealt(plain, 200) == self.dealt(fresh, 200)
 
     def test_rates_decide_who_plays_and_nothing_else(self):
-        before = TaskSampler(num_tasks=3, group_size=4)
+        before = TaskSampler(mixture_size=3, group_size=4)
         after = before.learn([0, 1, 1, 2], [True, False, True, False])
         assert [before[i]._replace(env_id=0) for i in range(80)] == [after[i]._replace(env_id=0) for i in range(80)]
         assert self.dealt(before, 20) != self.dealt(after, 20)
@@ -128,26 +128,26 @@ class TestSuccess:
             assert len({after[4 * group + i][1:] for i in range(4)}) == 1
 
     def test_a_rate_is_the_average_of_recent_episodes(self):
-        rate = TaskSampler(num_tasks=2).learn([1], [True]).success[1]
+        rate = TaskSampler(mixture_size=2).learn([1], [True]).success[1]
         assert rate == pytest.approx(0.5 + 0.5 / MEMORY)
-        assert TaskSampler(num_tasks=2).learn([0] * 999, [False] * 999).success == pytest.approx((0, 0.5))
-        parts = TaskSampler(num_tasks=2).learn([0] * 5, [True] * 5).learn([0] * 3, [True] * 3)
-        assert parts.success == pytest.approx(TaskSampler(num_tasks=2).learn([0] * 8, [True] * 8).success)
+        assert TaskSampler(mixture_size=2).learn([0] * 999, [False] * 999).success == pytest.approx((0, 0.5))
+        parts = TaskSampler(mixture_size=2).learn([0] * 5, [True] * 5).learn([0] * 3, [True] * 3)
+        assert parts.success == pytest.approx(TaskSampler(mixture_size=2).learn([0] * 8, [True] * 8).success)
 
     def test_the_order_within_a_batch_does_not_count(self):
-        task_sampler = TaskSampler(num_tasks=2)
+        task_sampler = TaskSampler(mixture_size=2)
         one, other = [True, False, True, True], [True, True, True, False]
         assert task_sampler.learn([0, 0, 0, 1], one).success == task_sampler.learn([1, 0, 0, 0], other).success
 
     def test_rates_are_progress_and_no_setting(self):
-        assert TaskSampler(num_tasks=2) == TaskSampler(num_tasks=2).learn([0], [True])
+        assert TaskSampler(mixture_size=2) == TaskSampler(mixture_size=2).learn([0], [True])
 
     @pytest.mark.parametrize("success", [(0.5,), (0.5, 1.1), (0.5, float("nan"))])
     def test_rates_that_make_no_sense_are_refused(self, success):
         with pytest.raises(ValueError, match=r"TaskSampler\.success"):
-            TaskSampler(num_tasks=2, success=success)
+            TaskSampler(mixture_size=2, success=success)
 
     @pytest.mark.parametrize("stream", ["eval", "test"])
     def test_evaluation_does_not_adapt(self, stream):
         with pytest.raises(ValueError, match="for the stream 'train'"):
-            TaskSampler(num_tasks=2, stream=stream).learn([0], [True])
+            TaskSampler(mixture_size=2, stream=stream).learn([0], [True])

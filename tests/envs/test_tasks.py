@@ -46,7 +46,7 @@ class TestTasks:
         for seed in range(100):
             game.reset(seed)
             assert game.task.known
-            known.setdefault(game._env.game_number, set()).add(game.task.task_id)
+            known.setdefault(game.env.game_number, set()).add(game.task.task_id)
         assert len(known) == 10 == len(set.union(*known.values()))
 
     @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Rollouts in a thread of their own: :class:`BackgroundThread`."""
+"""Rollouts in a background thread: :class:`BackgroundThread`."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_llm.episode import Episode
 
-_POLL_INTERVAL = 1.0  # seconds; a thread that dies without a word must not leave its waiter waiting
+_POLL_INTERVAL = 1.0  # seconds; who waits for the thread must notice that it died
 
 
 class BackgroundThread:
-    """Plays on while the caller trains, and hands it a batch when it waits for one.
+    """Collects while the caller trains, and returns a batch when the caller waits for one.
 
     Args:
-        step: one step of play; told whether a batch is wanted, it returns the batch if that is complete, and whether anything
-            is in flight.
+        step: one step of the executor; told whether a batch is wanted, it returns the batch if that is complete, and whether
+            anything is in flight.
         wake: ends a wait in ``step``.
         exploration_type: of the policy.
     """
@@ -45,29 +45,19 @@ class BackgroundThread:
         """The next batch. Raises what the thread raised."""
         with self._change:
             self._wanted = True
-            self._change.notify_all()
-            self._wake()
-            while self._batch is None:
-                self._check(timeout)
-                self._change.wait(_POLL_INTERVAL)
+            self._wait_until(lambda: self._batch is not None, timeout)
             batch, self._batch = self._batch, None
-            return batch
+        assert batch is not None
+        return batch
 
     @contextmanager
     def paused(self, timeout: float) -> Iterator[None]:
         """Block until the thread is between two steps, and hold it there."""
         with self._change:
             self._pauses += 1
-            self._change.notify_all()
-            self._wake()
-            try:
-                while not self._idle and self._thread.is_alive():
-                    self._check(timeout)
-                    self._change.wait(_POLL_INTERVAL)
-            except BaseException:
-                self._pauses -= 1
-                raise
         try:
+            with self._change:
+                self._wait_until(lambda: self._idle or not self._thread.is_alive(), timeout)
             yield
         finally:
             with self._change:
@@ -83,19 +73,26 @@ class BackgroundThread:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
+    def _wait_until(self, reached: Callable[[], bool], timeout: float) -> None:
+        self._change.notify_all()
+        self._wake()
+        while not reached():
+            self._check(timeout)
+            self._change.wait(_POLL_INTERVAL)
+
     def _check(self, timeout: float) -> None:
         if self._error is not None:
             raise self._error
-        silent = time.monotonic() - self._last_step
-        if not self._thread.is_alive() or silent > timeout:
-            raise RuntimeError(f"The policy has not come back from a step for {silent:.0f} s. Is its engine alive?")
+        elapsed = time.monotonic() - self._last_step
+        if not self._thread.is_alive() or elapsed > timeout:
+            raise RuntimeError(f"The policy has not come back from a step for {elapsed:.0f} s. Is its engine alive?")
 
     def _drive(self) -> None:
         try:
             with torch.no_grad(), set_exploration_type(self._exploration_type):
                 while self._may_continue():
                     self._hand_over(*self._step(self._wanted))
-        except BaseException as error:  # noqa: BLE001 (raised again where a batch is waited for)
+        except BaseException as error:  # noqa: BLE001 (fetch raises it)
             with self._change:
                 self._error = error
                 self._change.notify_all()

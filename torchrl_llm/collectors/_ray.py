@@ -1,6 +1,6 @@
 """Episodes over workers on Ray: :class:`RayExecutor`.
 
-Assigns episodes to workers, and plays those of a lost worker again. Ray's object store carries nothing but weights, so an
+Assigns episodes to workers, and runs those of a lost worker again. Ray's object store carries nothing but weights, so an
 episode is either with one worker or in this process.
 """
 
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from torchrl_llm.collectors._threads import NextEpisode, OnFault
+from torchrl_llm.collectors._queue import EpisodeSource, RolloutExecutor
 from torchrl_llm.collectors._worker import RolloutWorker, WorkerInfo, WorkerRequest, WorkerResult, portable
 from torchrl_llm.envs.tasks import TaskSampler
 from torchrl_llm.episode import Episode
@@ -27,32 +27,11 @@ logger = logging.getLogger(__name__)
 
 _WORKER_INTERVAL = 0.5  # seconds; workers answer at least so often, and new weights wait no longer for them
 _WAIT = 0.2  # seconds; so long a step waits for an answer
-_AHEAD = 2  # requests that a worker has at a time: the next one is there when it is through with one
+_MAX_REQUESTS = 2  # that a worker has at a time: the next one is there when it has answered one
 
 
 class WorkerLostError(RuntimeError):
-    """A rollout worker was lost again and again, or never came up; the message says why and what to do."""
-
-
-class RolloutActor:
-    """The actor of Ray: a process with a :class:`~torchrl_llm.collectors._worker.RolloutWorker`."""
-
-    worker: RolloutWorker
-
-    def open(self, **settings: Any) -> WorkerInfo:
-        """Make the worker."""
-        with _portable_errors():
-            self.worker = RolloutWorker(**settings)
-        return self.worker.info()
-
-    def play(self, request: WorkerRequest, weights: Any = None) -> WorkerResult:
-        """See :meth:`RolloutWorker.play`."""
-        with _portable_errors():
-            return self.worker.play(request, weights)
-
-    def close(self) -> None:
-        """Free environment and policy."""
-        self.worker.close()
+    """A rollout worker was lost again and again, or did not start; the message says why and what to do."""
 
 
 @contextmanager
@@ -66,6 +45,30 @@ def _portable_errors() -> Iterator[None]:
         raise sent from None
 
 
+class RolloutActor:
+    """The actor of Ray: a process with a :class:`~torchrl_llm.collectors._worker.RolloutWorker`.
+
+    The worker is not made in ``__init__``, because Ray does not return the exceptions of that.
+    """
+
+    worker: RolloutWorker
+
+    @_portable_errors()
+    def open(self, **settings: Any) -> WorkerInfo:
+        """Make the worker."""
+        self.worker = RolloutWorker(**settings)
+        return self.worker.info()
+
+    @_portable_errors()
+    def run(self, request: WorkerRequest, weights: Any = None) -> WorkerResult:
+        """See :meth:`RolloutWorker.run`."""
+        return self.worker.run(request, weights)
+
+    def close(self) -> None:
+        """Free environment and policy."""
+        self.worker.close()
+
+
 @dataclass(eq=False)
 class _Worker:
     """The state of a worker in this process.
@@ -76,9 +79,9 @@ class _Worker:
         starting: the call that starts it; ``None`` once it is up.
         since: when the oldest unanswered call was made.
         info: how it was made; ``None`` before it is up.
-        held: by serial number, episodes that it plays.
+        held: by serial number, episodes that it runs.
         new: serial numbers among them that were not requested yet.
-        dropped: serial numbers of episodes to stop, not requested yet.
+        dropped: serial numbers of episodes to cancel, not requested yet.
         calls: requests that it has not answered.
         version: of the weights that it was given last.
         losses: how often it was lost since it finished an episode.
@@ -97,10 +100,9 @@ class _Worker:
     losses: int = 0
 
     @property
-    def load(self) -> float:
-        """Episodes for each slot."""
-        assert self.info is not None
-        return len(self.held) / self.info.slots
+    def slots(self) -> int:
+        """Of its environment; 0 before it is up."""
+        return 0 if self.info is None else self.info.slots
 
     @property
     def name(self) -> str:
@@ -109,63 +111,62 @@ class _Worker:
         return f"rollout worker {self.index}{where}"
 
 
-class RayExecutor:
-    """Plays episodes on workers: each has a few more than it has slots, so that none of these waits for a message.
+class RayExecutor(RolloutExecutor):
+    """Runs episodes on workers: each has a few more than it has slots, so that no slot waits for a message.
 
-    A worker that dies, or does not answer for ``timeout`` seconds, is replaced; its episodes are played from their start by the
+    A worker that dies, or does not answer for ``timeout`` seconds, is replaced; its episodes are run from their start by the
     next worker with room.
 
     Args:
+        queue: the episodes.
         make_worker: the arguments of :class:`~torchrl_llm.collectors._worker.RolloutWorker`.
         num_workers: how many.
         options: of Ray's actors, such as ``{"num_cpus": 1, "num_gpus": 0.5}``.
         task_sampler: returns the current tasks.
-        weights: returns version and reference of the weights to play with, or ``None``.
-        next_episode, on_fault: see :class:`~torchrl_llm.collectors._threads.ThreadExecutor`.
+        weights: returns version and reference of the weights to sample with, or ``None``.
         timeout: seconds without an answer after which a worker counts as lost.
-        start_timeout: seconds that workers may take to come up.
+        start_timeout: seconds that workers may take to start.
         max_losses: how often in a row a worker may be lost without having finished an episode.
     """
 
     def __init__(
         self,
+        queue: EpisodeSource,
         make_worker: Mapping[str, Any],
         *,
         num_workers: int,
         options: Mapping[str, Any],
         task_sampler: Callable[[], TaskSampler],
         weights: Callable[[], tuple[int, Any] | None],
-        next_episode: NextEpisode,
-        on_fault: OnFault,
         timeout: float,
         start_timeout: float,
         max_losses: int,
     ) -> None:
         self._ray = running_ray()
         self._actor_class = self._ray.remote(RolloutActor).options(max_restarts=0, max_task_retries=0, **options)
-        self._make_worker, self._task_sampler, self._weights = make_worker, task_sampler, weights
-        self._next_episode, self._on_fault = next_episode, on_fault
-        self._timeout, self._start_timeout = timeout, start_timeout
-        self._max_losses = max_losses
+        self._queue, self._make_worker = queue, make_worker
+        self._task_sampler, self._weights = task_sampler, weights
+        self._timeout, self._start_timeout, self._max_losses = timeout, start_timeout, max_losses
         self._serials = count()
-        self._waiting: deque[Episode] = deque()  # dealt, and with no worker
-        self._last_group: tuple[int, _Worker] | None = None  # the group dealt last, and its worker
+        self._waiting: deque[Episode] = deque()  # sampled, and with no worker
+        self._last_group: tuple[int, _Worker] | None = None  # the group sampled last, and its worker
         self.lost = 0
         self.parity_gap = math.nan
         self.workers = [_Worker(index) for index in range(num_workers)]
         try:
-            self._start_all()
+            for worker in self.workers:
+                self._start(worker)
+            while any(worker.starting is not None for worker in self.workers):
+                self._collect_results(_WAIT)
         except BaseException:
             self.close(0.0)
             raise
 
     @property
     def in_flight(self) -> int:
-        """Episodes that are not finished."""
         return len(self._waiting) + sum(len(worker.held) for worker in self.workers)
 
     def step(self) -> bool:
-        """Assign episodes to workers that have room, and wait a little for answers."""
         self._assign()
         for worker in self.workers:
             self._send_request(worker)
@@ -173,7 +174,6 @@ class RayExecutor:
         return self.in_flight > 0
 
     def release(self, episode: Episode) -> None:
-        """Let the worker that plays ``episode`` stop."""
         if episode in self._waiting:
             self._waiting.remove(episode)
         for worker in self.workers:
@@ -189,11 +189,8 @@ class RayExecutor:
         for episode in [*self._waiting, *(each for worker in self.workers for each in worker.held.values())]:
             self.release(episode)
 
-    def wake(self) -> None:
-        """Nothing: steps are short."""
-
     def close(self, timeout: float) -> None:
-        """Let the workers close environment and policy, for ``timeout`` seconds at most; then end them."""
+        """Let the workers close environment and policy, for ``timeout`` seconds at most; then end their processes."""
         if self._ray.is_initialized():
             up = [worker.actor for worker in self.workers if worker.info is not None]
             if up and timeout > 0:
@@ -209,12 +206,12 @@ class RayExecutor:
 
     def _assign(self) -> None:
         """Give whole groups to the worker with the least to do: their prompts are the same, so engines can share them."""
-        up = [worker for worker in self.workers if worker.info is not None and len(worker.calls) < _AHEAD]
+        up = [worker for worker in self.workers if worker.slots and len(worker.calls) < _MAX_REQUESTS]
         while up:
-            idlest = min(up, key=lambda worker: worker.load)
-            if not self._has_room(idlest):
+            idlest = min(up, key=lambda worker: len(worker.held) / worker.slots)
+            if len(idlest.held) >= idlest.slots + max(1, idlest.slots // 4):
                 return
-            episode = self._waiting.popleft() if self._waiting else self._next_episode()
+            episode = self._waiting.popleft() if self._waiting else self._queue.next()
             if episode is None:
                 return
             group = episode.group_id
@@ -224,24 +221,18 @@ class RayExecutor:
             worker.held[serial] = episode
             worker.new.append(serial)
 
-    @staticmethod
-    def _has_room(worker: _Worker) -> bool:
-        assert worker.info is not None
-        slots = worker.info.slots
-        return len(worker.held) < slots + max(1, slots // 4)
-
     def _send_request(self, worker: _Worker) -> None:
         busy = worker.held or worker.dropped
-        if worker.info is None or len(worker.calls) >= _AHEAD or not busy:
+        if worker.info is None or len(worker.calls) >= _MAX_REQUESTS or not busy:
             return
         current = self._weights()
         weights = () if current is None or current[0] == worker.version else (current[1],)
         worker.version = worker.version if current is None else current[0]
-        play = [(serial, worker.held[serial].index) for serial in worker.new]
-        request = WorkerRequest(self._task_sampler(), play, tuple(worker.dropped), _WORKER_INTERVAL)
+        start = [(serial, worker.held[serial].index) for serial in worker.new]
+        request = WorkerRequest(self._task_sampler(), start, tuple(worker.dropped), _WORKER_INTERVAL)
         if not worker.calls:
             worker.since = time.monotonic()
-        worker.calls.append(worker.actor.play.remote(request, *weights))
+        worker.calls.append(worker.actor.run.remote(request, *weights))
         worker.new, worker.dropped = [], []
 
     # ------------------------------------------------------------------ results
@@ -249,7 +240,7 @@ class RayExecutor:
     def _collect_results(self, seconds: float) -> None:
         refs = [ref for worker in self.workers for ref in (*worker.calls, worker.starting) if ref is not None]
         if refs:
-            # An answer counts wherever it lies: after a long pause no worker is lost that has answered.
+            # Read all answers before timeouts are checked: after a long pause no worker that has answered is lost.
             self._ray.wait(refs, num_returns=1, timeout=seconds, fetch_local=False)
             done = set(self._ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0])
             for worker in self.workers:
@@ -259,7 +250,7 @@ class RayExecutor:
             if worker.calls and now - worker.since > self._timeout:
                 self._lose(worker, TimeoutError(f"no answer for {now - worker.since:.0f} s"))
             elif worker.starting is not None and now - worker.since > self._start_timeout:
-                self._is_late(worker, now)
+                self._handle_late_start(worker, now)
 
     def _read_answers(self, worker: _Worker, done: set[Any]) -> None:
         errors = self._ray.exceptions
@@ -271,52 +262,48 @@ class RayExecutor:
             while worker.calls and worker.calls[0] in done:
                 result = self._ray.get(worker.calls.popleft())
                 worker.since = time.monotonic()
-                self._take(worker, result)
+                self._record(worker, result)
         except gone as error:
             self._lose(worker, error)
         except errors.RayTaskError as error:
-            if not isinstance(error.cause, EngineError):
-                raise _cause(error, worker.name) from error
-            self._lose(worker, error.cause)
+            cause: BaseException = error.cause if isinstance(error.cause, BaseException) else error
+            if not isinstance(cause, EngineError):
+                cause.add_note(f"It was raised in the {worker.name}.")
+                raise cause from error
+            self._lose(worker, cause)
 
-    def _take(self, worker: _Worker, result: WorkerResult) -> None:
-        for serial, played in result.finished:
+    def _record(self, worker: _Worker, result: WorkerResult) -> None:
+        for serial, finished in result.finished:
             if (episode := worker.held.pop(serial, None)) is not None:
-                vars(episode).update(vars(played))
+                vars(episode).update(vars(finished))
                 worker.losses = 0
         if result.parity_gap is not None:
             self.parity_gap = result.parity_gap
         for _ in range(result.timeouts):
-            self._on_fault(None, TimeoutError("An environment did not come back."))
+            self._queue.count_timeout()
         for serial, fault in result.failed:
             if (episode := worker.held.pop(serial, None)) is not None:
-                self._on_fault(episode, fault)
+                self._queue.fail(episode, fault)
 
     # ------------------------------------------------------------------ starts and losses
 
     def _start(self, worker: _Worker) -> None:
-        worker.actor = self._actor()
+        worker.actor = self._make_actor()
         worker.starting = worker.actor.open.remote(**self._make_worker)
         worker.since, worker.version = time.monotonic(), -1
 
-    def _actor(self) -> Any:
+    def _make_actor(self) -> Any:
         return self._actor_class.remote()
 
     def _end(self, worker: _Worker) -> None:
         with suppress(Exception):  # it may be gone already
             self._ray.kill(worker.actor)
 
-    def _start_all(self) -> None:
-        for worker in self.workers:
-            self._start(worker)
-        while any(worker.starting is not None for worker in self.workers):
-            self._collect_results(_WAIT)
-
     def _lose(self, worker: _Worker, cause: BaseException) -> None:
         """Replace a worker; its episodes are assigned again, before any other."""
         self.lost += 1
         worker.losses += 1
-        logger.warning("The %s was lost: %s. Its %d episodes are dealt again.", worker.name, cause, len(worker.held))
+        logger.warning("The %s was lost: %s. Its %d episodes are run again.", worker.name, cause, len(worker.held))
         self._end(worker)
         self._waiting.extendleft(sorted(worker.held.values(), key=lambda episode: -episode.index))
         worker.held, worker.new, worker.dropped, worker.info = {}, [], [], None
@@ -325,12 +312,12 @@ class RayExecutor:
             self._give_up(worker, cause)
         self._start(worker)
 
-    def _is_late(self, worker: _Worker, now: float) -> None:
-        """A run needs all workers to begin, and any of them to continue."""
+    def _handle_late_start(self, worker: _Worker, now: float) -> None:
+        """Give up if the first start is late or no worker is up; else continue with the others."""
         late = f"not up after {now - worker.since:.0f} s"
         if self.lost == 0 or all(each.info is None for each in self.workers):
             self._give_up(worker, TimeoutError(late))
-        logger.warning("The %s that was to be replaced is %s. The others go on without it.", worker.name, late)
+        logger.warning("The %s that was to be replaced is %s. The others continue without it.", worker.name, late)
         worker.since = now
 
     def _give_up(self, worker: _Worker, cause: BaseException) -> None:
@@ -340,10 +327,3 @@ class RayExecutor:
             f"({cause}); {up} of {len(self.workers)} are up. Ray has {self._ray.available_resources()} to give. Ask for less "
             "by the workers' options, for fewer workers, or look at their logs (ray logs)."
         ) from cause
-
-
-def _cause(error: Any, name: str) -> BaseException:
-    """What a worker raised, with its name as a note."""
-    cause: BaseException = error.cause if isinstance(getattr(error, "cause", None), BaseException) else error
-    cause.add_note(f"It was raised in the {name}.")
-    return cause

@@ -1,4 +1,4 @@
-"""An environment and its policy in another process: :class:`RolloutWorker`. It knows no Ray."""
+"""An environment and its policy in another process: :class:`RolloutWorker`. It does not know Ray."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 
-from torchrl_llm.collectors._queue import Fault
-from torchrl_llm.collectors._threads import ThreadExecutor
+from torchrl_llm.collectors.async_turn import ThreadExecutor
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.tasks import TaskSampler
 from torchrl_llm.envs.text_env import EnvironmentFault
@@ -30,14 +29,14 @@ class WorkerRequest(NamedTuple):
 
     Attributes:
         task_sampler: what indices mean from here on.
-        play: serial numbers and task indices of further episodes to play.
-        drop: serial numbers of episodes to stop playing.
-        poll_interval: seconds after which it answers, whether an episode is over or not.
+        start: serial numbers and task indices of further episodes to run.
+        cancel: serial numbers of episodes to stop.
+        poll_interval: seconds after which it answers, whether an episode has ended or not.
     """
 
     task_sampler: TaskSampler
-    play: Sequence[tuple[int, int]]
-    drop: Sequence[int]
+    start: Sequence[tuple[int, int]]
+    cancel: Sequence[int]
     poll_interval: float
 
 
@@ -47,7 +46,7 @@ class WorkerResult(NamedTuple):
     Attributes:
         finished: serial numbers and episodes.
         failed: serial numbers and what their environments failed with.
-        timeouts: environments that did not come back, of episodes that had been dropped.
+        timeouts: environments that did not answer in time, of episodes that had been cancelled.
         parity_gap: of the weights that came with the request, in nats; ``None`` without new weights.
     """
 
@@ -61,10 +60,8 @@ class WorkerInfo(NamedTuple):
     """How a worker was made, and where it runs.
 
     Attributes:
-        slots: of its environment.
-        group_size, max_model_len: of its environment.
-        sampling: of its policy.
-        exact: of its policy.
+        slots, group_size, max_model_len: of its environment.
+        sampling, exact: of its policy.
         host, pid: where it runs.
     """
 
@@ -78,13 +75,13 @@ class WorkerInfo(NamedTuple):
 
 
 class RolloutWorker:
-    """Plays the requested tasks, with the weights that come with the requests.
+    """Runs the requested tasks, with the weights that come with the requests.
 
     Args:
         make_env: makes the environment.
         make_policy: makes the policy.
-        install: puts the weights that come with a request into the policy; returns the parity check's difference in nats.
-        greedy, num_threads, step_timeout: see :class:`~torchrl_llm.collectors._threads.ThreadExecutor`.
+        install: loads the weights that come with a request into the policy; returns the parity check's difference in nats.
+        executor_options: of the :class:`~torchrl_llm.collectors.async_turn.ThreadExecutor`.
     """
 
     def __init__(
@@ -93,55 +90,49 @@ class RolloutWorker:
         make_policy: Callable[[], TurnPolicy],
         *,
         install: Callable[[TurnPolicy, Any], float] | None,
-        greedy: bool,
-        num_threads: int | None,
-        step_timeout: float,
+        **executor_options: Any,
     ) -> None:
-        with _named("make_env"):
+        with _noted("make_env"):
             self.env = make_env()
-        with _named("make_policy"):
+        with _noted("make_policy"):
             self.policy = make_policy()
         share_stop_ids(self.env, self.policy)
         self._install = install
-        self._executor = ThreadExecutor(
-            self.env,
-            self.policy,
-            lambda: self._queue.popleft() if self._queue else None,
-            greedy=greedy,
-            num_threads=num_threads,
-            step_timeout=step_timeout,
-            on_fault=self._fail,
-        )
-        self._queue: deque[Episode] = deque()
-        self._playing: dict[int, Episode] = {}
+        self._executor = ThreadExecutor(self.env, self.policy, self, **executor_options)
+        self._waiting: deque[Episode] = deque()
+        self._episodes: dict[int, Episode] = {}
         self._failed: list[tuple[int, EnvironmentFault]] = []
         self._timeouts = 0
 
     def info(self) -> WorkerInfo:
         """How this worker was made."""
-        env, policy = self.env, self.policy
-        place = platform.node(), os.getpid()
+        env, policy, place = self.env, self.policy, (platform.node(), os.getpid())
         return WorkerInfo(
             env.batch_size[0], env.group_size, env.max_model_len, policy.sampling, policy.logprobs_match_trainer, *place
         )
 
     @torch.no_grad()
-    def play(self, request: WorkerRequest, weights: Any = None) -> WorkerResult:
-        """Play on, until an episode is over, ``request.poll_interval`` has passed, or there is nothing to play."""
-        difference = self._install(self.policy, weights) if self._install and weights is not None else None
+    def run(self, request: WorkerRequest, weights: Any = None) -> WorkerResult:
+        """Collect until an episode has ended, ``request.poll_interval`` has passed, or there is nothing to do."""
+        parity_gap = self._install(self.policy, weights) if self._install and weights is not None else None
         self.env.task_sampler = request.task_sampler
-        for serial in request.drop:
-            self._drop(serial)
-        for serial, index in request.play:
-            self._playing[serial] = episode = Episode(index, *request.task_sampler[index][:3])
-            self._queue.append(episode)
+        for serial in request.cancel:
+            self._cancel(serial)
+        for serial, index in request.start:
+            self._episodes[serial] = episode = Episode(index, *request.task_sampler[index][:3])
+            self._waiting.append(episode)
         began = time.monotonic()
-        while self._playing:
+        while self._episodes:
             self._executor.step()
             seconds = time.monotonic() - began
-            if seconds > request.poll_interval or (seconds > _MIN_CALL and (self._failed or self._over())):
+            if seconds > request.poll_interval or (seconds > _MIN_CALL and (self._failed or self._finished())):
                 break
-        return self._result(difference)
+        finished = self._finished()
+        for serial, _ in finished:
+            del self._episodes[serial]
+        result = WorkerResult(finished, self._failed, self._timeouts, parity_gap)
+        self._failed, self._timeouts = [], 0
+        return result
 
     def close(self) -> None:
         """Free environment and policy."""
@@ -149,35 +140,34 @@ class RolloutWorker:
         self.policy.close()
         self.env.close(raise_if_closed=False)
 
-    def _drop(self, serial: int) -> None:
-        episode = self._playing.pop(serial, None)
-        if episode is None:
-            return
-        if episode in self._queue:
-            self._queue.remove(episode)
-        else:
-            self._executor.release(episode)
+    # ------------------------------------------------------------------ the executor's source of episodes
 
-    def _fail(self, episode: Episode | None, fault: Fault) -> None:
-        if episode is None or not isinstance(fault, EnvironmentFault):
-            self._timeouts += 1
-            return
-        serial = next(serial for serial, each in self._playing.items() if each is episode)
-        del self._playing[serial]
+    def next(self) -> Episode | None:
+        """The next requested episode."""
+        return self._waiting.popleft() if self._waiting else None
+
+    def fail(self, episode: Episode, fault: EnvironmentFault) -> None:
+        """Report a failed episode with the next result."""
+        serial = next(serial for serial, each in self._episodes.items() if each is episode)
+        del self._episodes[serial]
         cause = portable(fault.cause)
         same = cause is fault.cause
         self._failed.append((serial, fault if same else type(fault)(fault.name, fault.task_spec, fault.turn, cause)))
 
-    def _over(self) -> list[tuple[int, Episode]]:
-        return [(serial, episode) for serial, episode in self._playing.items() if episode.finished]
+    def count_timeout(self) -> None:
+        """Report a late environment of a cancelled episode with the next result."""
+        self._timeouts += 1
 
-    def _result(self, difference: float | None) -> WorkerResult:
-        finished = self._over()
-        for serial, _ in finished:
-            del self._playing[serial]
-        failed, timeouts = self._failed, self._timeouts
-        self._failed, self._timeouts = [], 0
-        return WorkerResult(finished, failed, timeouts, difference)
+    def _cancel(self, serial: int) -> None:
+        if (episode := self._episodes.pop(serial, None)) is None:
+            return
+        if episode in self._waiting:
+            self._waiting.remove(episode)
+        else:
+            self._executor.release(episode)
+
+    def _finished(self) -> list[tuple[int, Episode]]:
+        return [(serial, episode) for serial, episode in self._episodes.items() if episode.finished]
 
 
 def portable(error: BaseException) -> BaseException:
@@ -193,7 +183,7 @@ def portable(error: BaseException) -> BaseException:
 
 
 @contextmanager
-def _named(part: str) -> Iterator[None]:
+def _noted(part: str) -> Iterator[None]:
     """Note at every error what raised it."""
     try:
         yield

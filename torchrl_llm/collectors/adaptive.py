@@ -1,4 +1,4 @@
-"""Which environments of a mixture are played next, by recent success: :func:`adapt_mixture`.
+"""Which environments of a mixture are sampled next, by recent success: :func:`adapt_mixture`.
 
 The rule is :class:`~torchrl_llm.envs.tasks.TaskSampler`'s.
 """
@@ -14,17 +14,17 @@ from torchrl_llm.envs.env import GEMEnv
 
 
 def adapt_mixture(env: GEMEnv, batch: TensorDictBase, *, gather: Callable[[list], list] = list) -> None:
-    """Let the tasks of a mixture learn from a batch which environments are won about half of the time.
+    """Update the success rates of a mixture's environments from a batch.
 
-    Those are dealt more often from the next batch on, by the rule of :class:`~torchrl_llm.envs.tasks.TaskSampler`. It is meant
-    as the ``post_collect_hook=partial(adapt_mixture, env)`` of the collector that plays ``env``. What was learnt is part of the
-    environment's state, so a resumed run goes on exactly.
+    Environments that are won about half of the time are sampled more often from the next batch on, by the rule of
+    :class:`~torchrl_llm.envs.tasks.TaskSampler`. It is meant as the ``post_collect_hook=partial(adapt_mixture, env)`` of the
+    collector that uses ``env``. The rates are part of the environment's state, so a resumed run continues exactly.
 
     Args:
-        env: plays the batches; its tasks are replaced.
+        env: collected the batch; its ``task_sampler`` is replaced.
         batch: rows ``[B]`` that the collector delivered.
-        gather: brings the lists of several processes together, such as ``Distributed.all_gather`` of the trainer, so
-            that all of them learn the same. Default: this process plays alone.
+        gather: concatenates the lists of several processes, such as ``Distributed.all_gather`` of the trainer, so
+            that all of them update alike. Default: there is one process.
 
     Raises:
         ValueError: ``env`` is no mixture.
@@ -45,7 +45,7 @@ def adapt_mixture(env: GEMEnv, batch: TensorDictBase, *, gather: Callable[[list]
         >>> [round(rate, 2) for rate in env.task_sampler.success]
         [0.82, 0.18]
     """
-    if env.task_sampler.num_tasks < 2:
+    if env.task_sampler.mixture_size < 2:
         raise ValueError(f"adapt_mixture: {env.names[0]!r} is the only environment; expected a mixture of two or more.")
     running = sum(slot.live for slot in env.slots)
     if running:

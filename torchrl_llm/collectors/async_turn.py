@@ -1,31 +1,44 @@
-"""Batches of whole episodes without a barrier between turns: :class:`AsyncTurnCollector`."""
+"""Batches of whole episodes without a barrier between turns: :class:`AsyncTurnCollector`, :class:`ThreadExecutor`.
+
+The executor assigns episodes to slots and schedules calls of policy and environments. Threads that call environments are in
+:mod:`~torchrl_llm.envs.isolation`.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 from torchrl.envs import EnvBase
 
-from torchrl_llm.collectors._threads import ThreadExecutor
+from torchrl_llm.collectors._queue import EpisodeSource, RolloutExecutor
 from torchrl_llm.collectors.collector import EpisodeCollector
 from torchrl_llm.envs.env import GEMEnv
-from torchrl_llm.modules.policy import TurnPolicy
+from torchrl_llm.envs.isolation import MAX_THREADS, POLL_INTERVAL, Call, Pool, kept_global_rng, revoke_global_rng
+from torchrl_llm.envs.slots import TERMINATED, Reply
+from torchrl_llm.envs.text_env import EnvironmentFault
+from torchrl_llm.episode import Episode, Turn
+from torchrl_llm.keys import StopReason
+from torchrl_llm.modules.policy import TurnPolicy, TurnRequest, TurnResponse
+from torchrl_llm.options import Natural, Positive
 
 STEP_TIMEOUT = 60.0
 """Seconds that an environment may take, unless another limit is given."""
 
 
 class AsyncTurnCollector(EpisodeCollector):
-    """Plays every slot at its own pace: an environment steps as soon as its own turn is done.
+    """Runs every slot at its own pace: an environment steps as soon as its own turn is sampled.
 
-    Responses are asked for one by one (:meth:`TurnPolicy.submit`, :meth:`TurnPolicy.poll`), environments are called in
+    Responses are requested one by one (:meth:`TurnPolicy.submit`, :meth:`TurnPolicy.poll`), environments are called in
     threads, and a slot is refilled as soon as its episode ends. Batches are those of
-    :class:`~torchrl_llm.collectors.TurnCollector`: B tasks in the order dealt, whole groups, rows ``[B]``.
+    :class:`~torchrl_llm.collectors.TurnCollector`: B tasks in the order sampled, whole groups, rows ``[B]``.
 
-    With ``max_staleness=0`` (on-policy) a batch is played by one version of the weights and nothing is in flight when it
-    is delivered. With ``max_staleness=k`` up to ``(k + 1) B`` tasks are out at a time, and unfinished episodes go on
-    with the new weights; ``"policy_version"`` tells which weights sampled which token. A task is dealt only if the
+    With ``max_staleness=0`` (on-policy) a batch is collected with one version of the weights and nothing is in flight when it
+    is delivered. With ``max_staleness=k`` up to ``(k + 1) B`` tasks are in flight at a time, and unfinished episodes continue
+    with the new weights; ``"policy_version"`` tells which weights sampled which token. A task is sampled only if the
     batch it will be in comes at most k updates later, provided that there is one update a batch; so short episodes are
     not favored. Whatever else happens to the weights, it is checked at delivery: an episode with a token more than k
     versions old is dropped with its group, counted in :attr:`dropped`, and further tasks fill the batch.
@@ -36,7 +49,7 @@ class AsyncTurnCollector(EpisodeCollector):
     (:class:`~torchrl_llm.envs.TextEnv`).
 
     Args:
-        env: a :class:`~torchrl_llm.envs.GEMEnv`, or a function that makes it. Its slots bound what is played at a time.
+        env: a :class:`~torchrl_llm.envs.GEMEnv`, or a function that makes it. Its slots bound how many episodes run at a time.
         policy: a :class:`~torchrl_llm.modules.policy.TurnPolicy`.
         batch_size: episodes B of a batch.
         max_staleness: how many versions old a token may be at delivery; default 0.
@@ -44,7 +57,7 @@ class AsyncTurnCollector(EpisodeCollector):
             the policy: the fastest for environments that answer in microseconds, but without time limit.
         step_timeout: seconds that one reset or step may take; waiting for other environments does not count. Default 60.
         max_faults: failed episodes tolerated for one batch; one more raises the first of them. Default 16.
-        background: a thread goes on playing while the caller trains. Needs a policy with weights of its own
+        background: a thread continues to collect while the caller trains. Needs a policy with weights of its own
             (``policy.owns_weights``). Default: ``max_staleness > 0 and policy.owns_weights``. Otherwise everything runs within
             ``next()``. What trains meanwhile must not draw from the global generators of ``random`` and ``numpy.random``
             if the environments may (PyTorch's are not concerned).
@@ -77,37 +90,215 @@ class AsyncTurnCollector(EpisodeCollector):
         env: GEMEnv | Callable[[], GEMEnv],
         policy: TurnPolicy,
         *,
-        batch_size: int,
-        max_staleness: int = 0,
-        num_threads: int | None = None,
-        step_timeout: float = STEP_TIMEOUT,
+        max_staleness: Natural = 0,
+        num_threads: Natural | None = None,
+        step_timeout: Positive = STEP_TIMEOUT,
         background: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        kwargs["background"] = max_staleness > 0 and policy.owns_weights if background is None else background
-        super().__init__(env, policy, batch_size=batch_size, max_staleness=max_staleness, **kwargs)
+        if background is None:
+            background = max_staleness > 0 and policy.owns_weights
+        if background and not policy.owns_weights:
+            raise ValueError(
+                f"{type(self).__name__}: background is True; expected False: the policy's weights are the trainer's "
+                "(policy.owns_weights is False)."
+            )
+        super().__init__(env, policy, max_staleness=max_staleness, background=background, **kwargs)
         check_slots(self.env)
-        shared = "False: the policy's weights are the trainer's (policy.owns_weights is False)"
-        self._check(
-            num_threads=(num_threads is None or num_threads >= 0, num_threads, ">= 0"),
-            step_timeout=(step_timeout > 0, step_timeout, "> 0 seconds"),
-            background=(policy.owns_weights or not self.background, self.background, shared),
-        )
         self._executor = ThreadExecutor(
-            self.env,
-            policy,
-            self._queue.next,
-            greedy=self._greedy,
-            num_threads=num_threads,
-            step_timeout=step_timeout,
-            on_fault=self._queue.fail,
+            self.env, policy, self._queue, greedy=self._greedy, num_threads=num_threads, step_timeout=step_timeout
         )
 
 
 def check_slots(env: EnvBase) -> None:
-    """Refuse environments whose slots cannot be played one by one."""
+    """Refuse environments whose slots cannot be run one by one."""
     if not isinstance(env, GEMEnv):
         raise TypeError(
-            f"env is a {type(env).__name__}; expected a GEMEnv, whose slots can be played one by one. What a "
+            f"env is a {type(env).__name__}; expected a GEMEnv, whose slots can be run one by one. What a "
             "transform would do belongs into postproc or the replay buffer's transform."
         )
+
+
+class ThreadExecutor(RolloutExecutor):
+    """Runs episodes over the slots of an environment, each at its own pace. One thread calls it at a time.
+
+    Args:
+        env: used by nothing else meanwhile.
+        policy: answers single turns.
+        queue: the episodes.
+        greedy: decode greedily.
+        num_threads: of the pool that calls environments; 0: they are called in this thread, without a time limit; ``None``: one
+            a slot, 32 at most.
+        step_timeout: seconds that a call of an environment may take.
+    """
+
+    def __init__(
+        self,
+        env: GEMEnv,
+        policy: TurnPolicy,
+        queue: EpisodeSource,
+        *,
+        greedy: bool,
+        num_threads: int | None,
+        step_timeout: float,
+    ) -> None:
+        self.env, self.policy, self.greedy, self.step_timeout = env, policy, greedy, step_timeout
+        self.pool = Pool(min(env.batch_size[0], MAX_THREADS) if num_threads is None else num_threads)
+        self._queue = queue
+        # A slot is free if it has no episode and no call: an episode may be released while its call still runs.
+        self._slots: list[Episode | None] = [None] * env.batch_size[0]
+        self._calls: dict[int, Call] = {}
+        self._poll_interval = min(POLL_INTERVAL, step_timeout / 4)
+        self._new_requests = 0
+        self._batching_delay = self._next_check = 0.0
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._calls) + self.policy.pending
+
+    def step(self) -> bool:
+        self._collect_env_results(0.0 if self.policy.pending or not self._calls else self._poll_interval)
+        self._fill()
+        self._wait_for_requests()
+        if self.policy.pending:
+            self._step_policy()
+        self._drop_late_calls()
+        return self.in_flight > 0
+
+    def release(self, episode: Episode) -> None:
+        if episode in self._slots:
+            slot = self._slots.index(episode)
+            self._slots[slot] = None
+            if slot not in self._calls:
+                self.policy.cancel([slot])
+
+    def clear(self) -> None:
+        """Release all slots, and wait for the environments' calls (each up to ``step_timeout``)."""
+        for episode in filter(None, [*self._slots]):
+            self.release(episode)
+        while self._calls:
+            self._collect_env_results(self._poll_interval)
+            self._drop_late_calls()
+
+    def wake(self) -> None:
+        self.pool.wake()
+
+    def close(self, timeout: float) -> None:
+        """Let the threads end; environments that hang are left behind, without the global random generators."""
+        for thread in self.pool.close(min(timeout, self.step_timeout)):
+            revoke_global_rng(thread)
+
+    # ------------------------------------------------------------------ environments
+
+    def _fill(self) -> None:
+        with self._generators():
+            for slot, episode in enumerate(self._slots):
+                if episode is None and slot not in self._calls:
+                    episode = self._queue.next()
+                    if episode is None:
+                        return
+                    self._slots[slot] = episode
+                    self._calls[slot] = self.pool.submit(slot, partial(self.env.open, slot, episode.index))
+
+    def _generators(self) -> AbstractContextManager[object]:
+        """Around calls that this thread makes itself: the global generators are put back once, not after each."""
+        return kept_global_rng(for_envs=True) if self.pool.num_threads == 0 else nullcontext()
+
+    def _collect_env_results(self, timeout: float) -> None:
+        """Process what environments returned; wait up to ``timeout`` seconds for the first."""
+        for call in self.pool.finished(timeout):
+            del self._calls[call.slot]
+            episode = self._slots[call.slot]
+            if episode is None:  # released while its call ran
+                continue
+            if isinstance(call.error, EnvironmentFault):
+                self._fail(call.slot, episode, call.error)
+            elif call.error is not None:
+                raise call.error
+            else:
+                self._advance(call.slot, episode, call.result)
+
+    def _advance(self, slot: int, episode: Episode, reply: Reply) -> None:
+        """Apply what the environment returned; then request the next turn, or free the slot if that was the last one."""
+        if not episode.awaits_reward:
+            self.env.start(slot, episode.index, reply)
+            episode.task_id = self.env.slots[slot].task_id
+        elif self.env.slots[slot].index != episode.index:
+            raise RuntimeError(
+                f"Slot {slot} of the environment was reset by something else than this collector, which runs task "
+                f"{episode.index} there. Give each user of the environment an environment of its own."
+            )
+        else:
+            if reply.dropped:
+                episode.end_segment(self.env.context(slot))
+            self.env.advance(slot, episode.turns[-1].tokens.tolist(), reply)
+            episode.rewards.append(reply.reward)
+        state, context = self.env.slots[slot], self.env.context(slot)
+        if not state.finished:
+            self.policy.submit(TurnRequest(slot, context, episode.episode_id, state.turn, self.greedy))
+            self._new_requests += 1
+            return
+        reason, terminated = state.stop_reason, state.stop_reason in TERMINATED
+        success = reason == StopReason.WON
+        episode.end(context.copy(), reason, terminated=terminated, truncated=not terminated, success=success)
+        self._slots[slot] = None
+
+    def _drop_late_calls(self) -> None:
+        """Abandon the calls that have been with their environments for longer than ``step_timeout``."""
+        now = time.monotonic()
+        if now < self._next_check:
+            return
+        self._next_check = now + self._poll_interval
+        for call in self.pool.abandon_late(self._calls, self.env.busy_since, self.step_timeout):
+            del self._calls[call.slot]
+            episode = self._slots[call.slot]
+            if episode is None:  # released while its call ran
+                self.env.renew(call.slot)
+                self._queue.count_timeout()
+            else:
+                assert call.error is not None
+                task_spec, turn = (
+                    self.env.task_sampler[episode.index],
+                    len(episode.rewards) if episode.awaits_reward else -1,
+                )
+                self._fail(call.slot, episode, self.env.fault(task_spec, turn, call.error))
+
+    def _fail(self, slot: int, episode: Episode, fault: EnvironmentFault) -> None:
+        self.env.renew(slot)
+        self._slots[slot] = None
+        self._queue.fail(episode, fault)
+
+    # ------------------------------------------------------------------ the policy
+
+    def _wait_for_requests(self) -> None:
+        """Wait a little for more requests to send at once, unless the policy is in the middle of older ones."""
+        end = time.monotonic() + self._batching_delay
+        while self._calls and 0 < self.policy.pending <= self._new_requests and (left := end - time.monotonic()) > 0:
+            self._collect_env_results(left)
+            self._fill()
+
+    def _step_policy(self) -> None:
+        start = time.monotonic()
+        responses = self.policy.poll()
+        # At worst, waiting for more takes half as long as a step of the policy.
+        self._batching_delay = (time.monotonic() - start) / 2
+        self._new_requests = 0
+        with self._generators():
+            for response in responses:
+                self._record(response)
+
+    def _record(self, response: TurnResponse) -> None:
+        """Add a response to its episode, and send it to the environment."""
+        slot, limit = response.slot, self.policy.sampling.max_output_tokens
+        episode = self._slots[slot]
+        if episode is None or slot in self._calls:
+            raise RuntimeError(f"The policy answered slot {slot}, which has asked for nothing.")
+        if not 0 < len(response.tokens) <= limit:
+            raise RuntimeError(
+                f"The policy answered slot {slot} with {len(response.tokens)} tokens; expected 1 to {limit}."
+            )
+        state = self.env.slots[slot]
+        # Not the response's own arrays: they may be rows of a batch, which would be kept alive.
+        tokens, log_probs, versions = response.tokens.copy(), response.log_probs.copy(), response.versions.copy()
+        episode.add(Turn(state.length, state.segment, tokens, log_probs, versions))
+        self._calls[slot] = self.pool.submit(slot, partial(self.env.answer, slot, tokens.tolist()))

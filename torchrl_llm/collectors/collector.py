@@ -1,7 +1,7 @@
-"""The one collector of whole episodes: :class:`EpisodeCollector`.
+"""The collector of whole episodes: :class:`EpisodeCollector`.
 
-It deals tasks, forms batches and keeps TorchRL's interface; an executor plays. The collectors of this package are this one
-with an executor each.
+It samples tasks, forms batches and has TorchRL's interface; an executor runs the episodes. The collectors of this package are
+this one with an executor each.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
-from torchrl.envs import EnvBase
+from torchrl.envs import EnvBase, TransformedEnv
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.weight_update import WeightSyncScheme
 
 from torchrl_llm import keys
 from torchrl_llm.collectors._background import BackgroundThread
-from torchrl_llm.collectors._lockstep import base_env
-from torchrl_llm.collectors._queue import EpisodeQueue, FaultPolicy, RolloutExecutor
+from torchrl_llm.collectors._queue import EpisodeQueue, RolloutExecutor
 from torchrl_llm.data import rows_from_episodes
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.episode import Episode
 from torchrl_llm.interrupts import interruptible
 from torchrl_llm.modules.policy import TurnPolicy
+from torchrl_llm.options import Checked, Natural
 from torchrl_llm.stops import share_stop_ids
 
 logger = logging.getLogger(__name__)
 
 
-class EpisodeCollector(BaseCollector):
-    """Delivers batches of whole episodes as rows ``[B]`` (:mod:`torchrl_llm.keys`), whole groups, in the order dealt.
+class EpisodeCollector(Checked, BaseCollector):
+    """Delivers batches of whole episodes as rows ``[B]`` (:mod:`torchrl_llm.keys`), whole groups, in the order sampled.
 
     Frames are turns. Subclasses make the executor. The arguments are documented at
     :class:`~torchrl_llm.collectors.TurnCollector` and :class:`~torchrl_llm.collectors.AsyncTurnCollector`.
@@ -44,9 +44,8 @@ class EpisodeCollector(BaseCollector):
     Attributes:
         batch_size, group_size: episodes of a batch, and of a group.
         max_staleness: how many versions old a token may be at delivery.
-        background: whether a thread plays while the caller trains.
-        runs_here: whether the policy of this process plays.
-        fault_policy: what failed environments cost.
+        background: whether a thread collects while the caller trains.
+        runs_here: whether the policy of this process collects.
     """
 
     init_random_frames = 0
@@ -54,9 +53,9 @@ class EpisodeCollector(BaseCollector):
     env: Any
     policy: Any
     engine_timeout = 600.0
-    """Seconds without a sign of life from the background thread (one step of the policy) after which it is given up."""
+    """Seconds without a finished step of the policy after which the background thread is given up."""
     interruptible: Callable[[Callable[[], TensorDictBase]], TensorDictBase] = staticmethod(interruptible)
-    """Calls the collection of a batch; a trainer of several ranks puts in what they agree by (:mod:`torchrl_llm.interrupts`)."""
+    """Calls the collection of a batch; a trainer of several ranks replaces it (:mod:`torchrl_llm.interrupts`)."""
     _executor: RolloutExecutor
 
     def __init__(
@@ -65,8 +64,8 @@ class EpisodeCollector(BaseCollector):
         policy: Callable[[TensorDictBase], TensorDictBase],
         *,
         batch_size: int,
-        max_staleness: int = 0,
-        max_faults: int = 16,
+        max_staleness: Natural = 0,
+        max_faults: Natural = 16,
         keep_failed: bool = False,
         background: bool = False,
         total_frames: int = -1,
@@ -86,7 +85,6 @@ class EpisodeCollector(BaseCollector):
         self.group_size = base.group_size if isinstance(base, GEMEnv) else 1
         if batch_size < 1 or batch_size % self.group_size:
             raise ValueError(f"batch_size is {batch_size}; expected a multiple of the group size {self.group_size}.")
-        self._check(max_staleness=(max_staleness >= 0, max_staleness, ">= 0"))
         self.policy = policy
         if isinstance(base, GEMEnv) and isinstance(policy, TurnPolicy):
             _check_turn_end(base, policy)
@@ -97,12 +95,8 @@ class EpisodeCollector(BaseCollector):
         self.replay_buffer, self.postproc, self.exploration_type = replay_buffer, postproc, exploration_type
         self.closed = False
         self._frames, self._iter = 0, -1
-        self.fault_policy = FaultPolicy(max_faults, keep_failed)
         self._queue = EpisodeQueue(
-            self._next_task,
-            lambda episode: self._executor.release(episode),
-            group_size=self.group_size,
-            faults=self.fault_policy,
+            self._next_task, self._release, group_size=self.group_size, max_faults=max_faults, keep_failed=keep_failed
         )
         self._thread: BackgroundThread | None = None
         self._weight_sync_schemes = weight_sync_schemes
@@ -111,11 +105,6 @@ class EpisodeCollector(BaseCollector):
                 scheme.init_on_sender(model_id=model_id, context=self)
             if not scheme.synchronized_on_sender:
                 scheme.connect()
-
-    def _check(self, **settings: tuple[bool, Any, str]) -> None:
-        for name, (holds, given, expected) in settings.items():
-            if not holds:
-                raise ValueError(f"{type(self).__name__}: {name} is {given!r}; expected {expected}.")
 
     # ------------------------------------------------------------------ iteration
 
@@ -172,10 +161,10 @@ class EpisodeCollector(BaseCollector):
         return batch
 
     def _step(self, wanted: bool) -> tuple[list[Episode] | None, bool]:
-        """A step of play; a batch if it is ``wanted`` and complete, and whether anything is in flight."""
+        """Run the executor once; a batch if it is ``wanted`` and complete, and whether anything is in flight."""
         if wanted and (batch := self._pop_batch()) is not None:
             return batch, True
-        # While the caller trains, one more update lies between a task dealt now and its batch.
+        # While the caller trains, one more update lies between a task sampled now and its batch.
         self._queue.limit = (self.max_staleness + wanted) * self.batch_size
         busy = self._executor.step()
         return (self._pop_batch() if wanted else None), busy
@@ -185,11 +174,14 @@ class EpisodeCollector(BaseCollector):
         return self._queue.pop_batch(self.batch_size, version, self.max_staleness)
 
     def _next_task(self) -> Episode:
-        index = self.env.draw()
+        index = self.env.next_task()
         return Episode(index, *self.env.task_sampler[index][:3])
 
+    def _release(self, episode: Episode) -> None:
+        self._executor.release(episode)
+
     def _after_error(self, error: BaseException) -> None:
-        # Requests and calls are still in flight, and the thread is gone. An interrupt is its catcher's business.
+        # Requests and calls are still in flight, and the thread is gone. After an interrupt the caller decides.
         if isinstance(error, Exception):
             self.shutdown(raise_on_error=False)
 
@@ -198,9 +190,9 @@ class EpisodeCollector(BaseCollector):
         return self.exploration_type in (ExplorationType.DETERMINISTIC, ExplorationType.MODE)
 
     def paused(self) -> AbstractContextManager[None]:
-        """Inside, the background thread asks nothing of the policy (for an evaluation between batches); what is in flight stays.
+        """Inside, the background thread does not call the policy (for an evaluation between batches); what is in flight stays.
 
-        Without a background thread nothing runs between batches anyway.
+        Without a background thread nothing runs between batches.
         """
         return nullcontext() if self._thread is None else self._thread.paused(self.engine_timeout)
 
@@ -212,22 +204,22 @@ class EpisodeCollector(BaseCollector):
         return bool(self.policy.logprobs_match_trainer) if isinstance(self.policy, TurnPolicy) else True
 
     def metrics(self) -> dict[str, float]:
-        """What happened so far, by the names of :data:`torchrl_llm.record.METRICS`."""
+        """Counts so far, by the names of :data:`torchrl_llm.record.METRICS`."""
         return {"data/dropped": float(self.dropped.total()), "data/faults": float(self.faults.total())}
 
     @property
     def dropped(self) -> Counter[str]:
-        """Episodes dealt and not delivered: "stale", or of a group with an "error", a "timeout" or a "context"."""
+        """Episodes sampled and not delivered: "stale", or of a group with an "error", a "timeout" or a "context"."""
         return Counter(self._queue.dropped)
 
     @property
     def faults(self) -> Counter[str]:
         """Episodes whose environment failed, by "error", "timeout" and "context"."""
-        return Counter(self.fault_policy.counts)
+        return Counter(self._queue.faults.counts)
 
     @property
     def in_flight(self) -> int:
-        """What environments and policy work on between batches."""
+        """Calls, requests or episodes that environments and policy work on between batches."""
         return self._executor.in_flight
 
     # ------------------------------------------------------------------ what TorchRL asks of a collector
@@ -242,43 +234,40 @@ class EpisodeCollector(BaseCollector):
         return getattr(self.replay_buffer, attr)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Seed the tasks and deal from the first; what is in flight is forgotten. Returns the next seed, as TorchRL does."""
+        """Seed the tasks and sample from the first; what is in flight is forgotten. Returns the next seed, as TorchRL does."""
         with self.paused():
             self._forget()
             return int(self.env.set_seed(seed, static_seed=static_seed))
 
     def state_dict(self) -> OrderedDict:
-        """The counters, and the first task not delivered: those in flight are dealt again.
+        """The counters, and the first task not delivered: those in flight are sampled again.
 
-        With ``max_staleness=0`` and between batches nothing is in flight, and a run goes on exactly.
+        With ``max_staleness=0`` and between batches nothing is in flight, and a run continues exactly.
         """
         with self.paused():
-            counts = {"dropped": dict(self._queue.dropped), "faults": dict(self.fault_policy.counts)}
+            counts = {"dropped": dict(self._queue.dropped), "faults": dict(self._queue.faults.counts)}
             return OrderedDict(env_state_dict=self._env_state(), frames=self._frames, iter=self._iter, **counts)
 
     def load_state_dict(self, state_dict: OrderedDict, **kwargs: Any) -> None:
-        """Go on with the task that comes next in ``state_dict``; what is in flight is forgotten."""
+        """Continue with the task that comes next in ``state_dict``; what is in flight is forgotten."""
         with self.paused():
             self._forget()
-            self._load_env_state(state_dict["env_state_dict"])
+            _load_env_state(self.env, state_dict["env_state_dict"])
             self._frames, self._iter = state_dict["frames"], state_dict["iter"]
             self._queue.dropped = Counter(state_dict["dropped"])
-            self.fault_policy.counts = Counter(state_dict["faults"])
+            self._queue.faults.counts = Counter(state_dict["faults"])
 
     def _forget(self) -> None:
         self._executor.clear()
         self._queue.clear()
 
     def _env_state(self) -> OrderedDict:
-        dealt = self.env.num_sampled
-        first = next((episode.index for episode in self._queue.episodes.values()), dealt - dealt % self.group_size)
+        count = self.env.num_sampled
+        first = next((episode.index for episode in self._queue.episodes.values()), count - count % self.group_size)
         return OrderedDict(task_sampler=asdict(self.env.task_sampler), num_sampled=first, slots=[])
 
-    def _load_env_state(self, state: OrderedDict) -> None:
-        self.env.load_state_dict(state)
-
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:
-        """Stop playing, cancel what the policy was asked, let the threads end, close the environment.
+        """Stop collecting, cancel the requests to the policy, let the threads end, close the environment.
 
         A second call does nothing. Environments that hang are left behind, without the global random generators if they
         had them; the policy stays open.
@@ -314,6 +303,21 @@ class EpisodeCollector(BaseCollector):
             self.policy.weights_changed()
 
 
+def base_env(env: EnvBase) -> EnvBase:
+    """The environment beneath transforms."""
+    while isinstance(env, TransformedEnv):
+        env = env.base_env
+    return env
+
+
+def _load_env_state(env: EnvBase, state: OrderedDict) -> None:
+    if isinstance(env, TransformedEnv):
+        _load_env_state(env.base_env, state["base"])
+        env.transform.load_state_dict(state["transform"])
+    else:
+        env.load_state_dict(state)
+
+
 def _cancel(policy: TurnPolicy) -> None:
     try:
         policy.cancel()
@@ -323,7 +327,7 @@ def _cancel(policy: TurnPolicy) -> None:
 
 
 def _check_turn_end(env: GEMEnv, policy: TurnPolicy) -> None:
-    """Say so if the policy stops at some ids, but not at the one that the environment's chat template ends a turn with."""
+    """Warn if the policy stops at some ids, but not at the one that the environment's chat template ends a turn with."""
     formatter, stops = env.formatter, policy.stop_ids
     if not stops or not formatter.end_of_turn_ids or formatter.end_of_turn_ids[0] in stops:
         return

@@ -11,28 +11,29 @@ from torchrl_llm.collectors.collector import EpisodeCollector
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.optional import running_ray
+from torchrl_llm.options import Count, Natural, Positive
 
 __all__ = ["RayTurnCollector", "WorkerLostError"]
 
 
 class RayTurnCollector(EpisodeCollector):
-    """Plays on N Ray actors, each with an environment and a policy of its own.
+    """Collects on N Ray actors, each with an environment and a policy of its own.
 
-    Batches are those of :class:`~torchrl_llm.collectors.AsyncTurnCollector`: B tasks in the order dealt, whole groups,
-    with ``max_staleness`` and faults as there. Tasks are dealt here, to whichever worker has least to do, and weights go
-    with them; so with ``max_staleness=0`` the conversations are the same for any number of workers.
+    Batches are those of :class:`~torchrl_llm.collectors.AsyncTurnCollector`: B tasks in the order sampled, whole groups,
+    with ``max_staleness`` and faults as there. Tasks are sampled here and sent to the worker that has least to do, and
+    weights go with them; so with ``max_staleness=0`` the episodes are the same for any number of workers.
 
-    A worker that dies is replaced, and its tasks are dealt again, from their start: each task is delivered once, whoever
-    is lost. Workers end with the process that made them.
+    A worker that dies is replaced, and its tasks are run again, from their start: each task is delivered once, whichever
+    worker is lost. Workers end with the process that made them.
 
-    TorchRL's ``RayCollector`` is not used: it hands over whichever worker's batch is ready first, so short episodes would be
-    favored; its state is that of workers which play on meanwhile; and the loss of a worker ends it. Its ``RayReplayBuffer``
+    TorchRL's ``RayCollector`` is not used: it returns the batch of whichever worker is ready first, so short episodes would be
+    favored; its state is that of workers which continue meanwhile; and the loss of a worker ends it. Its ``RayReplayBuffer``
     fits, as ``replay_buffer``.
 
     Args:
-        env: the environment here, a :class:`~torchrl_llm.envs.GEMEnv`, or a function that makes it. Its tasks are dealt;
-            it is not played.
-        policy: the policy here. Its ``sampling`` and ``policy_version`` count; it does not play for this collector.
+        env: the environment here, a :class:`~torchrl_llm.envs.GEMEnv`, or a function that makes it. It samples the tasks, and
+            runs none.
+        policy: the policy here. Its ``sampling`` and ``policy_version`` count; it does not sample for this collector.
         make_env: makes a worker's environment; default ``env``, where that is a function.
         make_policy: makes a worker's policy. Functions are sent to the workers with cloudpickle.
         num_workers: how many.
@@ -41,11 +42,11 @@ class RayTurnCollector(EpisodeCollector):
         worker_options: of Ray's actors; default ``{"num_cpus": 1}``.
         num_threads, step_timeout, max_faults: see :class:`~torchrl_llm.collectors.AsyncTurnCollector`; threads are each
             worker's own.
-        worker_timeout: seconds without a sign of life, such as one step of its policy, after which a worker counts as lost.
+        worker_timeout: seconds without an answer, such as one step of its policy takes, after which a worker counts as lost.
             Default 600.
-        start_timeout: seconds that a worker may take to come up; later ones are only waited for if no other is up. Default 600.
+        start_timeout: seconds that a worker may take to start; later ones are only waited for if no other is up. Default 600.
         max_losses: how often in a row a worker may be lost without having finished an episode. Default 3.
-        background: a thread keeps dealing while the caller trains. Default: ``max_staleness > 0``.
+        background: a thread continues to collect while the caller trains. Default: ``max_staleness > 0``.
         weight_sync_schemes: ``{"policy": RayWeightSync(...)}``, see :class:`~torchrl_llm.weight_update.RayWeightSync`;
             default none: workers keep the weights that ``make_policy`` gave them.
         total_frames, total_batches, replay_buffer, postproc, exploration_type, pre_collect_hook, post_collect_hook: see
@@ -55,7 +56,7 @@ class RayTurnCollector(EpisodeCollector):
         ImportError: Ray is not installed.
         RuntimeError: Ray is not running.
         ValueError: a setting makes no sense, or the workers' environments or policies are not those here.
-        WorkerLostError: a worker does not come up, or is lost again and again.
+        WorkerLostError: a worker does not start, or is lost again and again.
         EnvironmentFault: at ``next()``, more than ``max_faults`` episodes failed.
 
     What a worker raises is raised here. Any error at ``next()`` shuts the collector down.
@@ -80,34 +81,27 @@ class RayTurnCollector(EpisodeCollector):
         *,
         make_env: Callable[[], GEMEnv] | None = None,
         make_policy: Callable[[], TurnPolicy],
-        num_workers: int,
-        batch_size: int,
-        max_staleness: int = 0,
+        num_workers: Count,
+        max_staleness: Natural = 0,
         worker_options: Mapping[str, Any] | None = None,
-        num_threads: int | None = None,
-        step_timeout: float = STEP_TIMEOUT,
-        worker_timeout: float = 600.0,
-        start_timeout: float = 600.0,
-        max_losses: int = 3,
+        num_threads: Natural | None = None,
+        step_timeout: Positive = STEP_TIMEOUT,
+        worker_timeout: Positive = 600.0,
+        start_timeout: Positive = 600.0,
+        max_losses: Natural = 3,
         background: bool | None = None,
         **kwargs: Any,
     ) -> None:
         running_ray()
-        background = max_staleness > 0 if background is None else background
         make_env = make_env or (None if isinstance(env, GEMEnv) else env)
-        super().__init__(
-            env, policy, batch_size=batch_size, max_staleness=max_staleness, background=background, **kwargs
-        )
+        if make_env is None:
+            raise ValueError(
+                f"{type(self).__name__}: make_env is None; expected a function, since env is the environment here and stays "
+                "here."
+            )
+        background = max_staleness > 0 if background is None else background
+        super().__init__(env, policy, max_staleness=max_staleness, background=background, **kwargs)
         check_slots(self.env)
-        self._check(
-            num_workers=(num_workers >= 1, num_workers, ">= 1"),
-            num_threads=(num_threads is None or num_threads >= 0, num_threads, ">= 0"),
-            step_timeout=(step_timeout > 0, step_timeout, "> 0 seconds"),
-            worker_timeout=(worker_timeout > 0, worker_timeout, "> 0 seconds"),
-            start_timeout=(start_timeout > 0, start_timeout, "> 0 seconds"),
-            max_losses=(max_losses >= 0, max_losses, ">= 0"),
-            make_env=(make_env is not None, make_env, "a function, since env is the environment here and stays here"),
-        )
         self._scheme: Any = (self._weight_sync_schemes or {}).get("policy")
         make_worker = {
             "make_env": make_env,
@@ -118,13 +112,12 @@ class RayTurnCollector(EpisodeCollector):
             "step_timeout": step_timeout,
         }
         self._executor = RayExecutor(
+            self._queue,
             make_worker,
             num_workers=num_workers,
             options={"num_cpus": 1} if worker_options is None else worker_options,
             task_sampler=lambda: self.env.task_sampler,
             weights=self._weights,
-            next_episode=self._queue.next,
-            on_fault=self._queue.fail,
             timeout=worker_timeout,
             start_timeout=start_timeout,
             max_losses=max_losses,
@@ -160,12 +153,12 @@ class RayTurnCollector(EpisodeCollector):
         return super().stats() | {"lost_workers": self.lost_workers}
 
     def _weights(self) -> tuple[int, Any] | None:
-        """Version and reference of the weights to play with."""
+        """Version and reference of the weights to sample with."""
         current = None if self._scheme is None else self._scheme.current
         wanted, sent = self.policy.policy_version, 0 if current is None else current[0]
         if wanted - sent > self.max_staleness:
             raise RuntimeError(
-                f"The policy's version is {wanted}, and the workers have been sent {sent}: nothing that they play would be new "
+                f"The policy's version is {wanted}, and the workers have been sent {sent}: nothing that they sample would be new "
                 "enough. Pass weight_sync_schemes={'policy': RayWeightSync(...)}, and call update_policy_weights_() after "
                 "each update instead of policy.weights_changed()."
             )
@@ -178,14 +171,12 @@ class RayTurnCollector(EpisodeCollector):
         )
 
     def _check_workers(self) -> None:
-        here = (self.env.group_size, self.env.max_model_len, self.policy.sampling)
+        env, policy = self.env, self.policy
+        expected = {"group_size": env.group_size, "max_model_len": env.max_model_len, "sampling": policy.sampling}
         for worker in self._executor.workers:
-            info = worker.info
-            assert info is not None
-            there = (info.group_size, info.max_model_len, info.sampling)
-            for name, mine, theirs in zip(("group_size", "max_model_len", "sampling"), here, there, strict=True):
-                if mine != theirs:
+            for name, here in expected.items():
+                if (there := getattr(worker.info, name)) != here:
                     raise ValueError(
-                        f"The {worker.name} has {name} {theirs!r}, but here it is {mine!r}: make_env and make_policy have to "
+                        f"The {worker.name} has {name} {there!r}, but here it is {here!r}: make_env and make_policy have to "
                         "make there what is here."
                     )

@@ -1,4 +1,4 @@
-"""On-policy batches of whole episodes, a turn of all slots at a time: :class:`TurnCollector`."""
+"""On-policy batches of whole episodes, a turn of all slots at a time: :class:`TurnCollector`, :class:`LockstepExecutor`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,26 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from tensordict import TensorDictBase
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
 from torchrl.envs import EnvBase, TransformedEnv
 
-from torchrl_llm.collectors._lockstep import LockstepExecutor
-from torchrl_llm.collectors.collector import EpisodeCollector
+from torchrl_llm import keys
+from torchrl_llm.collectors._queue import EpisodeQueue, RolloutExecutor
+from torchrl_llm.collectors.collector import EpisodeCollector, base_env
+from torchrl_llm.data.sequence import new_episodes, record_turns
+from torchrl_llm.envs.env import GEMEnv
+from torchrl_llm.envs.slots import FAILED
+from torchrl_llm.episode import Episode
+from torchrl_llm.keys import StopReason
 
 
 class TurnCollector(EpisodeCollector):
-    """Plays B tasks over N slots, a turn of all slots at a time, and delivers them in the order dealt.
+    """Runs B tasks over N slots, a turn of all slots at a time, and delivers the episodes in the order sampled.
 
-    A slot is refilled as soon as its episode ends, until B tasks are dealt; then slots idle, and the batch is complete
-    when the last episode is. Short and long episodes are therefore met as often as the policy plays them, one policy
-    version plays the whole batch, groups are whole, and nothing is in flight between batches. ``B`` may be any multiple
+    A slot is refilled as soon as its episode ends, until B tasks are sampled; then slots idle, and the batch is complete
+    when the last episode ends. Short and long episodes therefore occur as often as under the policy, one policy
+    version collects the whole batch, groups are whole, and nothing is in flight between batches. ``B`` may be any multiple
     of the group size; ``B = 4 N`` keeps slots about 80 % busy, ``B = 8 N`` about 90 %.
 
     An episode whose environment failed has no true reward: its group is dropped and further tasks fill the batch, as
@@ -28,10 +35,10 @@ class TurnCollector(EpisodeCollector):
     Batches are rows ``[B]``, one episode each (:mod:`torchrl_llm.keys`). Frames are turns. With a ``replay_buffer`` each batch
     extends it, and iteration yields ``None``.
 
-    Environments are played through ``env.step`` and ``env.reset``, so any ``EnvBase`` will do, transforms included.
+    Environments are used through ``env.step`` and ``env.reset``, so any ``EnvBase`` works, transforms included.
 
     Args:
-        env: an environment with batch size ``[N]`` that speaks :mod:`torchrl_llm.keys` and deals the next task at a
+        env: an environment with batch size ``[N]`` that has the keys of :mod:`torchrl_llm.keys` and starts the next task at a
             partial reset, such as :class:`~torchrl_llm.envs.GEMEnv` with ``on_done="refill"``; or a function that makes it.
         policy: a :class:`~torchrl_llm.modules.policy.TurnPolicy`.
         batch_size: episodes B of a batch.
@@ -42,8 +49,8 @@ class TurnCollector(EpisodeCollector):
         exploration_type: as in TorchRL; default ``ExplorationType.RANDOM``.
         max_faults: failed episodes tolerated for one batch; one more raises an ``EnvironmentFault``. Default 16. The
             environment's own ``max_faults``, in a row, holds too.
-        keep_failed: deliver episodes whose environment failed as far as they were played, and replace none; so that they
-            count where nothing is learnt from them, as in an evaluation. One that failed at its reset was not played: the
+        keep_failed: deliver episodes whose environment failed as far as they were collected, and replace none, so that they
+            count where nothing is trained on them, as in an evaluation. One that failed at its reset never began: the
             next task fills the batch. Default False.
         policy_device: the policy reads its input on this device; default the environment's.
         weight_sync_schemes: by model id, what ``update_policy_weights_()`` sends weights with, such as
@@ -54,7 +61,7 @@ class TurnCollector(EpisodeCollector):
         ValueError: ``batch_size`` is not a multiple of the environment's group size, or the environment has not exactly
             one batch dimension.
         EnvironmentFault: more than ``max_faults`` episodes of a batch failed.
-        RuntimeError: the environment leaves slots empty at a partial reset, or deals tasks other than B whole groups.
+        RuntimeError: the environment leaves slots empty at a partial reset, or samples tasks other than B whole groups.
 
     Examples:
         >>> from torchrl_llm.envs import GEMEnv
@@ -75,23 +82,19 @@ class TurnCollector(EpisodeCollector):
         env: EnvBase | Callable[[], EnvBase],
         policy: Callable[[TensorDictBase], TensorDictBase],
         *,
-        batch_size: int,
         policy_device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(env, policy, batch_size=batch_size, **kwargs)
+        super().__init__(env, policy, **kwargs)
         device = None if policy_device is None else torch.device(policy_device)
         self._executor = LockstepExecutor(self.env, policy, self._queue, policy_device=device)
 
     def _after_error(self, error: BaseException) -> None:
-        # Nothing is in flight, so a later rollout may deal on.
+        # Nothing is in flight, so a later rollout may sample further tasks.
         self._forget()
 
     def _env_state(self) -> OrderedDict:
         return _env_state(self.env)
-
-    def _load_env_state(self, state: OrderedDict) -> None:
-        _load_env_state(self.env, state)
 
 
 def _env_state(env: EnvBase) -> OrderedDict:
@@ -100,9 +103,104 @@ def _env_state(env: EnvBase) -> OrderedDict:
     return OrderedDict(env.state_dict())
 
 
-def _load_env_state(env: EnvBase, state: OrderedDict) -> None:
-    if isinstance(env, TransformedEnv):
-        _load_env_state(env.base_env, state["base"])
-        env.transform.load_state_dict(state["transform"])
-    else:
-        env.load_state_dict(state)
+class LockstepExecutor(RolloutExecutor):
+    """Runs any environment of batch size ``[N]`` with the keys of :mod:`torchrl_llm.keys`, transforms included.
+
+    The environment samples tasks itself at a partial reset, and contains its own faults; those of a
+    :class:`~torchrl_llm.envs.GEMEnv` (also beneath transforms) are counted.
+
+    Args:
+        env: used by nothing else meanwhile.
+        policy: answers a turn of all slots.
+        queue: gets the episodes.
+        policy_device: the policy reads its input on this device; default the environment's.
+    """
+
+    def __init__(
+        self,
+        env: EnvBase,
+        policy: Callable[[TensorDictBase], TensorDictBase],
+        queue: EpisodeQueue,
+        *,
+        policy_device: torch.device | None = None,
+    ) -> None:
+        self._env, self._policy, self._queue, self._policy_device = env, policy, queue, policy_device
+        base = base_env(env)
+        self._gem = base if isinstance(base, GEMEnv) else None
+        self._slots: list[Episode | None] = [None] * env.batch_size[0]
+        self._current: TensorDictBase = TensorDict({}, env.batch_size)
+
+    @property
+    def in_flight(self) -> int:
+        return sum(episode is not None for episode in self._slots)
+
+    def step(self) -> bool:
+        self._fill()
+        active_episodes = {slot: episode for slot, episode in enumerate(self._slots) if episode is not None}
+        if not active_episodes:
+            return False
+        active = torch.zeros(len(self._slots), dtype=torch.bool)
+        active[[*active_episodes]] = True
+        current = self._respond(active)
+        if not active.all():
+            current.set("_step", active.unsqueeze(-1).to(self._env.device))
+        step = self._env.step(current).exclude("_step")
+        record_turns([*active_episodes.values()], step if active.all() else step[active])
+        self._current = self._env.step_mdp(step)
+        for slot, episode in active_episodes.items():
+            if episode.finished:
+                self._slots[slot] = None
+            if episode.stop_reason in FAILED and not self._queue.keep_failed:
+                self._queue.drop(episode.group_id, StopReason(episode.stop_reason).name.lower())
+        self._record_faults()
+        return True
+
+    def release(self, episode: Episode) -> None:
+        if episode in self._slots:
+            slot = self._slots.index(episode)
+            self._slots[slot] = None
+            if self._gem is not None:
+                self._gem.renew(slot)
+
+    def clear(self) -> None:
+        for episode in filter(None, [*self._slots]):
+            self.release(episode)
+
+    def close(self, timeout: float) -> None:
+        self._current = TensorDict({}, self._env.batch_size)
+
+    def _fill(self) -> None:
+        while (free := [i for i, episode in enumerate(self._slots) if episode is None]) and self._queue.room:
+            chosen = free[: self._queue.room]
+            self._reset(chosen)
+            found = zip(chosen, new_episodes(self._current[chosen]), strict=True)
+            # Where a reset failed, a slot got a later task than the slots after it.
+            for slot, episode in sorted(found, key=lambda item: item[1].episode_id):
+                if self._queue.add(episode):
+                    self._slots[slot] = episode
+            self._record_faults()
+
+    def _reset(self, slots: list[int]) -> None:
+        chosen = torch.zeros(len(self._slots), 1, dtype=torch.bool, device=self._env.device)
+        chosen[slots] = True
+        self._current = self._env.reset(self._current.copy().set("_reset", chosen))
+        if not self._current[keys.PROMPT_LENGTH][chosen].all():
+            raise RuntimeError(
+                "The environment left slots empty at a partial reset, so no more tasks can be sampled. "
+                'Make it with on_done="refill" (on_done="idle" is for stock collectors).'
+            )
+
+    def _respond(self, active: Tensor) -> TensorDictBase:
+        # Slots whose episode is over still show it; for the policy they idle.
+        current, idle = self._current, ~active.unsqueeze(-1).to(self._env.device)
+        current.set(keys.PROMPT_LENGTH, current[keys.PROMPT_LENGTH].masked_fill(idle, 0))
+        if self._policy_device is None:
+            return self._policy(current)
+        return self._policy(current.to(self._policy_device)).to(self._env.device)
+
+    def _record_faults(self) -> None:
+        """Count the failures of the last reset or step; a task whose reset failed never got to the queue."""
+        for fault in [] if self._gem is None else self._gem.new_faults:
+            if fault.turn < 0:
+                self._queue.dropped[fault.reason] += 1
+            self._queue.faults.record(fault)

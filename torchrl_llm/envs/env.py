@@ -1,7 +1,7 @@
 """Text environments as TorchRL environments: :class:`GEMEnv`, N of them as one ``EnvBase``.
 
-The TorchRL side: options, specs, ``reset`` and ``step`` of TensorDicts, saved states. Single slots are played in
-:mod:`~torchrl_llm.envs.slots`, one environment with its random numbers and its thread is in
+The TorchRL side: options, specs, ``reset`` and ``step`` of TensorDicts, saved states. Single slots are run in
+:mod:`~torchrl_llm.envs.slots`, random generators and threads of environments are in
 :mod:`~torchrl_llm.envs.isolation`, chat templates are in :mod:`~torchrl_llm.envs.chat`.
 """
 
@@ -22,11 +22,11 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_llm import keys
 from torchrl_llm.envs.chat import ChatFormatter, History, Template
-from torchrl_llm.envs.isolation import MAX_THREADS, Pool, revoke_global_rng
+from torchrl_llm.envs.isolation import MAX_THREADS, revoke_global_rng
 from torchrl_llm.envs.slots import Overflow, Reply, Slot, SlotEpisodes, SuccessRule
 from torchrl_llm.envs.tasks import Stream, TaskSampler
 from torchrl_llm.envs.tensors import chosen_slots, done_of, observation_of, responses_of, set_specs
-from torchrl_llm.envs.text_env import EnvironmentFault, EnvSource, EnvSpec, SuccessBy, resolve_env
+from torchrl_llm.envs.text_env import EnvironmentFault, EnvSource, EnvSpec, FaultCounter, SuccessBy, resolve_env
 from torchrl_llm.keys import StopReason
 from torchrl_llm.options import Checked, Count, Natural, Positive
 from torchrl_llm.stops import share_stop_ids
@@ -47,11 +47,11 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
     int64 and ``("tokens", "response_mask")`` bool. The last observation of an episode holds its last response and, as far as
     it fits, the environment's last message.
 
-    Each slot plays tasks (:class:`~torchrl_llm.envs.TaskSampler`): the same seed gives the same episodes, whatever else
+    Tasks come from a :class:`~torchrl_llm.envs.TaskSampler`: the same seed gives the same episodes, whatever else
     draws random numbers and however many slots there are. Environments see the global generators of ``random`` and
-    ``numpy.random`` seeded by their task, and leave them untouched for everyone else. A partial-step mask ``"_step"``
-    ``[N]`` is honored: slots outside it keep their state. :attr:`slots` and the methods :meth:`draw`, :meth:`open`,
-    :meth:`start`, :meth:`answer` and :meth:`advance` play single slots, for collectors without a barrier between turns.
+    ``numpy.random`` seeded by their task, and leave them untouched for everything else. A partial-step mask ``"_step"``
+    ``[N]`` is honored: slots outside it keep their state. :attr:`slots` and the methods :meth:`next_task`, :meth:`open`,
+    :meth:`start`, :meth:`answer` and :meth:`advance` run single slots, for collectors without a barrier between turns.
 
     An episode ends as ``terminated`` when its environment says so (also at its own turn limit), and as ``truncated`` by
     our budgets: ``max_turns``, or when the next response would not fit into ``max_model_len``. With ``overflow="slide"`` the
@@ -70,7 +70,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
     Args:
         env: an id (of GEM, or of a family of :func:`~torchrl_llm.envs.register_env_family`), a factory of any object with
             ``reset`` and ``step`` (:class:`~torchrl_llm.envs.TextEnv`), an :class:`~torchrl_llm.envs.EnvSpec`, or a list of
-            these: a mixture, played in turn, or by ``weights``.
+            these: a mixture, sampled in turn, or by ``weights``.
         tokenizer: the tokenizer of the policy's model.
         num_envs: slots N; default 1. A multiple of ``group_size``.
         max_model_len: width of the context in tokens; default 1024.
@@ -78,12 +78,12 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         max_turns: our turn budget; default none.
         overflow: ``"truncate"`` (default) or ``"slide"``: what happens when the context is full.
         group_size: episodes that share a task; default 1.
-        weights: how often each environment of a mixture is played, see :class:`~torchrl_llm.envs.TaskSampler`; default none, in
+        weights: how often each environment of a mixture is sampled, see :class:`~torchrl_llm.envs.TaskSampler`; default none, in
             turn.
         max_faults: failed episodes tolerated in a row, with none between them that ended well; one more raises the first
             of them. In an evaluation also how many may fail at all. Default 16, so that one bad task does not end a long
             run, and a broken environment does. 0 raises at once.
-        num_threads: threads that call environments, so that slow ones answer side by side (those that declare
+        num_threads: threads that call environments, so that slow ones run in parallel (those that declare
             ``thread_safe = True``, see :class:`~torchrl_llm.envs.TextEnv`; others one at a time). Default: none (0), which is
             the fastest for environments that answer in microseconds; with ``step_timeout`` one a slot, 32 at most.
         step_timeout: seconds that one reset or step may take; waiting for other environments does not count. Default
@@ -95,7 +95,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         success_by: whether that is the ``"last"`` reward, or the ``"return"``, the sum of the rewards (up to 1e-6). Default:
             as the id says, ``"return"`` for GEM's that pay progress turn by turn (:data:`~torchrl_llm.envs.GEM_CLASSES`);
             ``"last"`` for a factory.
-        on_done: what a partial reset does to a finished slot: ``"refill"`` (default) plays the next task; ``"idle"``
+        on_done: what a partial reset does to a finished slot: ``"refill"`` (default) starts the next task; ``"idle"``
             leaves it empty (``prompt_length`` 0, reward 0, no environment call) until a reset of the whole environment.
         stream, seed, worker, num_workers: see :class:`~torchrl_llm.envs.TaskSampler`.
         divide: divide the rows of GEM's data-backed environments among the streams (:func:`~torchrl_llm.envs.divide_rows`):
@@ -112,6 +112,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
     Attributes:
         faults: failed episodes, by "error", "timeout" and "context".
         last_fault: the last of them; ``None``: none failed.
+        new_faults: those of the last reset or step.
 
     Examples:
         >>> from torchrl_llm.testing.policies import ScriptedPolicy
@@ -159,12 +160,15 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         if hasattr(env, "step") and not callable(env):
             raise TypeError(
                 f"GEMEnv got an environment, a {type(env).__name__}; expected its class or another function that makes one: "
-                "every slot plays one of its own."
+                "every slot has one of its own."
             )
         sources: Sequence[Any] = [env] if isinstance(env, str | EnvSpec) or callable(env) else env
-        specs = [resolve_env(source) for source in sources]
+        specs = [
+            replace(spec, divide=spec.divide if divide is None else divide, success_by=success_by or spec.success_by)
+            for spec in map(resolve_env, sources)
+        ]
         self._check_sizes(specs, num_envs, group_size, max_model_len, max_output_tokens)
-        self.names = tuple(spec.name for spec in specs)
+        self._specs, self.names = specs, tuple(spec.name for spec in specs)
         self.formatter = ChatFormatter(
             tokenizer,
             template=template,
@@ -176,35 +180,27 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             seed=seed,
             stream=stream,
             group_size=group_size,
-            num_tasks=len(specs),
+            mixture_size=len(specs),
             worker=worker,
             num_workers=num_workers,
             weights=None if weights is None else tuple(weights),
         )
         self._first_seed = seed
-        self.num_sampled = 0
         self._slots = [Slot() for _ in range(num_envs)]
-        self._firsts = None, []
-        self.num_threads, self.step_timeout = self._threads(num_threads, step_timeout), step_timeout
-        self._pool: Pool | None = None
-        self.max_faults = max_faults
-        self.faults: Counter[str] = Counter()
-        self.last_fault: EnvironmentFault | None = None
-        self._faults_in_a_row: list[EnvironmentFault] = []
+        if num_threads is None:
+            num_threads = 0 if step_timeout is None else min(num_envs, MAX_THREADS)
+        elif num_threads == 0 and step_timeout is not None:
+            raise ValueError(
+                "GEMEnv: num_threads is 0; expected >= 1 with a step_timeout: a call in the caller's own thread cannot be "
+                "left."
+            )
+        self.num_threads, self.step_timeout = num_threads, step_timeout
+        self.max_faults, self._fault_counter = max_faults, FaultCounter(max_faults, "in a row")
         self.max_model_len, self.max_output_tokens, self.max_turns = max_model_len, max_output_tokens, max_turns
         self.on_done, self.overflow = on_done, overflow
-        self._success = SuccessRule(specs, success_reward, success_by)
-        self._stream: Stream = stream
-        self._specs = [spec if divide is None else replace(spec, divide=divide) for spec in specs]
+        self._success = SuccessRule(specs, success_reward)
         self._prompt = torch.zeros(num_envs, max_model_len, dtype=torch.int64)
-        set_specs(
-            self,
-            max_model_len=max_model_len,
-            max_output_tokens=max_output_tokens,
-            vocab_size=len(tokenizer),
-            mixture_size=len(specs),
-            slides=overflow == "slide",
-        )
+        set_specs(self, vocab_size=len(tokenizer))
 
     @staticmethod
     def _check_sizes(
@@ -217,26 +213,22 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         if max_model_len <= max_output_tokens:
             raise ValueError(f"GEMEnv: max_model_len is {max_model_len!r}; expected more than {max_output_tokens=}.")
 
-    def _threads(self, num_threads: int | None, step_timeout: float | None) -> int:
-        if num_threads is None:
-            return 0 if step_timeout is None else min(len(self._slots), MAX_THREADS)
-        if num_threads == 0 and step_timeout is not None:
-            raise ValueError(
-                "GEMEnv: num_threads is 0; expected >= 1 with a step_timeout: a call in the caller's own thread cannot be "
-                "left."
-            )
-        return num_threads
-
     def __repr__(self) -> str:
+        names = "max_model_len", "max_output_tokens", "max_turns", "on_done"
+        sampler = self.task_sampler
         shown = {
-            "num_envs": len(self._slots), "group_size": self.group_size, "stream": self.task_sampler.stream,
-            "seed": self.task_sampler.seed, "max_model_len": self.max_model_len, "max_output_tokens": self.max_output_tokens,
-            "max_turns": self.max_turns, "on_done": self.on_done,
-        }  # fmt: skip
-        played = ", ".join(dict.fromkeys(self.names))
+            "num_envs": len(self._slots),
+            "group_size": self.group_size,
+            "stream": sampler.stream,
+            "seed": sampler.seed,
+        }
+        shown |= {name: getattr(self, name) for name in names}
         settings = ", ".join(f"{name}={value!r}" for name, value in shown.items())
-        live = sum(slot.live for slot in self._slots)
-        return f"{type(self).__name__}({played}; {settings}; {self.num_sampled} tasks dealt, {live} slots playing)"
+        running = sum(slot.live for slot in self._slots)
+        mixture = ", ".join(dict.fromkeys(self.names))
+        return (
+            f"{type(self).__name__}({mixture}; {settings}; {self.num_sampled} tasks sampled, {running} slots running)"
+        )
 
     @property
     def group_size(self) -> int:
@@ -248,17 +240,22 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         """The reward from which on an episode that terminates is a success."""
         return self._success.threshold
 
+    @property
+    def faults(self) -> Counter[str]:
+        """Failed episodes, by "error", "timeout" and "context"."""
+        return self._fault_counter.counts
+
     def rollout(self, max_steps: int, policy: Any = None, *args: Any, **kwargs: Any) -> TensorDictBase:
-        """As TorchRL's, of a policy whose stop ids end responses here too."""
+        """TorchRL's rollout; the policy's stop ids end responses here too."""
         share_stop_ids(self, policy)
         return super().rollout(max_steps, policy, *args, **kwargs)
 
     # ------------------------------------------------------------------ TorchRL's private methods
 
     def _set_seed(self, seed: int | None) -> None:
-        """Name the tasks by ``seed`` and deal them from the first again; running episodes go on.
+        """Seed the tasks and sample them from the first again; running episodes continue.
 
-        With another seed than the one that the environment was made with, ids are named by the seed too: TorchRL gives each
+        With another seed than the one that the environment was made with, ids depend on the seed too: TorchRL gives each
         worker of a ``SerialEnv`` or ``ParallelEnv`` its own.
         """
         if seed is not None:
@@ -266,6 +263,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             self.num_sampled = 0
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
+        self.new_faults = ()
         chosen = chosen_slots(tensordict, "_reset", len(self._slots))
         partial_reset = tensordict is not None and tensordict.get("_reset", None) is not None
         if partial_reset and self.on_done == "idle":
@@ -278,6 +276,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         return self._tensordict(self._observation() | done)
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        self.new_faults = ()
         slots, chosen = self._slots, chosen_slots(tensordict, "_step", len(self._slots))
         over = [i for i in chosen if slots[i].finished]
         if over:
@@ -296,7 +295,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             if isinstance(reply, EnvironmentFault):
                 reply = Reply(responses[i], stop_reason=self._contain(i, reply))
             elif reply.stop_reason != StopReason.RUNNING:
-                self._faults_in_a_row.clear()
+                self._fault_counter.recent.clear()
             self.advance(i, responses[i], reply)
             rewards[i, 0] = reply.reward
         return self._tensordict(self._observation() | done_of(slots) | {keys.REWARD: rewards})
@@ -315,18 +314,14 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
     def state_dict(self, *args: Any, **kwargs: Any) -> OrderedDict:
         """What :meth:`load_state_dict` needs: the counters, and each slot as its task and its responses so far."""
         slots = [
-            {
-                "index": slot.index,
-                "stop_reason": int(slot.stop_reason),
-                "responses": [list(ids) for ids in slot.responses],
-            }
+            {"index": slot.index, "stop_reason": int(slot.stop_reason), "responses": [*map(list, slot.responses)]}
             for slot in self._slots
         ]
         counts = {"num_sampled": self.num_sampled, "faults": dict(self.faults)}
         return OrderedDict(task_sampler=asdict(self.task_sampler), slots=slots, **counts)
 
     def load_state_dict(self, state_dict: OrderedDict, *args: Any, **kwargs: Any) -> None:
-        """Go on where :meth:`state_dict` was taken: running episodes are replayed; :meth:`observe` shows them.
+        """Continue where :meth:`state_dict` was taken: running episodes are replayed; :meth:`observe` returns them.
 
         Finished slots come back finished, without their contexts. An empty state (TorchRL's own collectors save none)
         changes nothing and is logged.
@@ -336,7 +331,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         """
         if not state_dict:
             logger.warning(
-                "GEMEnv got an empty state and deals on from task %d; save env.state_dict().", self.num_sampled
+                "GEMEnv got an empty state and continues with task %d; save env.state_dict().", self.num_sampled
             )
             return
         saved, slots = type(self.task_sampler)(**state_dict["task_sampler"]), state_dict["slots"]
@@ -353,7 +348,8 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             )
         self.task_sampler, self.num_sampled = saved, state_dict["num_sampled"]
         self._first_seed = self._first_seed if saved.ids_by_seed else saved.seed
-        self.faults = Counter(state_dict.get("faults", {}))  # a collector that plays single slots counts its own
+        # A collector that runs single slots counts faults itself.
+        self._fault_counter.counts = Counter(state_dict.get("faults", {}))
         self._slots = [Slot(slot.envs) for slot in self._slots]
         for slot, old in zip(self._slots, slots, strict=False):
             slot.stop_reason = StopReason(old["stop_reason"])
@@ -367,7 +363,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         return self._tensordict(self._observation() | done_of(self._slots))
 
     def close(self, *, raise_if_closed: bool = True) -> None:
-        """Let the threads end; those of environments that hang are left behind."""
+        """End the threads; those of environments that hang are left behind."""
         if self._pool is not None:
             for thread in self._pool.close(_CLOSE_TIMEOUT):
                 revoke_global_rng(thread)

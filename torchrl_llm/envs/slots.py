@@ -1,18 +1,18 @@
-"""Episodes slot by slot: :class:`Slot`, :class:`Reply`, and :class:`SlotEpisodes`, which plays them.
+"""Episodes slot by slot: :class:`Slot`, :class:`Reply`, and :class:`SlotEpisodes`, which runs them.
 
-Contexts grow and slide here, episodes end, and environments that fail are counted and replaced. TensorDicts, specs and saved
-states are :class:`~torchrl_llm.envs.GEMEnv`'s.
+This module lets contexts grow and slide, ends episodes, and counts and replaces environments that fail. TensorDicts, specs and
+saved states are in :mod:`~torchrl_llm.envs.env`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +20,14 @@ from torch import Tensor
 
 from torchrl_llm.envs.chat import ChatFormatter
 from torchrl_llm.envs.isolation import Call, IsolatedEnv, Pool, kept_global_rng
-from torchrl_llm.envs.tasks import Stream, TaskIdentity, TaskSampler, TaskSpec
-from torchrl_llm.envs.text_env import EnvironmentFault, EnvironmentUnavailableError, EnvSpec, SuccessBy, TextStep
+from torchrl_llm.envs.tasks import TaskIdentity, TaskSampler, TaskSpec
+from torchrl_llm.envs.text_env import (
+    EnvironmentFault,
+    EnvironmentUnavailableError,
+    EnvSpec,
+    FaultCounter,
+    TextStep,
+)
 from torchrl_llm.keys import StopReason
 
 logger = logging.getLogger(__name__)
@@ -32,7 +38,7 @@ NO_TASK_SPEC = TaskSpec(-1, -1, 0, 0)
 NO_TASK = TaskIdentity(-1, known=False)
 TERMINATED = (StopReason.WON, StopReason.LOST, StopReason.TURN_LIMIT)
 FAILED = (StopReason.ERROR, StopReason.TIMEOUT)
-_LOST = 64  # episodes without a success after which a warning asks what counts as one
+_WARN_AFTER = 64  # episodes without a success; then a warning asks what counts as one
 
 
 class PromptTooLongError(EnvironmentFault):
@@ -45,15 +51,15 @@ class PromptTooLongError(EnvironmentFault):
 
 
 class Reply(NamedTuple):
-    """An environment's answer, in tokens.
+    """The result of an environment's reset or step, in tokens.
 
     Attributes:
-        ids: what it adds to the context: of a start, the whole first context; of a turn, the response and the feedback.
-        reward: of the turn; 0.0 at a start.
+        ids: what it adds to the context: of a reset, the whole first context; of a step, the response and the feedback.
+        reward: of the turn; 0.0 at a reset.
         stop_reason: of the episode after it.
         dropped: the oldest turns that leave the context, to make room; 0: the context grows.
-        task: of a start, what is played.
-        says_success: whether the environment itself said if the episode is a success.
+        task: of a reset, the task.
+        says_success: whether the environment returned ``info["success"]``.
     """
 
     ids: Sequence[int]
@@ -66,14 +72,14 @@ class Reply(NamedTuple):
 
 @dataclass
 class Slot:
-    """One row of the batch, for reading.
+    """The state of one slot of the batch.
 
     Attributes:
         envs: its environments, by index into the mixture, each with its own random state.
-        index: the place of its task among the tasks; ``None``: the slot idles.
-        task_spec: the task being played.
-        task_id: of the task that it names (:class:`~torchrl_llm.envs.tasks.TaskIdentity`).
-        turn: turns played.
+        index: of its task in the ``task_sampler``; ``None``: the slot idles.
+        task_spec: the task.
+        task_id: of its :class:`~torchrl_llm.envs.tasks.TaskIdentity`.
+        turn: finished turns.
         total: sum of the rewards.
         length: tokens of the context.
         segment: how often the context was cut at its beginning.
@@ -119,17 +125,16 @@ class Slot:
 
 
 class SuccessRule:
-    """Which terminated episodes are a success; a warning where an environment never has one.
+    """Decides which terminated episodes are a success; warns if an environment never has one.
 
     Args:
-        specs: the environments of the mixture.
+        specs: the environments of the mixture; their ``success_by`` says whether the last reward or the return (up to 1e-6)
+            counts.
         threshold: an episode is a success with at least this reward.
-        success_by: whether that is the ``"last"`` reward or the ``"return"`` (up to 1e-6); ``None``: as each spec says.
     """
 
-    def __init__(self, specs: Sequence[EnvSpec], threshold: float, success_by: SuccessBy | None) -> None:
-        self.threshold = threshold
-        self._specs = [spec if success_by is None else replace(spec, success_by=success_by) for spec in specs]
+    def __init__(self, specs: Sequence[EnvSpec], threshold: float) -> None:
+        self.threshold, self._specs = threshold, specs
         self._never_won = dict.fromkeys(range(len(specs)), (0, 0.0))  # episodes, and the most that one earned
 
     def holds(self, slot: Slot, step: TextStep) -> bool:
@@ -142,7 +147,7 @@ class SuccessRule:
         return total + 1e-6 if self._specs[env_id].success_by == "return" else last
 
     def watch(self, slot: Slot, reply: Reply) -> None:
-        """Warn, once, if an environment is never won though its episodes earn nearly as much as that takes."""
+        """Warn, once, if an environment is never won though one of its episodes earned half of what that takes."""
         env_id = slot.task_spec.env_id
         if env_id not in self._never_won:
             return
@@ -152,7 +157,7 @@ class SuccessRule:
         count, most = self._never_won[env_id]
         count, most = count + 1, max(most, self._earned(env_id, slot.total, reply.reward))
         self._never_won[env_id] = count, most
-        if count >= _LOST and most >= self.threshold / 2 > 0:
+        if count >= _WARN_AFTER and most >= self.threshold / 2 > 0:
             del self._never_won[env_id]
             spec = self._specs[env_id]
             earned = "return" if spec.success_by == "return" else "last reward"
@@ -163,19 +168,12 @@ class SuccessRule:
             )  # fmt: skip
 
 
-_Planned = tuple[TaskSpec, int, Callable[[], Reply]]
-"""A slot's call: for which task, in which turn (-1: the reset), and what to call."""
-
-
-def _outcome(function: Callable[[], Reply]) -> Reply | EnvironmentFault:
-    try:
-        return function()
-    except EnvironmentFault as fault:
-        return fault
+_SlotCall = tuple[TaskSpec, int, Callable[[], Reply]]
+"""For which task a slot calls, in which turn (-1: the reset), and what."""
 
 
 class SlotEpisodes:
-    """Plays the episodes of :class:`~torchrl_llm.envs.GEMEnv` slot by slot, in token ids, without a TensorDict.
+    """Runs the episodes of :class:`~torchrl_llm.envs.GEMEnv` slot by slot, in token ids, without a TensorDict.
 
     It is a base class of its own so that the file of the environment shows the TorchRL side alone; the attributes below are
     ``GEMEnv``'s.
@@ -184,36 +182,34 @@ class SlotEpisodes:
     names: tuple[str, ...]
     formatter: ChatFormatter
     task_sampler: TaskSampler
-    num_sampled: int
+    num_sampled = 0
     num_threads: int
     step_timeout: float | None
-    max_faults: int
-    faults: Counter[str]
-    last_fault: EnvironmentFault | None
+    last_fault: EnvironmentFault | None = None
+    new_faults: Sequence[EnvironmentFault] = ()
     max_model_len: int
     max_output_tokens: int
     max_turns: int | None
     overflow: Overflow
+    _fault_counter: FaultCounter
     _specs: Sequence[EnvSpec]
-    _stream: Stream
     _slots: list[Slot]
-    _firsts: tuple[Any, list[int]]
+    _firsts: tuple[Any, list[int]] = (None, [])
     _prompt: Tensor
     _success: SuccessRule
-    _pool: Pool | None
-    _faults_in_a_row: list[EnvironmentFault]
+    _pool: Pool | None = None
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """What each slot plays. The methods below play slots one by one; they need no TensorDict."""
+        """The state of each slot. The methods below run slots one by one; they need no TensorDict."""
         return self._slots
 
     def context(self, slot: int) -> npt.NDArray[np.int64]:
-        """The ids of a slot's context, ``[slots[slot].length]``: a view, valid until the slot is played on."""
+        """The ids of a slot's context, ``[slots[slot].length]``: a view, valid until the slot's next turn."""
         return self._prompt.numpy()[slot, : self._slots[slot].length]
 
-    def draw(self) -> int:
-        """Deal the next task: its index among :attr:`tasks`."""
+    def next_task(self) -> int:
+        """Sample the next task; returns its index in :attr:`task_sampler`."""
         self.num_sampled += 1
         return self.num_sampled - 1
 
@@ -228,101 +224,98 @@ class SlotEpisodes:
             PromptTooLongError: the first context leaves no room for a response.
         """
         task_spec, envs = self.task_sampler[index], self._slots[slot].envs
-        name = self.names[task_spec.env_id]
         try:
             if task_spec.env_id not in envs:
                 spec = self._specs[task_spec.env_id]
-                envs[task_spec.env_id] = IsolatedEnv(spec.make, spec.name, rows=self._stream if spec.divide else None)
+                rows = self.task_sampler.stream if spec.divide else None
+                envs[task_spec.env_id] = IsolatedEnv(spec.make, spec.name, rows=rows)
             env = envs[task_spec.env_id]
             context = self.formatter.start(env.reset(task_spec.seed))
         except EnvironmentUnavailableError:
             raise
         except (Exception, SystemExit) as error:
-            raise EnvironmentFault(name, task_spec, -1, error) from error
+            raise self.fault(task_spec, -1, error) from error
         if len(context) + self.max_output_tokens > self.max_model_len:
             cause = ValueError(
                 f"the first prompt has {len(context)} tokens; with a response of max_output_tokens={self.max_output_tokens} it "
                 f"does not fit into max_model_len={self.max_model_len}. Raise max_model_len, lower max_output_tokens, or "
                 "shorten the system prompt"
             )
-            raise PromptTooLongError(name, task_spec, -1, cause)
+            raise PromptTooLongError(self.names[task_spec.env_id], task_spec, -1, cause)
         return Reply(context, task=env.task or NO_TASK)
 
     def start(self, slot: int, index: int, reply: Reply) -> None:
-        """Let a slot play the task ``index`` from what :meth:`open` returned."""
+        """Start the episode of the task ``index`` in a slot, with what :meth:`open` returned."""
         envs, task_spec = self._slots[slot].envs, self.task_sampler[index]
         self._slots[slot] = Slot(envs, index=index, task_spec=task_spec, task_id=reply.task.task_id, pieces=[reply.ids])
         self._prompt[slot] = 0
         self._append(slot, reply.ids)
 
     def answer(self, slot: int, response: list[int]) -> Reply:
-        """Play a response in a slot's environment; nothing but the environment changes until :meth:`advance`.
+        """Send a response to a slot's environment; nothing but the environment changes until :meth:`advance`.
 
         Different slots may be opened and answered in different threads at once.
 
         Raises:
             EnvironmentFault: the environment raised or returned something malformed.
         """
-        playing = self._slots[slot]
-        task_spec = playing.task_spec
+        state = self._slots[slot]
         try:
-            step = playing.envs[task_spec.env_id].step(self.formatter.decode(response))
+            step = state.envs[state.task_spec.env_id].step(self.formatter.decode(response))
             ids = [*response, *self.formatter.feedback(response, step.message, role=step.role)]
         except (Exception, SystemExit) as error:
-            raise EnvironmentFault(self.names[task_spec.env_id], task_spec, playing.turn, error) from error
-        reason = self._stop_reason(playing, step, playing.length + len(ids))
+            raise self.fault(state.task_spec, state.turn, error) from error
+        reason = self._stop_reason(state, step, state.length + len(ids))
         if reason == StopReason.CONTEXT and self.overflow == "slide":
-            dropped = playing.excess(len(ids), self.max_model_len - self.max_output_tokens)
+            dropped = state.excess(len(ids), self.max_model_len - self.max_output_tokens)
             if dropped:
                 return Reply(ids, step.reward, dropped=dropped)
         return Reply(ids, step.reward, reason, says_success=step.success is not None)
 
     def advance(self, slot: int, response: list[int], reply: Reply) -> None:
-        """Take a slot on to what :meth:`answer` returned; an episode's last words are cut at ``max_model_len``."""
-        playing = self._slots[slot]
-        playing.responses.append(response)
-        playing.turn += 1
-        playing.total += reply.reward
-        playing.stop_reason = reply.stop_reason
-        playing.pieces.append(reply.ids)
+        """Add to a slot what :meth:`answer` returned; the last feedback of an episode is cut at ``max_model_len``."""
+        state = self._slots[slot]
+        state.responses.append(response)
+        state.turn += 1
+        state.total += reply.reward
+        state.stop_reason = reply.stop_reason
+        state.pieces.append(reply.ids)
         if reply.stop_reason in TERMINATED:
-            self._success.watch(playing, reply)
+            self._success.watch(state, reply)
         if reply.dropped:
-            del playing.pieces[1 : 1 + reply.dropped]
-            playing.segment += 1
-            playing.length = 0
+            del state.pieces[1 : 1 + reply.dropped]
+            state.segment += 1
+            state.length = 0
             self._prompt[slot] = 0
-            self._append(slot, [*chain.from_iterable(playing.pieces)])
+            self._append(slot, [*chain.from_iterable(state.pieces)])
         else:
-            self._append(slot, reply.ids[: self.max_model_len - playing.length])
+            self._append(slot, reply.ids[: self.max_model_len - state.length])
 
     def first_of_each_task(self, count: int) -> list[int]:
         """Of the next ``count`` tasks, counted from 0, those that no earlier one shares a known task with.
 
         Resets the environments of all slots, so no episode may be running. A task counts where its environment fails, or does not
-        say what is hidden (:class:`~torchrl_llm.envs.TaskIdentity`). The answer is kept: evaluations ask for the same tasks again
-        and again, and each question resets ``count`` environments.
+        say what is hidden (:class:`~torchrl_llm.envs.TaskIdentity`). The result is cached: evaluations ask for the same tasks
+        again and again, and each computation resets ``count`` environments.
         """
-        question = (
-            self.task_sampler,
-            self.task_sampler.shares,
-            count,
-        )  # the shares are no part of what makes tasks equal
-        if self._firsts[0] != question:
-            self._firsts = question, self._find_firsts(count)
+        key = self.task_sampler, self.task_sampler.shares, count  # equal samplers may differ in their shares
+        if self._firsts[0] != key:
+            self._firsts = key, self._find_firsts(count)
         return [*self._firsts[1]]
 
     def _find_firsts(self, count: int) -> list[int]:
         seen: dict[Any, int] = {}
         slots = len(self._slots)
         for first in range(0, count, slots):
-            task_sampler = {slot: self.task_sampler[first + slot] for slot in range(min(slots, count - first))}
-            calls = {i: (task_spec, -1, partial(self.open, i, first + i)) for i, task_spec in task_sampler.items()}
-            for slot, reply in self._call(calls).items():
-                task = NO_TASK if isinstance(reply, EnvironmentFault) else reply.task
-                if isinstance(reply, EnvironmentFault):
+            indices = {slot: first + slot for slot in range(min(slots, count - first))}
+            for slot, reply in self._open(indices).items():
+                task = NO_TASK
+                if isinstance(reply, Reply):
+                    task = reply.task
+                else:
                     self._slots[slot].envs.pop(reply.task_spec.env_id, None)
-                seen.setdefault(task.task_id if task.known else ("group", task_sampler[slot].group_id), first + slot)
+                group = "group", self.task_sampler[indices[slot]].group_id
+                seen.setdefault(task.task_id if task.known else group, indices[slot])
         return sorted(seen.values())
 
     def busy_since(self, slot: int) -> float | None:
@@ -331,75 +324,80 @@ class SlotEpisodes:
         return next((since for since in times if since is not None), None)
 
     def renew(self, slot: int) -> None:
-        """Abandon a slot's environments, which may still run: it idles, and plays new ones from the next task on."""
+        """Abandon a slot's environments, which may still run: it idles, and makes new ones for its next task."""
         self._slots[slot] = Slot()
         self._prompt[slot] = 0
 
+    def fault(self, task_spec: TaskSpec, turn: int, cause: BaseException) -> EnvironmentFault:
+        """The error of an environment that failed in a turn (-1: at its reset) of a task."""
+        return EnvironmentFault(self.names[task_spec.env_id], task_spec, turn, cause)
+
     def _begin(self, indices: Mapping[int, int | None]) -> None:
         """Start the tasks ``indices`` (slot -> index of its task; ``None``: the next one that can be started)."""
-        waiting = {slot: self.draw() if index is None else index for slot, index in indices.items()}
+        waiting = {slot: self.next_task() if index is None else index for slot, index in indices.items()}
         while waiting:
-            calls = {i: (self.task_sampler[index], -1, partial(self.open, i, index)) for i, index in waiting.items()}
-            dealt, waiting = waiting, {}
-            for slot, reply in self._call(calls).items():
+            opened, waiting = waiting, {}
+            for slot, reply in self._open(opened).items():
                 if isinstance(reply, Reply):
-                    self.start(slot, dealt[slot], reply)
+                    self.start(slot, opened[slot], reply)
                 elif indices[slot] is not None:
                     raise reply
                 else:
                     self._contain(slot, reply)
-                    waiting[slot] = self.draw()
+                    waiting[slot] = self.next_task()
 
-    def _call(self, calls: Mapping[int, _Planned]) -> dict[int, Reply | EnvironmentFault]:
+    def _open(self, indices: Mapping[int, int]) -> dict[int, Reply | EnvironmentFault]:
+        """:meth:`open` a task in each slot."""
+        return self._call(
+            {i: (self.task_sampler[index], -1, partial(self.open, i, index)) for i, index in indices.items()}
+        )
+
+    def _call(self, calls: Mapping[int, _SlotCall]) -> dict[int, Reply | EnvironmentFault]:
         """Make a call for each slot, in threads if there are any; its reply or its fault."""
-        if self.num_threads == 0:
-            with kept_global_rng(for_envs=True):
-                return {slot: _outcome(function) for slot, (_, _, function) in calls.items()}
-        self._pool = self._pool or Pool(self.num_threads)
-        made = {slot: self._pool.submit(slot, partial(_outcome, function)) for slot, (_, _, function) in calls.items()}
-        self._pool.wait(made, self.busy_since, self.step_timeout)
-        return {slot: self._result(call, *calls[slot][:2]) for slot, call in made.items()}
+        if self.num_threads and self._pool is None:
+            self._pool = Pool(self.num_threads)
+        pool = self._pool or Pool(0)
+        with nullcontext() if self.num_threads else kept_global_rng(for_envs=True):
+            made = {slot: pool.submit(slot, function) for slot, (_, _, function) in calls.items()}
+        pool.wait(made, self.busy_since, self.step_timeout)
+        return {slot: self._outcome(call, *calls[slot][:2]) for slot, call in made.items()}
 
-    def _result(self, call: Call, task_spec: TaskSpec, turn: int) -> Reply | EnvironmentFault:
-        """What came of a call in a thread. Raises what is no fault of the environment."""
+    def _outcome(self, call: Call, task_spec: TaskSpec, turn: int) -> Any:
+        """The reply or the fault of a finished call. Raises errors that are no faults of the environment."""
         if call.error is None:
-            return cast(Reply | EnvironmentFault, call.result)
+            return call.result
         if call.abandoned:
-            return EnvironmentFault(self.names[task_spec.env_id], task_spec, turn, call.error)
+            return self.fault(task_spec, turn, call.error)
+        if isinstance(call.error, EnvironmentFault):
+            return call.error
         raise call.error
 
     def _contain(self, slot: int, fault: EnvironmentFault) -> StopReason:
-        """Count a failed episode and give its environment away; raise the first if there were too many in a row."""
-        reason, last = fault.stop_reason, self.last_fault
-        self.last_fault = fault
+        """Count a failed episode and drop its environment; raise the first fault if there were too many in a row."""
+        last, self.last_fault = self.last_fault, fault
         self._slots[slot].envs.pop(fault.task_spec.env_id, None)
-        if last is not None and fault.batched_call is not None and fault.batched_call is last.batched_call:
-            return reason
-        self.faults[reason.name.lower()] += 1
-        self._faults_in_a_row.append(fault)
-        if len(self._faults_in_a_row) > self.max_faults:
-            first, count = self._faults_in_a_row[0], len(self._faults_in_a_row)
-            self._faults_in_a_row = []
-            first.add_note(f"It was the first of {count} failed episodes in a row; max_faults={self.max_faults}.")
-            raise first
-        # Without the traceback: a bug that fails every episode would show it each time, and once more when it is raised.
-        logger.warning("%s Its episode ends here.", fault)
-        return reason
+        same_call = last is not None and fault.batched_call is not None and fault.batched_call is last.batched_call
+        if not same_call:
+            self.new_faults = [*self.new_faults, fault]
+            self._fault_counter.record(fault)
+            # Without the traceback: a bug that fails every episode would show it each time, and once more when it is raised.
+            logger.warning("%s Its episode ends here.", fault)
+        return fault.stop_reason
 
     def _append(self, slot: int, ids: Sequence[int]) -> None:
         length = self._slots[slot].length
         self._prompt.numpy()[slot, length : length + len(ids)] = ids
         self._slots[slot].length += len(ids)
 
-    def _stop_reason(self, playing: Slot, step: TextStep, length: int) -> StopReason:
+    def _stop_reason(self, state: Slot, step: TextStep, length: int) -> StopReason:
         if step.terminated:
-            if self._success.holds(playing, step):
+            if self._success.holds(state, step):
                 return StopReason.WON
             # GEM's own turn limit sets both flags. The limit stands in the prompt: it is part of the task.
             return StopReason.TURN_LIMIT if step.truncated else StopReason.LOST
         if step.truncated:
             return StopReason.ENV_TRUNCATED
-        if playing.turn + 1 == self.max_turns:
+        if state.turn + 1 == self.max_turns:
             return StopReason.MAX_TURNS
         if length + self.max_output_tokens > self.max_model_len:
             return StopReason.CONTEXT

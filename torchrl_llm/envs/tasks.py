@@ -1,7 +1,7 @@
-"""Which task each episode plays: :class:`TaskSpec`, :class:`TaskSampler`, and what names a task, :class:`TaskIdentity`.
+"""The task of each episode: :class:`TaskSpec`, :class:`TaskSampler`, and what tells tasks apart, :class:`TaskIdentity`.
 
-A task is a pure function of a counter: an environment deals task 0, 1, 2, ..., and the counter is all its state. Two
-seeds may name the same task (a game has so many secrets, a data set so many rows). What tells two tasks apart is their
+A task is a pure function of a counter: an environment samples task 0, 1, 2, ..., and the counter is all its state. Two
+seeds may give the same task (a game has only so many secrets, a data set so many rows). Tasks are told apart by their
 hidden state or, where that is unknown, their first observation. This module draws no random numbers and knows no
 environments.
 """
@@ -37,11 +37,11 @@ MEMORY = 32
 
 
 class TaskSpec(NamedTuple):
-    """What an episode is.
+    """The ids and the task of an episode.
 
     Attributes:
         episode_id: unique over the run.
-        group_id: unique over the run; episodes of one group play the same task.
+        group_id: unique over the run; episodes of one group have the same task.
         env_id: index into the mixture of environments.
         seed: seed of the task, in ``[0, 2**32)``, the same for the whole group.
     """
@@ -56,50 +56,50 @@ class TaskSpec(NamedTuple):
 class TaskSampler(Checked):
     """An endless sequence of tasks; ``task_sampler[i]`` is the i-th.
 
-    Groups are dealt one after the other, and the environments of a mixture in turn, a group each, or drawn with
-    ``weights``: which one a group plays depends on (seed, stream, group) alone. Seeds are a hash of
-    (seed, stream, group); the streams share no seed. (Two seeds may still name the same task, see :class:`TaskIdentity`.) Several
-    workers share one stream without overlap: worker ``w`` of ``W`` deals the groups ``w, w + W, w + 2W, ...``.
+    Groups are sampled one after the other, and the environments of a mixture in turn, a group each, or with probability
+    proportional to ``weights``: which one a group gets depends on (seed, stream, group) alone. Seeds are a hash of
+    (seed, stream, group); the streams share no seed. (Two seeds may still give the same task, see :class:`TaskIdentity`.) Several
+    workers share one stream without overlap: worker ``w`` of ``W`` samples the groups ``w, w + W, w + 2W, ...``.
 
-    A mixture may be dealt by recent success: from the first :meth:`learn` on, environment ``e`` is drawn with
+    A mixture may be sampled by recent success: from the first :meth:`learn` on, environment ``e`` is sampled with
     ``weights[e] * (p (1 - p) + FLOOR)``, where ``p`` is its recent success rate. ``p (1 - p)`` is the learnability of a task
     (Rutherford et al., *No Regrets*, 2024, arXiv:2408.15099; for language models Foster et al., *Learning to Reason at
     the Frontier of Learnability*, 2025, arXiv:2502.12272): there is most to learn where half of the episodes are won, and
-    nothing where all or none are. Who plays a group then depends on (seed, stream, group, success rates).
+    nothing where all or none are. The environment of a group then depends on (seed, stream, group, success rates).
 
     Args:
-        seed: names the run's tasks; >= 0.
+        seed: determines the run's tasks; >= 0.
         stream: ``"train"`` (default), ``"eval"`` (during a run) or ``"test"`` (before and after it).
         group_size: episodes that share a task; default 1.
-        num_tasks: number of environments in the mixture; default 1.
-        weights: how often each environment of the mixture is dealt, relative to each other; all > 0. Default none: in turn.
+        mixture_size: number of environments in the mixture; default 1.
+        weights: how often each environment of the mixture is sampled, relative to each other; all > 0. Default none: in turn.
         worker: index of this worker; default 0.
         num_workers: number of workers that share the stream; default 1.
-        success: recent success rate of each environment, in [0, 1], what :meth:`learn` has found; only for
-            ``stream="train"``. Default none: nothing is adapted. It is progress, like the counter, and no setting: tasks that
-            differ in nothing else are equal.
+        success: recent success rate of each environment, in [0, 1], updated by :meth:`learn`; only for
+            ``stream="train"``. Default none: nothing is adapted. It is progress, like the counter, and no setting: samplers
+            that differ in nothing else are equal.
         ids_by_seed: group and episode ids are unique over seeds (modulo 2**32) too, ``SEED_IDS`` a seed and stream, so that
-            environments that were given seeds of their own share none. Default False: ids count from the stream's first.
+            environments with different seeds share none. Default False: ids count from the stream's first.
 
     Examples:
-        >>> task_sampler = TaskSampler(seed=3, group_size=2, num_tasks=2)
+        >>> task_sampler = TaskSampler(seed=3, group_size=2, mixture_size=2)
         >>> [task_sampler[i][:3] for i in range(4)]
         [(0, 0, 0), (1, 0, 0), (2, 1, 1), (3, 1, 1)]
         >>> task_sampler[0].seed == task_sampler[1].seed != task_sampler[2].seed
         True
         >>> TaskSampler(group_size=2, worker=1, num_workers=3)[2].group_id
         4
-        >>> mixed = TaskSampler(num_tasks=2, weights=(3, 1))
+        >>> mixed = TaskSampler(mixture_size=2, weights=(3, 1))
         >>> sum(mixed[i].env_id for i in range(1000))
         214
-        >>> TaskSampler(num_tasks=3, success=(0.0, 0.5, 1.0)).shares
+        >>> TaskSampler(mixture_size=3, success=(0.0, 0.5, 1.0)).shares
         (0.05, 0.3, 0.05)
     """
 
     seed: Natural = 0
     stream: Stream = "train"
     group_size: Count = 1
-    num_tasks: Count = 1
+    mixture_size: Count = 1
     worker: Natural = 0
     num_workers: Count = 1
     weights: tuple[Positive, ...] | None = None
@@ -109,9 +109,9 @@ class TaskSampler(Checked):
     def __post_init__(self) -> None:
         for name in ("weights", "success"):
             given = getattr(self, name)
-            if given is not None and len(given) != self.num_tasks:
+            if given is not None and len(given) != self.mixture_size:
                 raise ValueError(
-                    f"TaskSampler.{name} is {given!r}; expected {self.num_tasks} numbers, one an environment."
+                    f"TaskSampler.{name} is {given!r}; expected {self.mixture_size} numbers, one an environment."
                 )
             # Equal settings must be equal objects, whether they come from Python, YAML or a saved state.
             object.__setattr__(self, name, None if given is None else tuple(map(float, given)))
@@ -140,28 +140,28 @@ class TaskSampler(Checked):
 
     @property
     def shares(self) -> tuple[float, ...] | None:
-        """How often each environment is dealt, relative to each other; ``None``: in turn."""
+        """How often each environment is sampled, relative to each other; ``None``: in turn."""
         if self.success is None:
             return self.weights
-        weights = self.weights or (1.0,) * self.num_tasks
+        weights = self.weights or (1.0,) * self.mixture_size
         return tuple(weight * (rate * (1 - rate) + FLOOR) for weight, rate in zip(weights, self.success, strict=True))
 
     def learn(self, env_ids: Sequence[int], won: Sequence[bool]) -> Self:
-        """The tasks after some episodes: the same, but for the success rates.
+        """The sampler with success rates updated from some episodes.
 
-        A rate moves by ``1 / MEMORY`` of the way to 0 or 1 for every episode, from 0.5 at the start; episodes that are
-        learnt from together count alike, whatever their order. No episode may be running: its task would be another.
+        A rate moves by ``1 / MEMORY`` of the way to 0 or 1 for every episode, from 0.5 at the start; the episodes of one
+        call count alike, whatever their order. No episode may be running: its task would change.
 
         Args:
-            env_ids: what each episode played, an index into the mixture.
+            env_ids: the environment of each episode, an index into the mixture.
             won: whether it was a success.
 
         Examples:
-            >>> task_sampler = TaskSampler(num_tasks=2).learn([0] * 32, [True] * 32)
+            >>> task_sampler = TaskSampler(mixture_size=2).learn([0] * 32, [True] * 32)
             >>> [round(rate, 2) for rate in task_sampler.success]
             [0.82, 0.5]
         """
-        rates = list(self.success or (0.5,) * self.num_tasks)
+        rates = list(self.success or (0.5,) * self.mixture_size)
         for env_id in set(env_ids):
             wins = [win for other, win in zip(env_ids, won, strict=True) if other == env_id]
             mean = sum(wins) / len(wins)
@@ -169,35 +169,31 @@ class TaskSampler(Checked):
         return replace(self, success=tuple(rates))
 
 
-@lru_cache(maxsize=4096)  # every task is asked for several times, and its seed is a hash
+@lru_cache(maxsize=4096)  # every task is read several times, and its seed is a hash
 def _task_spec(task_sampler: TaskSampler, shares: tuple[float, ...] | None, index: int) -> TaskSpec:
-    round_, member = divmod(index, task_sampler.group_size)
-    group = task_sampler.worker + round_ * task_sampler.num_workers
+    local_group, member = divmod(index, task_sampler.group_size)
+    group = task_sampler.worker + local_group * task_sampler.num_workers
     stream = get_args(Stream).index(task_sampler.stream)
-    drawn, chosen = map(int, np.random.SeedSequence(task_sampler.seed, spawn_key=(stream, group)).generate_state(2))
-    # The lowest bits name the stream, so no seed of one stream is ever met in another.
-    seed = drawn & ~3 | stream
-    env_id = group % task_sampler.num_tasks if shares is None else _pick(shares, chosen / 2**32)
-    return TaskSpec(
-        task_sampler.base + group * task_sampler.group_size + member, task_sampler.base + group, env_id, seed
-    )
+    hashed, noise = map(int, np.random.SeedSequence(task_sampler.seed, spawn_key=(stream, group)).generate_state(2))
+    # The lowest bits are the stream's, so that no two streams share a seed.
+    seed = hashed & ~3 | stream
+    env_id = group % task_sampler.mixture_size
+    if shares is not None:  # inverse CDF
+        sums = np.cumsum(shares)
+        env_id = int(np.searchsorted(sums, noise / 2**32 * sums[-1], side="right"))
+    base = task_sampler.base
+    return TaskSpec(base + group * task_sampler.group_size + member, base + group, env_id, seed)
 
 
-def _pick(weights: tuple[float, ...], share: float) -> int:
-    """The index at which the running sum of the weights passes the share in ``[0, 1)`` of their sum."""
-    sums = np.cumsum(weights)
-    return int(np.searchsorted(sums, share * sums[-1], side="right"))
-
-
-# ---------------------------------------------------------------------- what names a task
+# ---------------------------------------------------------------------- what tells tasks apart
 
 
 class TaskIdentity(NamedTuple):
-    """What names a task.
+    """What tells a task apart from others.
 
     Attributes:
         task_id: a hash of the hidden state, or of the first observation, an int64.
-        known: whether the environment says what it hides; else tasks of the same first observation may differ.
+        known: whether the hidden state is known; else tasks of the same first observation may differ.
     """
 
     task_id: int
@@ -210,11 +206,11 @@ def _digest(text: str) -> bytes:
 
 
 def task_of(env: Any, observation: str, read_hidden: Callable[[Any], Any] | None = None) -> TaskIdentity:
-    """The task that an environment has just been reset to.
+    """The identity of the task that an environment has just been reset to.
 
     Args:
-        env: a text environment. Its method ``hidden_state()``, if it has one, returns all that makes this task, as anything
-            whose ``repr`` says it, such as the secret and the rules; ``None``: the first observation shows all.
+        env: a text environment. Its method ``hidden_state()``, if it has one, returns everything that defines this task, as an
+            object with a telling ``repr``, such as the secret and the rules; ``None``: the first observation shows all.
         observation: its first observation.
         read_hidden: reads the same from an environment without that method; default ``None``: it is not known.
 
@@ -255,7 +251,7 @@ def rows_of(questions: Sequence[Any], stream: Stream) -> list[int]:
     if len(order) < 10:
         raise ValueError(
             f"its data set has {len(order)} different questions; expected at least 10, to divide them among training and "
-            "evaluation. Pass divide=False to play all of them in every stream"
+            "evaluation. Pass divide=False to use all of them in every stream"
         )
     first, last = (len(order) * tenth // 10 for tenth in PARTS[stream])
     own = set(order[first:last])
@@ -263,7 +259,7 @@ def rows_of(questions: Sequence[Any], stream: Stream) -> list[int]:
 
 
 class SeenTasks:
-    """The tasks that training has played, as hashes of eight bytes each.
+    """The tasks of training so far, as hashes of eight bytes each.
 
     Memory is bounded: beyond ``limit`` tasks those with the lowest hashes are kept, and an overlap is that of the tasks that
     fall among them, which is a sample of all.
@@ -290,18 +286,18 @@ class SeenTasks:
         self.tasks = np.union1d(self.tasks, np.asarray(tasks, np.int64))[: self.limit]
 
     def overlap(self, tasks: Any) -> float:
-        """Share of ``tasks`` (int64, repeats count) that training has played; NaN if none of them can be judged."""
+        """Share of ``tasks`` (int64, repeats count) that training has used; NaN if that is known of none of them."""
         tasks = np.asarray(tasks, np.int64)
         if len(self) >= self.limit:
             tasks = tasks[tasks <= self.tasks[-1]]
         return float(np.isin(tasks, self.tasks).mean()) if len(tasks) else float("nan")
 
 
-def continued(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of an environment that continues a stream which another number of workers has dealt from.
+def reshard_state(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of an environment that continues a stream which another number of workers has sampled from.
 
-    All new workers begin with the same round of groups, the first one behind every group dealt: no group is dealt twice,
-    and a few groups may be left out.
+    All new workers begin behind every group sampled, each with as many of its own groups left out: no group is sampled twice,
+    and a few are never sampled.
 
     Args:
         old: the states of the earlier workers' environments (``GEMEnv.state_dict()``; of a transformed environment what is
@@ -309,26 +305,26 @@ def continued(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> dict[
         new: the state of a new worker's fresh environment.
 
     Returns:
-        The new state, with the first task to deal and the success rates of the first of ``old``.
+        The new state, with the first task to sample and the success rates of the first of ``old``.
 
     Examples:
         >>> task_sampler = {"group_size": 2, "worker": 0, "num_workers": 1, "success": None}
         >>> new = {"task_sampler": task_sampler | {"worker": 1, "num_workers": 2}, "num_sampled": 0}
-        >>> continued([{"task_sampler": task_sampler, "num_sampled": 5}], new)["num_sampled"]
+        >>> reshard_state([{"task_sampler": task_sampler, "num_sampled": 5}], new)["num_sampled"]
         4
     """
     if "base" in new:
-        return {**new, "base": continued(old, new["base"])}
-    dealt = [_innermost(state) for state in old]
+        return {**new, "base": reshard_state(old, new["base"])}
+    states = [_innermost(state) for state in old]
     task_sampler = new["task_sampler"]
     workers = task_sampler["num_workers"]
-    round_ = -(-max(map(_groups_sampled, dealt)) // workers)
+    first = -(-max(map(_groups_sampled, states)) // workers)
     logger.warning(
-        "%d processes go on with what %d began: from group %d, and not in the same bytes",
-        workers, len(old), round_ * workers,
+        "%d processes continue what %d began: from group %d, and not in the same bytes",
+        workers, len(old), first * workers,
     )  # fmt: skip
-    task_sampler = {**task_sampler, "success": dealt[0]["task_sampler"]["success"]}
-    return {**new, "task_sampler": task_sampler, "num_sampled": round_ * task_sampler["group_size"]}
+    task_sampler = {**task_sampler, "success": states[0]["task_sampler"]["success"]}
+    return {**new, "task_sampler": task_sampler, "num_sampled": first * task_sampler["group_size"]}
 
 
 def _innermost(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -338,7 +334,7 @@ def _innermost(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _groups_sampled(env: Mapping[str, Any]) -> int:
-    """How many of all workers' groups come before the first one behind those that ``env`` has dealt."""
+    """The number of all workers' groups up to the last one that ``env`` has sampled."""
     task_sampler = env["task_sampler"]
-    rounds = -(-env["num_sampled"] // task_sampler["group_size"])
-    return max(0, task_sampler["worker"] + (rounds - 1) * task_sampler["num_workers"] + 1)
+    local_groups = -(-env["num_sampled"] // task_sampler["group_size"])
+    return max(0, task_sampler["worker"] + (local_groups - 1) * task_sampler["num_workers"] + 1)

@@ -1,4 +1,4 @@
-"""The tensors of :class:`~torchrl_llm.envs.GEMEnv`: its specs, and what its slots look like to a policy."""
+"""The tensors of :class:`~torchrl_llm.envs.GEMEnv`: its specs, and the observation made of its slots."""
 
 from __future__ import annotations
 
@@ -17,36 +17,32 @@ from torchrl_llm.envs.slots import TERMINATED, Slot
 from torchrl_llm.keys import StopReason
 
 
-def set_specs(
-    env: EnvBase, *, max_model_len: int, max_output_tokens: int, vocab_size: int, mixture_size: int, slides: bool
-) -> None:
-    """Give an environment of batch size ``[N]`` the specs of its observation, action, reward and done.
+def set_specs(env: EnvBase, vocab_size: int) -> None:
+    """Set the specs of a :class:`~torchrl_llm.envs.GEMEnv`: observation, action, reward and done.
 
     Args:
         env: changed in place.
-        max_model_len, max_output_tokens: the widths of a context and of a response.
         vocab_size: ids that a response may hold.
-        mixture_size: environments of the mixture.
-        slides: whether contexts are cut at their beginning, so that ``"segment"`` is observed.
     """
     n = env.batch_size[0]
     size: dict[str, Any] = {"shape": (n, 1), "dtype": torch.int64}
     observation: dict[Any, Any] = {
         "tokens": Composite(
-            prompt=Unbounded(shape=(n, max_model_len), dtype=torch.int64),
-            prompt_length=Bounded(low=0, high=max_model_len, **size),
+            prompt=Unbounded(shape=(n, env.max_model_len), dtype=torch.int64),
+            prompt_length=Bounded(low=0, high=env.max_model_len, **size),
             shape=(n,),
         ),
-        keys.ENV_ID: Bounded(low=0, high=mixture_size, **size),
+        keys.ENV_ID: Bounded(low=0, high=len(env.names), **size),
         keys.SUCCESS: Binary(1, shape=(n, 1), dtype=torch.bool),
         keys.STOP_REASON: Bounded(low=0, high=max(StopReason), **size),
     }
-    counted = (keys.TURN, keys.EPISODE_ID, keys.GROUP_ID, keys.TASK_ID, *([keys.SEGMENT] if slides else []))
-    observation |= {key: Unbounded(**size) for key in counted}
+    unbounded = [keys.TURN, keys.EPISODE_ID, keys.GROUP_ID, keys.TASK_ID]
+    unbounded += [keys.SEGMENT] if env.overflow == "slide" else []
+    observation |= {key: Unbounded(**size) for key in unbounded}
     env.observation_spec = Composite(observation, shape=(n,), device=env.device)
     response = Composite(
-        response=Categorical(vocab_size, shape=(n, max_output_tokens), dtype=torch.int64),
-        response_mask=Binary(max_output_tokens, shape=(n, max_output_tokens), dtype=torch.bool),
+        response=Categorical(vocab_size, shape=(n, env.max_output_tokens), dtype=torch.int64),
+        response_mask=Binary(env.max_output_tokens, shape=(n, env.max_output_tokens), dtype=torch.bool),
         shape=(n,),
     )
     env.action_spec = Composite(tokens=response, shape=(n,), device=env.device)
@@ -56,8 +52,8 @@ def set_specs(
 
 
 def observation_of(slots: Sequence[Slot], prompt: Tensor, *, slides: bool) -> dict[Any, Tensor]:
-    """What a policy sees of ``slots`` whose contexts are ``prompt`` ``[N, L]``, under the keys of the turn view."""
-    read: dict[Any, list[int]] = {
+    """The observation of ``slots`` whose contexts are ``prompt`` ``[N, L]``, under the keys of the turn view."""
+    values: dict[Any, list[int]] = {
         keys.PROMPT_LENGTH: [slot.length for slot in slots],
         keys.TURN: [slot.turn for slot in slots],
         keys.EPISODE_ID: [slot.task_spec.episode_id for slot in slots],
@@ -68,8 +64,8 @@ def observation_of(slots: Sequence[Slot], prompt: Tensor, *, slides: bool) -> di
         keys.SUCCESS: [slot.stop_reason == StopReason.WON for slot in slots],
     }
     if slides:
-        read[keys.SEGMENT] = [slot.segment for slot in slots]
-    columns = {key: torch.tensor(values).unsqueeze(-1) for key, values in read.items()}
+        values[keys.SEGMENT] = [slot.segment for slot in slots]
+    columns = {key: torch.tensor(column).unsqueeze(-1) for key, column in values.items()}
     return columns | {keys.PROMPT: prompt.masked_fill(columns[keys.PROMPT_LENGTH] == 0, 0)}
 
 

@@ -1,6 +1,6 @@
-"""The seam to text environments: :class:`TextEnv`, what it returns, how it fails, and where ids come from.
+"""The protocol of text environments: :class:`TextEnv`, what it returns, how it fails, and where ids come from.
 
-Anything with ``reset`` and ``step`` can be played. An id such as ``"textworld:coin"`` names one, once its family is
+Any object with ``reset`` and ``step`` is a text environment. An id such as ``"textworld:coin"`` names one, once its family is
 registered (:func:`register_env_family`). GEM is such a family (:mod:`~torchrl_llm.envs.gem_catalog`); this module does not
 know it.
 """
@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import math
 import traceback
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -26,26 +27,26 @@ SuccessBy = Literal["last", "return"]
 
 @runtime_checkable
 class TextEnv(Protocol):
-    """What :class:`~torchrl_llm.envs.GEMEnv` plays: any object with these two methods (``reset`` may take no seed).
+    """What :class:`~torchrl_llm.envs.GEMEnv` runs: any object with these two methods (``reset`` may take no seed).
 
     An environment may draw from the global generators of ``random`` and ``numpy.random``; they are its own during a call.
-    There is one set of them in a process, so such environments are called one at a time, also from several threads. One
-    that never touches them (it owns its generators, or asks a server) says so with the attribute ``thread_safe = True``;
-    then its calls really run in parallel, and the global generators are neither seeded nor put back for it.
+    There is one set of them in a process, so such environments are called one at a time, also from several threads. An
+    environment that never uses them (it owns its generators, or asks a server) has the attribute ``thread_safe = True``;
+    then its calls run in parallel, and the global generators are neither seeded nor restored for it.
 
     Tasks are told apart by their first observations. An environment that hides a part of its task has a method
-    ``hidden_state()``, which returns after a reset all that makes this task, as anything whose ``repr`` says it, such as the
-    secret word and the rules; ``None`` says that nothing is hidden.
+    ``hidden_state()``, which returns after a reset everything that defines this task, as an object with a telling ``repr``,
+    such as the secret word and the rules; ``None`` says that nothing is hidden.
     """
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
         """Start an episode; return ``(text, info)``."""
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Answer a response; return ``(text, reward, terminated, truncated, info)``.
+        """Process a response; return ``(text, reward, terminated, truncated, info)``.
 
         ``info["success"]``, where it is given with the termination, says whether the episode is a success; without it the
-        reward does.
+        reward decides.
         """
 
 
@@ -53,7 +54,7 @@ class TextEnv(Protocol):
 
 
 class TextStep(NamedTuple):
-    """One checked answer of a text environment.
+    """The checked result of a text environment's ``step``.
 
     Attributes:
         message: its text, with ``info``'s prefix and suffix.
@@ -80,7 +81,7 @@ class TextStep(NamedTuple):
         if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[0], str)):
             raise TypeError(f"step() returned {result!r:.200}; expected (text, reward, terminated, truncated, info)")
         text, reward, terminated, truncated, info = result
-        # Numbers of numpy and torch are rewards too; text that reads as a number is none.
+        # Numbers of numpy and torch are accepted; text that could be parsed as a number is not.
         if reward is None or isinstance(reward, str) or not hasattr(reward, "__float__"):
             raise TypeError(f"step() returned the reward {reward!r:.50}; expected a number")
         if not math.isfinite(reward):
@@ -102,7 +103,7 @@ class TextStep(NamedTuple):
 
 
 def read_reset(result: Any) -> tuple[str, str]:
-    """Check what ``reset`` returned; the bare text, and the message with ``info``'s prefix and suffix.
+    """Check what ``reset`` returned; return its text, and the message with ``info``'s prefix and suffix.
 
     Raises:
         TypeError: it is not ``(text, info)``.
@@ -163,13 +164,48 @@ class EnvironmentFault(RuntimeError):
         return getattr(self.cause, "batched_call", None)
 
     @property
+    def reason(self) -> str:
+        """``"error"``, ``"timeout"`` or ``"context"``, for counts."""
+        return self.stop_reason.name.lower()
+
+    @property
     def stop_reason(self) -> StopReason:
         """``TIMEOUT`` for a ``TimeoutError``, ``ERROR`` for everything else."""
         return StopReason.TIMEOUT if isinstance(self.cause, TimeoutError) else StopReason.ERROR
 
 
+@dataclass
+class FaultCounter:
+    """Counts failed episodes, and raises the first of them if there are too many.
+
+    Attributes:
+        max_faults: failed episodes tolerated since ``recent`` was cleared.
+        scope: which these are, for the message.
+        counts: all failed episodes, by :attr:`EnvironmentFault.reason`.
+        recent: the faults since the last batch, or the last episode that ended well.
+    """
+
+    max_faults: int
+    scope: str
+    counts: Counter[str] = field(default_factory=Counter)
+    recent: list[EnvironmentFault] = field(default_factory=list)
+
+    def record(self, fault: EnvironmentFault) -> None:
+        """Count a failed episode.
+
+        Raises:
+            EnvironmentFault: the first of ``recent``, if there are more than ``max_faults``.
+        """
+        self.counts[fault.reason] += 1
+        self.recent.append(fault)
+        if (count := len(self.recent)) > self.max_faults:
+            first, self.recent = self.recent[0], []
+            first.add_note(f"It was the first of {count} failed episodes {self.scope}; max_faults={self.max_faults}.")
+            raise first
+
+
 def _place(error: BaseException) -> str:
-    """Where an exception was first raised, unless that was in this package, for messages."""
+    """Where an exception was first raised, for messages; nothing if that was in this package."""
     while error.__cause__ is not None:
         error = error.__cause__
     frames = traceback.extract_tb(error.__traceback__)
@@ -183,13 +219,13 @@ def _place(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class EnvSpec:
-    """A text environment to be made.
+    """How a text environment is made.
 
     Attributes:
         name: for messages and metrics; its id, if it has one.
         make: makes one; called once a slot.
         success_by: which reward decides about success (:class:`~torchrl_llm.envs.GEMEnv`).
-        divide: whether the streams of training and evaluation play different rows of its data.
+        divide: whether the streams of training and evaluation use different rows of its data.
     """
 
     name: str

@@ -12,7 +12,7 @@ import tensordict
 import torch
 from torchrl.checkpoint import Checkpoint, CheckpointError, StateDictCheckpointAdapter
 
-from torchrl_llm.envs.tasks import continued
+from torchrl_llm.envs.tasks import reshard_state
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.fsdp import shard_like
 
@@ -110,9 +110,9 @@ def sampled_further(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) ->
 
     Returns:
         The new state, with the first task to sample and the success rates of the old ones
-        (:func:`torchrl_llm.envs.tasks.continued`).
+        (:func:`torchrl_llm.envs.tasks.reshard_state`).
     """
-    env = continued([state["env_state_dict"] for state in old], new["env_state_dict"])
+    env = reshard_state([state["env_state_dict"] for state in old], new["env_state_dict"])
     return {**new, "env_state_dict": env, "iter": old[0]["iter"]}
 
 

@@ -201,7 +201,7 @@ def build_run(
     make_train_env = partial(make_env, stream="train", group_size=config.group_size)
     train_env, evaluation_env = make_train_env(), make_env(stream="eval")
     given = [name for name in ("adaptive_mixture", "env_weights") if getattr(config, name)]
-    if given and train_env.task_sampler.num_tasks < 2:
+    if given and train_env.task_sampler.mixture_size < 2:
         raise ConfigError(
             f"{' and '.join(given)} chooses among environments, and {train_env.names[0]!r} is the only one: leave it out, or give "
             "a mixture."
