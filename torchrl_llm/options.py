@@ -12,13 +12,27 @@ import difflib
 import inspect
 import textwrap
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
+from functools import cache
 from itertools import pairwise
 from numbers import Integral, Real
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Self,
+    TypeVar,
+    Union,
+    cast,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 __all__ = [
     "Bound",
@@ -45,6 +59,9 @@ __all__ = [
     "options_class",
     "options_of",
 ]  # ConfigError is documented with the settings
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class ConfigError(ValueError):
@@ -251,7 +268,16 @@ class Option(NamedTuple):
     default: Any
 
 
-def options_of(cls: type) -> dict[str, Option]:
+def _remembered(function: _F) -> _F:
+    """Cache the results of ``function``: reading annotations and sources takes milliseconds, for every object with options.
+
+    It has the signature of ``function``, because mypy takes classes of dataclasses for unhashable.
+    """
+    return cast(_F, cache(function))
+
+
+@_remembered
+def options_of(cls: type) -> Mapping[str, Option]:
     """The keyword arguments that ``cls`` takes, those it passes on to its bases by ``**options`` included.
 
     Args:
@@ -278,10 +304,11 @@ def options_of(cls: type) -> dict[str, Option]:
         if all(each.kind is not each.VAR_KEYWORD for each in parameters):
             break
     found.pop("self", None)
-    return found
+    return types.MappingProxyType(found)
 
 
-def meanings(cls: type) -> dict[str, str]:
+@_remembered
+def meanings(cls: type) -> Mapping[str, str]:
     """The docstrings below the fields of a dataclass and of its bases, each on one line.
 
     Args:
@@ -298,7 +325,7 @@ def meanings(cls: type) -> dict[str, str]:
             match declared, said:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
                     found[name] = " ".join(text.split())
-    return found
+    return types.MappingProxyType(found)
 
 
 def options_class(name: str, options: Mapping[str, Option], meaning: Mapping[str, str]) -> Any:
