@@ -21,7 +21,7 @@ CONFIG_LLMREINFORCE := tiny_reinforce_llm
 CONFIG_GRPO         := tiny_grpo_multiturn
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-vllm test-scale test-gpu bench-gpu test-models test-resume test-interrupt test-wheel check-python lint format typecheck docs dist clean
+.PHONY: help demo test test-all test-faults test-vllm test-scale test-gpu bench-gpu test-models test-resume test-interrupt test-wheel check-python lint format typecheck docs dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -58,8 +58,14 @@ demo: $(PLAYER)/.demo ## train the shipped small model on GuessTheNumber (ALGO=L
 	$(if $(CONFIG_$(ALGO)),,$(error ALGO=$(ALGO): expected LLMPPO, LLMREINFORCE or GRPO))
 	$(RUN) $(PLAYER)/bin/python examples/multiturn.py --config examples/configs/$(CONFIG_$(ALGO)).yaml --policy $(POLICY) --output-dir $(OUT) --overwrite
 
-test: $(VENV)/.test ## run the test suite, doctests included
+test: $(VENV)/.test ## run the tests, an instance of every law and the doctests (under 8 minutes)
+	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not extra"
+
+test-all: $(VENV)/.test ## run all tests that need neither vLLM nor Ray nor a GPU (under 16 minutes)
 	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-faults: $(VENV)/.test ## plant 20 faults, one at a time; the tests must find each (about 10 minutes)
+	$(RUN) $(BIN)/python tests/planted_faults.py
 
 test-vllm: $(VLLM)/.test ## run the tests that need vLLM, on CPUs (about 10 minutes, installs included)
 	$(RUN) $(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m "vllm and not gpu" tests

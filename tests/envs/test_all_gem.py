@@ -50,7 +50,7 @@ def needs_data(env_id):
 
 def offline(kind):
     return [
-        pytest.param(env_id, marks=pytest.mark.slow if env_id in SLOW else ())
+        pytest.param(env_id, marks=pytest.mark.extra if env_id in SLOW else ())
         for env_id in ENV_REGISTRY
         if env_id.startswith(kind) and env_id not in BROKEN
     ]
@@ -236,7 +236,7 @@ class TestSubmittedPrograms:
         game.reset(0)
         assert game.step(fenced(code)).reward == 0.0
 
-    @pytest.mark.slow
+    @pytest.mark.extra
     def test_one_that_hangs_is_ended_by_gem_and_wrong(self, environments, tmp_path):
         game, code = IsolatedEnv(programs(environments, inputs=["1", "2"], outputs=["2", "3"])), hangs(tmp_path)
         game.reset(0)

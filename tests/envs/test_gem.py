@@ -481,7 +481,7 @@ class TestInterop:
         assert shown == reference
 
     @pytest.mark.parametrize(
-        ("kind", "group_size"), [(SerialEnv, 1), (SerialEnv, 2), pytest.param(ParallelEnv, 2, marks=pytest.mark.slow)]
+        ("kind", "group_size"), [(SerialEnv, 1), (SerialEnv, 2), pytest.param(ParallelEnv, 2, marks=pytest.mark.extra)]
     )
     def test_workers_with_torchrls_seeds_play_their_own(self, make, says, kind, group_size):
         """Equal factories: ``set_seed`` gives each worker a seed, and with it tasks and ids."""

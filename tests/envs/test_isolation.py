@@ -195,6 +195,7 @@ sys.path.insert(0, sys.argv[1])
 import mine
 """
 
+    @pytest.mark.extra
     def test_syntax_warnings_of_cellpylib_are_not_shown_and_others_are(self, tmp_path):
         pytest.importorskip("gem")
         (tmp_path / "mine.py").write_text('x = 1\ny = x is "literal"\n')

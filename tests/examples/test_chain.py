@@ -28,7 +28,7 @@ def config_of(name: str, output: Path, *more: str) -> RunConfig:
     return parse_run_config([f"--config={CONFIGS / name}.yaml", f"--output-dir={output}", *quick, *more])
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 @pytest.mark.timeout(600)
 def test_from_start_to_deployment(tmp_path):
     first = build_run(config_of("tiny_reinforce_llm", tmp_path / "first", "--lr-actor=2e-3", "--max-iterations=15"))

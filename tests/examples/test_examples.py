@@ -111,7 +111,7 @@ class TestCustomLoop:
         assert len(script.main(iterations=2)) == 2
         assert trained(models[0])
 
-    @pytest.mark.slow
+    @pytest.mark.extra
     def test_learns(self):
         win_rates = load(EXAMPLES / "custom_loop.py").main(iterations=25, lr=2e-3)
         assert sum(win_rates[-5:]) / 5 > sum(win_rates[:5]) / 5 + 0.1
@@ -181,6 +181,7 @@ class TestBenchmarks:
         result = json.loads((tmp_path / "result.json").read_text())
         assert (result["algo"], result["seed"], result["iterations"]) == ("GRPO", 3, 2)
 
+    @pytest.mark.extra
     def test_iteration(self, tmp_path, monkeypatch):
         peer = shlex.join([sys.executable, "-c", _PEER])
         arguments = ["--algo=LLMPPO", "--iterations=1", f"--output={tmp_path / 'out.json'}", f"--peer-cmd={peer}"]

@@ -516,7 +516,7 @@ class TestOffload:
 
 
 class TestCompile:
-    @pytest.mark.slow
+    @pytest.mark.extra
     def test_same_numbers_under_every_adapter(self):
         def build(compile):
             lora = LoraConfig(r=4, target_modules=["q_proj"])

@@ -131,7 +131,7 @@ class TestSolve:
         solution = solve(probe, ALGORITHMS[algo])
         assert solution.solved, f"{solution}. {probe.__doc__}"
 
-    @pytest.mark.slow
+    @pytest.mark.extra
     @pytest.mark.parametrize("seed", [1, 2])
     @pytest.mark.parametrize(("probe", "algo"), TRIALS)
     def test_and_with_other_seeds(self, probe, algo, seed):
@@ -238,9 +238,14 @@ BROKEN = {
 }
 """Losses with one thing wrong, and the probe that is there to find it."""
 
+CHEAP = ("the sign", "a prompt that is not seen", "a critic that is not trained", "credit for the last turn only")
+"""Those of ``make test``: one for the gradient, the rows, the critic and credit."""
+
 
 class TestBroken:
-    @pytest.mark.parametrize("fault", BROKEN)
+    @pytest.mark.parametrize(
+        "fault", [fault if fault in CHEAP else pytest.param(fault, marks=pytest.mark.extra) for fault in BROKEN]
+    )
     def test_a_probe_finds(self, fault):
         probe, make_loss = BROKEN[fault]
         assert not solve(probe, make_loss).solved

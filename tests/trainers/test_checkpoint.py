@@ -84,7 +84,11 @@ def interrupted(config, iteration: int) -> None:
 
 
 class TestResume:
-    @pytest.mark.parametrize(("algo", "settings"), CASES, ids=str)
+    @pytest.mark.parametrize(
+        ("algo", "settings"),
+        [*CASES[:2], *(pytest.param(*case, marks=pytest.mark.extra) for case in CASES[2:])],
+        ids=str,
+    )
     def test_in_the_same_bytes(self, tmp_path, algo, settings):
         def config(name, **more):
             return small_config(tmp_path / name, algo, **RUN | settings | {"max_iterations": 5} | more)
@@ -402,7 +406,7 @@ class TestKilled:
     ``KILLS`` is how often each case is killed; ``make test-resume`` kills 21 times in all.
     """
 
-    @pytest.mark.parametrize("case", [0, 3, 4])
+    @pytest.mark.parametrize("case", [0, *(pytest.param(case, marks=pytest.mark.extra) for case in (3, 4))])
     def test_the_same_bytes(self, tmp_path, case):
         kills = int(os.environ.get("KILLS", "1"))
         iterations = 3 + 2 * kills

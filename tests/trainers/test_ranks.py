@@ -33,7 +33,7 @@ from torchrl_llm.trainers.fsdp import check_plugin
 SCRIPT = Path(__file__).with_name("ranks_run.py")
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 LIMIT = 240
-BOTH = pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+BOTH = pytest.mark.parametrize("how", ["ddp", pytest.param("fsdp2", marks=pytest.mark.extra)])
 
 
 def start(out, what, *names, how="ddp", device="cpu"):
@@ -223,7 +223,7 @@ class TestReplayed:
             assert max(float(value.detach().abs().max()) for value in moved) > 1e-3
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 class TestLaws:
     """Whole runs, in which every process plays its own conversations."""
 
@@ -310,7 +310,7 @@ class TestLaws:
         assert {dtype for name, dtype in dtypes.items() if "lora_" in name} == {torch.float32}
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 class TestParts:
     """What may be chosen (a loss, an estimator, groups to learn from) is the same for two processes as for one."""
 
@@ -353,7 +353,7 @@ class TestParts:
         assert [each["later"]["seen"] for each in (one, *two("ddp"))] == 3 * [{keys.EPISODE_ID, keys.ATTENTION_MASK}]
 
 
-@pytest.mark.slow
+@pytest.mark.extra
 class TestHalfPrecision:
     def test_sharded_weights_and_gradients_stay_in_float32(self, tmp_path):
         first, second = (result["mixed"] for result in results(tmp_path / "run", "half", "mixed", how="fsdp2"))
@@ -387,6 +387,7 @@ class TestResume:
         assert first["parts"]["history"][0]["rollout/episodes"] == 16
         assert difference(first["whole"]["weights"], first["parts"]["weights"]) == 0
 
+    @pytest.mark.extra
     def test_sharded_ranks_go_on_with_what_others_began(self, ddp, fsdp2):
         assert fsdp2[0]["others"]["sharded"]
         assert len(fsdp2[0]["others"]["history"]) == 2
@@ -416,6 +417,7 @@ class TestResume:
         assert sorted(rows[keys.EPISODE_ID].tolist()) == list(range(32, 48))
         run.close()
 
+    @pytest.mark.extra
     def test_transformers_loads_what_sharded_ranks_saved(self, where, fsdp2):
         path = max((where / "fsdp2" / "whole" / "checkpoints").glob("checkpoint-*"))
         verify(path)
@@ -426,6 +428,7 @@ class TestResume:
         head = load_file(path / "critic" / "value_head.safetensors")
         assert torch.equal(head["weight"], weights["critic_network.value_head.weight"])
 
+    @pytest.mark.extra
     @BOTH
     def test_a_rank_that_dies_ends_the_run_with_an_error(self, tmp_path, how):
         began = time.monotonic()
