@@ -1,0 +1,214 @@
+"""Plant faults that reviews and earlier work found, one at a time: the tests of ``make test`` must find each.
+
+    python tests/planted_faults.py [NAME ...]
+
+Works on a copy of the checkout. Each fault names the test files that are there to find it, so that a round takes seconds; they
+are run without the fault first. Exits with 1 if a fault stays unnoticed, is no longer in the code, or if a test fails without it.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+
+class Fault(NamedTuple):
+    """A line of the package that is replaced.
+
+    Attributes:
+        path: the file, in ``torchrl_llm``.
+        right: what stands there, once.
+        wrong: what is put there.
+        tests: what is run to find it: files of tests, or tests in them.
+    """
+
+    path: str
+    right: str
+    wrong: str
+    tests: str
+
+
+FAULTS = {
+    "lambda is ignored": Fault(
+        "objectives/functional/credit.py",
+        "torch.where(acted, gamma * lmbda, idle)",
+        "torch.where(acted, gamma, idle)",
+        "tests/objectives/test_functional.py",
+    ),
+    "a gap between turns is discounted": Fault(
+        "objectives/functional/credit.py",
+        "before = (mask.cumsum(1) - mask.long()).double()",
+        "before = torch.arange(mask.shape[1]).expand_as(mask).double()",
+        "tests/objectives/test_functional.py",
+    ),
+    "a turn is paid at its first token": Fault(
+        "objectives/functional/credit.py",
+        'target = edge_positions(turn_ids, num_turns, "last")',
+        'target = edge_positions(turn_ids, num_turns, "first")',
+        "tests/objectives/test_functional.py",
+    ),
+    "the optimistic bound is taken": Fault(
+        "objectives/functional/surrogate.py",
+        "objective = torch.minimum(ratio * advantage",
+        "objective = torch.maximum(ratio * advantage",
+        "tests/objectives/test_functional.py",
+    ),
+    "the KL's direction": Fault(
+        "objectives/functional/surrogate.py",
+        "d = wide(ref_log_prob) - wide(log_prob)",
+        "d = wide(log_prob) - wide(ref_log_prob)",
+        "tests/objectives/test_functional.py",
+    ),
+    "an empty episode counts in the loss weights": Fault(
+        "objectives/functional/surrogate.py",
+        "sizes, units = turn_to_token(lengths, unit_ids), (lengths > 0).sum()",
+        "sizes, units = turn_to_token(lengths, unit_ids), torch.tensor(lengths.numel())",
+        "tests/objectives/test_functional.py",
+    ),
+    "a custom objective is never called": Fault(
+        "objectives/loss.py",
+        "objective = self.objective(log_ratio, advantage)",
+        "objective = self._surrogate(log_ratio, advantage)[0]",
+        "tests/objectives/test_losses.py",
+    ),
+    "a run trains the stock loss": Fault(
+        "trainers/run.py",
+        "loss = (make_loss or build.make_objective)(config, models)",
+        "loss = build.make_objective(config, models)",
+        "tests/examples/test_examples.py::TestCustomLoss",
+    ),
+    "the loss is a mean of its micro-batches": Fault(
+        "objectives/loss.py",
+        '{"loss_objective": -gain.sum()}',
+        '{"loss_objective": -gain.sum() / turn_ids.shape[0]}',
+        "tests/objectives/test_losses.py",
+    ),
+    "the KL in the reward is lost": Fault(
+        "objectives/loss.py",
+        'kl_coeff = self.kl_coeff if self.kl_in == "reward" else None',
+        "kl_coeff = None",
+        "tests/objectives/test_losses.py",
+    ),
+    "the first token of a response is no action": Fault(
+        "data/rows.py",
+        "row[keys.TURN_IDS][place] = number",
+        "row[keys.TURN_IDS][place.start + 1 : place.stop] = number",
+        "tests/data",
+    ),
+    "a changed history is accepted": Fault(
+        "data/rows.py",
+        "if not np.array_equal(row[keys.TOKENS][place], turn.tokens):",
+        "if False:",
+        "tests/data",
+    ),
+    "gradients of two processes are averaged": Fault(
+        "trainers/distributed.py",
+        "self.accelerator.backward(loss * self.world_size)",
+        "self.accelerator.backward(loss)",
+        "tests/trainers/test_ranks.py::TestReplayed",
+    ),
+    "contexts of the old weights are used": Fault(
+        "modules/hf/policy.py",
+        "super().weights_changed(version)\n        self.drop_cache()",
+        "super().weights_changed(version)",
+        "tests/modules/test_hf.py",
+    ),
+    "the reference runs under the trained adapter": Fault(
+        "modules/adapters.py",
+        "with _switched(layers, [_wanted(layer, adapter) for layer in layers]):",
+        'with _switched(layers, [_wanted(layer, adapter or "actor") for layer in layers]):',
+        "tests/modules/test_actor_critic.py",
+    ),
+    "the group of a failed episode is trained on": Fault(
+        "collectors/_queue.py",
+        "self.drop(episode.group_id, fault.reason)",
+        "self.dropped[fault.reason] += 1\n        del self.episodes[episode.episode_id]",
+        "tests/collectors/test_async_collector.py",
+    ),
+    "those that finish first are the batch": Fault(
+        "collectors/_queue.py",
+        "batch = [*islice(self.episodes.values(), size)]",
+        "batch = [*islice(sorted(self.episodes.values(), key=lambda each: not each.finished), size)]",
+        "tests/collectors/test_async_collector.py",
+    ),
+    "stale episodes are trained on": Fault(
+        "collectors/_queue.py",
+        "oldest = version - max_staleness",
+        "oldest = version - max_staleness - 1",
+        "tests/collectors/test_async_collector.py",
+    ),
+    "an environment changes the global generator": Fault(
+        "envs/isolation.py",
+        "random.setstate(python)",
+        "pass",
+        "tests/envs/test_isolation.py",
+    ),
+    "a resume forgets the random generators": Fault(
+        "trainers/checkpoint.py",
+        'states = {**shared, "rng": GlobalRNGState(), "trainer": trainer}',
+        'states = {**shared, "trainer": trainer}',
+        "tests/trainers/test_checkpoint.py",
+    ),
+    "files of others are deleted with a checkpoint": Fault(
+        "trainers/checkpoint.py",
+        "foreign = foreign_files(path)\n        if foreign:",
+        "foreign = foreign_files(path)\n        if False:",
+        "tests/trainers/test_checkpoint.py",
+    ),
+    "entropy of excluded tokens is NaN": Fault(
+        "modules/scorer.py",
+        "finite = log_probs.masked_fill(log_probs == -torch.inf, 0.0) if masked else log_probs",
+        "finite = log_probs",
+        "tests/modules/test_scorer.py",
+    ),
+}
+"""What was wrong once, or could be, and looks right in shape."""
+
+
+def run(checkout: Path, tests: str) -> int:
+    """The exit code of pytest: 0 passed, 1 failed; another one is an error of the script or of the tests."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not extra", "--timeout=600", *tests.split()]
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    return subprocess.run(command, cwd=checkout, env=environment, stdout=subprocess.DEVNULL, check=False).returncode
+
+
+def try_fault(checkout: Path, fault: Fault) -> str:
+    """Plant a fault, run its tests and take it out again; returns what is wrong with the tests, if anything."""
+    path = checkout / "torchrl_llm" / fault.path
+    text = path.read_text()
+    if text.count(fault.right) != 1:
+        return f"{fault.path} has {fault.right!r} {text.count(fault.right)} times; expected once: bring the fault up to date"
+    path.write_text(text.replace(fault.right, fault.wrong))
+    try:
+        code = run(checkout, fault.tests)
+    finally:
+        path.write_text(text)
+    return "" if code == 1 else f"pytest {fault.tests} ended with {code}; expected 1, a test that fails"
+
+
+def main() -> int:
+    names = sys.argv[1:] or [*FAULTS]
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        checkout = Path(folder) / "checkout"
+        skipped = shutil.ignore_patterns(".git", ".venv*", "runs", "_build", "__pycache__")
+        shutil.copytree(ROOT, checkout, ignore=skipped)
+        tests = " ".join(dict.fromkeys(FAULTS[name].tests for name in names))
+        if run(checkout, tests) != 0:
+            print(f"without a fault: pytest {tests} does not pass")
+            return 1
+        for name in names:
+            problem = try_fault(checkout, FAULTS[name])
+            wrong += bool(problem)
+            print(f"{'NOT FOUND' if problem else 'found':9}  {name}{': ' if problem else ''}{problem}", flush=True)
+    print(f"{len(names) - wrong} of {len(names)} faults found")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
