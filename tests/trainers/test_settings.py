@@ -241,7 +241,8 @@ def engine(config: RunConfig, env: Any) -> Any:
             distributed = build.Distributed.of(build.make_accelerator(config))
             workers = build.worker_options(config, None, tokenizer, models, sync)
             build.make_collector(config, game, policy, build.make_replay_buffer(config), distributed, **workers)
-    return {"calls": Recorder.calls, "plays": (type(policy).__name__, type(worker).__name__)}
+    offload = build.make_offload(config, models).__name__
+    return {"calls": Recorder.calls, "offload": offload, "plays": (type(policy).__name__, type(worker).__name__)}
 
 
 def scripted(config: RunConfig, env: Any) -> Any:
@@ -426,6 +427,7 @@ LAW: dict[str, list[Case]] = {
     "prefix_caching": of_vllm(False),
     "engine_process": of_vllm(True),
     "sleep_mode": [*of_vllm(True), idle(True, **VLLM | RAY)],
+    "offload_base": [works(True, lora_r=2, **VLLM), idle(True)],
     "weight_sync": [*of_vllm("reload"), idle("adapter", **VLLM), idle("reload", **VLLM | RAY), idle("nccl", **VLLM | RAY)],
     "collector": [works("async", run=built)],
     "max_staleness": [works(1, collector="async", run=built), idle(1)],

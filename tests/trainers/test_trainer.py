@@ -5,6 +5,7 @@ import inspect
 import math
 import re
 import threading
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import ClassVar
@@ -361,6 +362,39 @@ class CountedLoss(LLMReinforceLoss):
 
 def counted_loss(config, models):
     return CountedLoss(models.actor, **config.loss_options(CountedLoss))
+
+
+class TestOffload:
+    """Weights that nothing here computes with are elsewhere while an engine samples."""
+
+    @staticmethod
+    def events(tmp_path, *, owns_weights, **settings):
+        events = []
+
+        @contextmanager
+        def offload():
+            events.append("offloaded")
+            yield
+            events.append("back")
+
+        run = build_run(small_config(tmp_path, max_iterations=1, evaluation_interval=1, **settings))
+        trainer, policy = run.trainer, run.policy
+        trainer.offload, policy.owns_weights = offload, owns_weights
+        for name, part in (("score", trainer.scorer), ("step", trainer.updater)):
+            method = getattr(part, name)
+            setattr(part, name, lambda *rest, name=name, method=method: (events.append(name), method(*rest))[1])
+        policy.weights_changed = lambda: (events.append("sync"), type(policy).weights_changed(policy))[1]
+        trainer.train()
+        return events
+
+    def test_they_are_back_before_rows_are_scored_weights_stepped_and_sent(self, tmp_path):
+        events = self.events(tmp_path, owns_weights=True, old_log_probs="scorer")
+        rollout, update, evaluation = events[:2], events[2:-2], events[-2:]
+        assert rollout == evaluation == ["offloaded", "back"]
+        assert update == ["score", "step", "sync"]
+
+    def test_a_policy_that_samples_from_them_keeps_them(self, tmp_path):
+        assert "offloaded" not in self.events(tmp_path, owns_weights=False)
 
 
 class TestParts:

@@ -32,7 +32,9 @@ def play(config):
 
 class TestRun:
     @pytest.mark.parametrize(
-        "settings", [{}, {"lora_r": 4}, {"algo": "LLMPPO", "collector": "async"}], ids=["whole", "lora", "async"]
+        "settings",
+        [{}, {"lora_r": 4, "offload_base": True}, {"algo": "LLMPPO", "collector": "async"}],
+        ids=["whole", "lora", "async"],
     )
     def test_each_update_reaches_the_engine(self, tmp_path, settings):
         history, _ = play(small_config(tmp_path, max_iterations=3, lr_actor=1e-3, **VLLM | settings))

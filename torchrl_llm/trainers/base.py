@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -107,11 +108,13 @@ class TrainerBase:
         callbacks: Sequence[Callback] = (),
         accelerator: Accelerator | None = None,
         seen_tasks: SeenTasks | None = None,
+        offload: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.collector, self.replay_buffer, self.policy, self.loss = collector, replay_buffer, policy, loss
         self.config, self.reference, self.weight_sync = config, reference, weight_sync
         self.evaluator, self.checkpoints = evaluator, checkpoints
         self.loggers, self.callbacks = tuple(loggers), tuple(callbacks)
+        self.offload = offload
         _warn_of_half_weights(optimizer)
         self.accelerator = accelerator or Accelerator()
         self.distributed = Distributed.of(self.accelerator)

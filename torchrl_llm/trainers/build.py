@@ -6,6 +6,7 @@ The parts are plain TorchRL; :func:`~torchrl_llm.trainers.build_run` puts them t
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -82,6 +83,7 @@ def check_sharding(config: RunConfig, distributed: Distributed) -> None:
         "weight_sync": (config.weight_sync == "nccl", "another, or DDP"),
         "quantization": (config.quantization is not None, "None, or DDP"),
         "compile": (config.compile, "false, or DDP"),
+        "offload_base": (config.offload_base, "false, or DDP"),
         "export_merged": (config.export_merged, "false, and to merge the checkpoint's adapter in one process"),
     }
     for name, (refused, expected) in instead.items():
@@ -90,6 +92,11 @@ def check_sharding(config: RunConfig, distributed: Distributed) -> None:
                 f"{name} is {getattr(config, name)!r}, but the weights are sharded over {distributed.world_size} processes (FSDP2): "
                 f"expected {expected}."
             )
+
+
+def make_offload(config: RunConfig, models: ActorCritic) -> Callable[[], AbstractContextManager[None]]:
+    """The context of the trainer while an engine with weights of its own samples."""
+    return models.offload_base if config.offload_base else nullcontext
 
 
 def make_accelerator(config: RunConfig) -> Accelerator:

@@ -189,7 +189,7 @@ class RunConfig(
             names_of(EngineConfig),
             {"policy": ("hf",)},
             'set policy to "vllm"',
-            {"sleep_mode": False, "engine_process": False},
+            {"sleep_mode": False, "engine_process": False, "offload_base": False},
         ),
         Idle(names_of(RayConfig), {"collector": ("turn", "async")}, 'set collector to "ray"', {"ray_worker_gpus": 0}),
         Idle(("max_staleness",), {"collector": ("turn",)}, 'set collector to "async" or "ray"', {"max_staleness": 0}),
@@ -287,6 +287,10 @@ class RunConfig(
             yield f"weight_sync={self.weight_sync!r} needs the engine here, and collector='ray' has it elsewhere: leave it out."
 
     def _wrong_model(self) -> Iterator[str]:
+        if self.offload_base and not self.lora_r:
+            yield "offload_base moves the frozen base of LoRA, and lora_r=0 trains all weights: leave it out."
+        if self.offload_base and self.quantization is not None:
+            yield f"quantization={self.quantization!r} keeps a part of the base on the GPU, which offload_base would move: choose one."
         if self.compile and self.gradient_checkpointing:
             yield "compile and gradient_checkpointing exclude each other: choose one."
         if self.quantization is not None and not self.lora_r:

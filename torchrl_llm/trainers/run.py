@@ -246,6 +246,7 @@ def build_run(
         callbacks=[*watchers, *callbacks],
         accelerator=accelerator,
         seen_tasks=seen_tasks,
+        offload=build.make_offload(config, models),
     )
     if start is not None:
         manifest = checkpoints.resume(trainer, start)

@@ -206,6 +206,8 @@ class EngineConfig(Checked):
     """Run the engine in a process of its own."""
     sleep_mode: bool | None = None
     """The engine gives its GPU memory to the trainer during updates."""
+    offload_base: bool | None = None
+    """The trainer keeps the frozen base weights of LoRA in the host's memory while the engine samples."""
     weight_sync: Literal["adapter", "reload", "shared_memory", "nccl"] | None = None
     """How weights get into the engine: "adapter", "reload", "shared_memory" or "nccl"; None takes the fastest that is
     correct."""

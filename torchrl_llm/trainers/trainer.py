@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager
 from functools import cached_property
 
 import torch
@@ -50,6 +50,8 @@ class LLMTrainer(TrainerBase):
         loggers: TorchRL loggers; each gets every metric.
         callbacks: watch the run.
         accelerator: device, mixed precision and backward; None makes a plain one.
+        offload: entered while episodes are collected or evaluated by an engine with weights of its own, as no forward runs here
+            then (:meth:`~torchrl_llm.modules.ActorCritic.offload_base`); by default nothing is moved.
         seen_tasks: collects the tasks of training, for :func:`~torchrl_llm.trainers.evaluate`; None makes an empty one.
 
     The attributes are those of :class:`~torchrl_llm.trainers.base.TrainerBase` and the parts, which are read-only, because other
@@ -148,8 +150,8 @@ class LLMTrainer(TrainerBase):
         return batch
 
     def policy_weights(self, *, here: bool = True) -> AbstractContextManager[None]:
-        """Inside, a policy that samples ``here`` from the trained model has its full weights."""
-        return self.distributed.gathered_parameters() if here and not self.policy.owns_weights else nullcontext()
+        """Inside, a policy that samples ``here`` from the trained model has its full weights; where none does, they are offloaded."""
+        return self.distributed.gathered_parameters() if here and not self.policy.owns_weights else self.offload()
 
     def iterate(self, batch: TensorDictBase) -> dict[str, float]:
         """One iteration on the rows that were collected: choose, score, credit, update; returns its metrics."""
