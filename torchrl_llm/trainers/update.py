@@ -38,7 +38,7 @@ class RowScorer:
         return estimator
 
     @property
-    def exact(self) -> bool:
+    def logprobs_match_trainer(self) -> bool:
         """Whether the sampler's log-probs are the trained model's own, so that none need be scored before the update."""
         everywhere = self.run.policy.exact and self.run.rollouts.logprobs_match_trainer
         return everywhere and self.run.accelerator.mixed_precision == "no"
@@ -47,7 +47,11 @@ class RowScorer:
     def scores_old(self) -> bool:
         """Whether the log-probs that ratios are taken against are scored, and not the sampler's."""
         if self.run.config.old_log_probs == "auto":
-            return not self.exact or self.run.credit_corrects_sampler or self.run.rollouts.max_staleness > 0
+            return (
+                not self.logprobs_match_trainer
+                or self.run.credit_corrects_sampler
+                or self.run.rollouts.max_staleness > 0
+            )
         return self.run.config.old_log_probs == "scorer"
 
     # ------------------------------------------------------------------ scores and credit
@@ -90,16 +94,16 @@ class RowScorer:
 
     def found(self, rows: TensorDictBase) -> int:
         """How many episodes of ``rows``, on all ranks, are in groups that get credit."""
-        return int(self.run.distributed.all_reduce_sum(int(self._informative(rows).sum())))
+        return int(self.run.distributed.all_reduce_sum(int(self._nonzero_variance(rows).sum())))
 
     def choose(self, rows: TensorDictBase) -> TensorDictBase:
         """The rows of groups that get credit: at most one batch's, the first in the order in which one process collects them."""
-        chosen = rows[self._informative(rows)]
+        chosen = rows[self._nonzero_variance(rows)]
         ids = zip(chosen[keys.GROUP_ID].tolist(), chosen[keys.EPISODE_ID].tolist(), strict=True)
         first = [episode for _, episode in sorted(self.run.distributed.all_gather(list(ids)))[: self.wanted(rows)]]
         return chosen[torch.isin(chosen[keys.EPISODE_ID], torch.tensor(first, dtype=torch.int64, device=rows.device))]
 
-    def _informative(self, rows: TensorDictBase) -> Tensor:
+    def _nonzero_variance(self, rows: TensorDictBase) -> Tensor:
         """Which rows are of groups that the update would learn from, ``[B]`` bool: what the estimator really does decides."""
         estimator = self.estimator
         penalized = isinstance(estimator, TurnEstimator) and estimator.kl_coeff != 0
