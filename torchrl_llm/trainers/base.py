@@ -22,11 +22,12 @@ from torchrl_llm.interrupts import interruptible
 from torchrl_llm.modules import TokenScorer
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.objectives import TurnEstimator, TurnPolicyLoss
+from torchrl_llm.options import ConfigError
 from torchrl_llm.record import Timer
 from torchrl_llm.trainers.callbacks import Callback
-from torchrl_llm.trainers.config import ConfigError, TrainerConfig
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.schedule import LearningRateSchedule
+from torchrl_llm.trainers.settings import TrainerConfig
 from torchrl_llm.weight_update import WeightSync
 
 logger = logging.getLogger(__name__)

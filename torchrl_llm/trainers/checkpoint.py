@@ -26,17 +26,8 @@ from typing import Any
 from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation, GlobalRNGState
 
 from torchrl_llm.modules import ActorCritic
+from torchrl_llm.trainers import checkpoint_files as files
 from torchrl_llm.trainers.base import TrainerBase
-from torchrl_llm.trainers.checkpoint_files import (
-    NAME,
-    SUCCESS,
-    check_replaceable,
-    foreign_files,
-    publish,
-    recover,
-    same_sums,
-    verify,
-)
 from torchrl_llm.trainers.checkpoint_parts import Collectors, Optimizer, environment, states_of
 
 logger = logging.getLogger(__name__)
@@ -52,7 +43,7 @@ class _Rotation(CheckpointRotation):
     """TorchRL's rotation, but it deletes only files that were saved."""
 
     def _remove_atomically(self, path: Path) -> None:
-        foreign = foreign_files(path)
+        foreign = files.foreign_files(path)
         if foreign:
             logger.warning("%s is kept: it holds %s, which was not saved with it", path, ", ".join(foreign))
             return
@@ -89,7 +80,7 @@ class CheckpointStore:
         self.on_save = on_save
         self.models: Any = models
         self.tokenizer, self.config = tokenizer, dict(config or {})
-        self.rotation = _Rotation(directory, keep_last=keep_last, keep_best=(SUCCESS, "max"))
+        self.rotation = _Rotation(directory, keep_last=keep_last, keep_best=(files.SUCCESS, "max"))
         self.directory = self.rotation.directory
 
     def latest(self) -> Path | None:
@@ -104,7 +95,7 @@ class CheckpointStore:
         """
         found = {self.own_place(copy): copy for copy in self._copies()}
         for path in self.directory.glob("checkpoint-*"):
-            if NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            if files.NAME.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
                 found[path] = path
         return [found[place] for place in sorted(found)]
 
@@ -116,7 +107,7 @@ class CheckpointStore:
         """
         if path not in self._copies():
             return path
-        foreign = foreign_files(path)
+        foreign = files.foreign_files(path)
         try:
             place = self.directory / f"checkpoint-{Checkpoint.manifest(path)['metadata']['iteration']:012d}"
         except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -124,7 +115,7 @@ class CheckpointStore:
         else:
             if foreign:
                 why = f"it holds {', '.join(foreign[:3])} besides"
-            elif os.path.lexists(place) and not same_sums(path, place):
+            elif os.path.lexists(place) and not files.same_sums(path, place):
                 why = f"it differs from {place}"
             else:
                 return place
@@ -154,7 +145,7 @@ class CheckpointStore:
 
     def _save(self, place: Path, write: Callable[[Path], None], *, early: bool) -> None:
         try:
-            publish(place, write)
+            files.publish(place, write)
         except Exception as error:  # of Python, of safetensors or of tokenizers; all of them end the run
             last = self.latest()
             rest = f"{last} is whole: resume=true continues it." if last else "There is no earlier one."
@@ -175,7 +166,7 @@ class CheckpointStore:
         for copy in self._copies():
             self._put_in_place(copy)
         best = self.best()
-        if best is not None and Checkpoint.manifest(best)["metadata"][SUCCESS] == NOT_EVALUATED:
+        if best is not None and Checkpoint.manifest(best)["metadata"][files.SUCCESS] == NOT_EVALUATED:
             best = None
         self._link("last", self.latest())
         self._link("best", best)
@@ -191,9 +182,9 @@ class CheckpointStore:
                 "lora_only=False merges a copy of the model, which is sharded (FSDP2): save adapters, and merge them in a run "
                 "of one process."
             )
-        trainer.distributed.on_main(lambda: check_replaceable(path))
+        trainer.distributed.on_main(lambda: files.check_replaceable(path))
         with self._writing(trainer, {}, components=None if save_optimizer else (), merged=merged) as write:
-            trainer.distributed.on_main(lambda: publish(path, write))
+            trainer.distributed.on_main(lambda: files.publish(path, write))
         return path
 
     @contextmanager
@@ -217,7 +208,7 @@ class CheckpointStore:
         for part in shared.values():
             part.gather()
         metadata = {
-            SUCCESS: float(metrics.get("evaluation/success", NOT_EVALUATED)),
+            files.SUCCESS: float(metrics.get("evaluation/success", NOT_EVALUATED)),
             "iteration": trainer.iteration,
             "steps": trainer.steps,
             "config": self.config,
@@ -263,15 +254,15 @@ class CheckpointStore:
     def verify(self, path: str | Path) -> dict[str, Any]:
         """:func:`verify`; the error offers the newest other checkpoint that is whole."""
         try:
-            return verify(path)
+            return files.verify(path)
         except CheckpointError as error:
             raise CheckpointError(f"{error} {self._offer(Path(path))}") from error
 
     def clean(self) -> None:
         """Repair what a crash in the middle of a save or of a deletion has left."""
         for old in list(self.directory.glob(".checkpoint-*.old-*")):
-            if name := NAME.search(old.name):
-                recover(self.directory / name[0])
+            if name := files.NAME.search(old.name):
+                files.recover(self.directory / name[0])
         for pattern in (".checkpoint-*.stage-*", ".checkpoint-*.delete-*", ".last.link", ".best.link"):
             for leftover in self.directory.glob(pattern):
                 shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
@@ -289,7 +280,7 @@ class CheckpointStore:
             copy.rename(place)
             return
         try:
-            verify(place)
+            files.verify(place)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error} {copy} is a copy of it, and may be whole: move {place} elsewhere, and the copy takes its place."
@@ -311,7 +302,7 @@ class CheckpointStore:
         for path in reversed(self.checkpoints()):
             if path != damaged.resolve():
                 try:
-                    verify(path)
+                    files.verify(path)
                 except CheckpointError:
                     continue
                 return f"{path} is whole: resume from it with resume_from={str(path)!r}."

@@ -14,15 +14,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Literal
 
+from torchrl_llm import objectives
 from torchrl_llm.modules.policy import SamplingConfig
-from torchrl_llm.objectives import (
-    CriticEstimator,
-    LLMGRPOLoss,
-    LLMPPOLoss,
-    LLMReinforceLoss,
-    TurnEstimator,
-    TurnPolicyLoss,
-)
 from torchrl_llm.options import (
     Checked,
     ConfigError,
@@ -35,24 +28,13 @@ from torchrl_llm.options import (
     options_class,
     options_of,
 )
-from torchrl_llm.trainers.settings import (
-    Algorithm,
-    EngineConfig,
-    EnvConfig,
-    ModelConfig,
-    OptimConfig,
-    OutputConfig,
-    RayConfig,
-    ReportConfig,
-    RolloutConfig,
-    TrainerConfig,
-    WeightsConfig,
-)
+from torchrl_llm.trainers import settings
+from torchrl_llm.trainers.settings import Algorithm
 
-LOSSES: dict[Algorithm, type[TurnPolicyLoss]] = {
-    "LLMPPO": LLMPPOLoss,
-    "LLMREINFORCE": LLMReinforceLoss,
-    "GRPO": LLMGRPOLoss,
+LOSSES: dict[Algorithm, type[objectives.TurnPolicyLoss]] = {
+    "LLMPPO": objectives.LLMPPOLoss,
+    "LLMREINFORCE": objectives.LLMReinforceLoss,
+    "GRPO": objectives.LLMGRPOLoss,
 }
 """The loss of each algorithm, which declares the algorithm's settings (:func:`loss_settings`)."""
 
@@ -141,7 +123,7 @@ def shown_default(name: str) -> str:
     return ", ".join(f"{default} ({', '.join(algos)})" for default, algos in algorithms.items())
 
 
-HOW_TO_RUN = (*names_of(OutputConfig), *names_of(RayConfig))
+HOW_TO_RUN = (*names_of(settings.OutputConfig), *names_of(settings.RayConfig))
 """Settings that change no number of a run: a resumed run may differ in them."""
 
 
@@ -154,18 +136,18 @@ def _kept_by_json(value: Any) -> bool:
 
 @dataclass(kw_only=True)
 class RunConfig(
-    OutputConfig,
-    ReportConfig,
-    OptimConfig,
+    settings.OutputConfig,
+    settings.ReportConfig,
+    settings.OptimConfig,
     LossConfig,
-    RolloutConfig,
-    RayConfig,
-    EngineConfig,
+    settings.RolloutConfig,
+    settings.RayConfig,
+    settings.EngineConfig,
     SamplingSettings,
-    EnvConfig,
-    ModelConfig,
-    WeightsConfig,
-    TrainerConfig,
+    settings.EnvConfig,
+    settings.ModelConfig,
+    settings.WeightsConfig,
+    settings.TrainerConfig,
 ):
     """A whole run: model, environment, sampling, algorithm and loop, for :func:`~torchrl_llm.trainers.build_run`.
 
@@ -173,7 +155,7 @@ class RunConfig(
     """
 
     idle: ClassVar[tuple[Idle, ...]] = (
-        *TrainerConfig.idle,
+        *settings.TrainerConfig.idle,
         Idle(
             (*_only("LLMPPO"), "lr_critic", "critic_warmup", "critic_trunk", "init_critic"),
             {"algo": ("LLMREINFORCE", "GRPO")},
@@ -186,12 +168,17 @@ class RunConfig(
         Idle(_only("LLMREINFORCE"), {"algo": ("LLMPPO", "GRPO")}, 'set algo to "LLMREINFORCE"'),
         Idle(_only("GRPO"), {"algo": ("LLMPPO", "LLMREINFORCE")}, 'set algo to "GRPO"'),
         Idle(
-            names_of(EngineConfig),
+            names_of(settings.EngineConfig),
             {"policy": ("hf",)},
             'set policy to "vllm"',
             {"sleep_mode": False, "engine_process": False, "offload_base": False},
         ),
-        Idle(names_of(RayConfig), {"collector": ("turn", "async")}, 'set collector to "ray"', {"ray_worker_gpus": 0}),
+        Idle(
+            names_of(settings.RayConfig),
+            {"collector": ("turn", "async")},
+            'set collector to "ray"',
+            {"ray_worker_gpus": 0},
+        ),
         Idle(("max_staleness",), {"collector": ("turn",)}, 'set collector to "async" or "ray"', {"max_staleness": 0}),
         Idle(("init_reference", "init_critic", "merge_lora_configs"), {"init_from": (None,)}, "say what to start from"),
         Idle(("init_reference", "refresh_reference"), {"kl_coeff": (0,)}, "give the KL a weight"),
@@ -235,7 +222,7 @@ class RunConfig(
         for name in self.accept_changes:
             if name not in names:
                 yield f"accept_changes names {name}: no such setting.{nearest(name, names)}"
-        fixed = [name for name in self.accept_changes if name in names_of(WeightsConfig)]
+        fixed = [name for name in self.accept_changes if name in names_of(settings.WeightsConfig)]
         if fixed:
             yield (
                 f"accept_changes names {', '.join(fixed)}, but a resumed run has the weights that its checkpoint began with: leave "
@@ -306,7 +293,7 @@ class RunConfig(
         chosen = self.value_estimator()
         if chosen is None:
             return
-        if self.algo != "LLMPPO" and issubclass(chosen, CriticEstimator):
+        if self.algo != "LLMPPO" and issubclass(chosen, objectives.CriticEstimator):
             raise ConfigError(
                 f"estimator={self.estimator!r} needs a critic, and algo={self.algo!r} has none: use LLMPPO."
             )
@@ -320,7 +307,7 @@ class RunConfig(
         instead = "choose an estimator that has the option"
         Idle(unused, {"estimator": (self.estimator,)}, instead).check(vars(self), dict.fromkeys(unused))
 
-    def loss_options(self, loss_class: type[TurnPolicyLoss] | None = None) -> dict[str, Any]:
+    def loss_options(self, loss_class: type[objectives.TurnPolicyLoss] | None = None) -> dict[str, Any]:
         """The keyword arguments of the algorithm's loss; fields that are ``None`` are left to its class.
 
         Args:
@@ -353,7 +340,7 @@ class RunConfig(
             options["clip_value"] = None
         return options
 
-    def value_estimator(self) -> type[TurnEstimator] | None:
+    def value_estimator(self) -> type[objectives.TurnEstimator] | None:
         """The class that :attr:`estimator` names; ``None``: the algorithm's own.
 
         Raises:
@@ -369,7 +356,7 @@ class RunConfig(
                 f"estimator is {self.estimator!r}, which cannot be imported ({error}); expected a class of torchrl_llm.objectives, "
                 'or "package.module:Name".'
             ) from error
-        if not (isinstance(found, type) and issubclass(found, TurnEstimator)):
+        if not (isinstance(found, type) and issubclass(found, objectives.TurnEstimator)):
             raise ConfigError(f"estimator={self.estimator!r} is {found!r}; expected a subclass of TurnEstimator.")
         return found
 

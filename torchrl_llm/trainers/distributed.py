@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torchrl_llm import keys
 from torchrl_llm.data import cat_rows
 from torchrl_llm.objectives import merge
-from torchrl_llm.trainers.config import ConfigError
+from torchrl_llm.options import ConfigError
 from torchrl_llm.trainers.fsdp import ShardedModule, check_plugin, full_on_cpu, replace_parameters
 from torchrl_llm.weight_update import LOCAL_PARAMETERS, ParameterGather
 

@@ -15,18 +15,12 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchrl_llm.modules import TurnCritic
-from torchrl_llm.trainers.config import ConfigError
+from torchrl_llm.options import ConfigError
 
 
 def check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
@@ -37,7 +31,7 @@ def check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
     """
     instead = {
         "version": (plugin.fsdp_version != 2, "2"),
-        "offload_params": (isinstance(plugin.cpu_offload, CPUOffloadPolicy), "false"),
+        "offload_params": (isinstance(plugin.cpu_offload, fsdp.CPUOffloadPolicy), "false"),
         "cpu_ram_efficient_loading": (plugin.cpu_ram_efficient_loading, "false: every process reads the weights"),
         "activation_checkpointing": (plugin.activation_checkpointing, "false: the run has gradient_checkpointing"),
     }
@@ -68,15 +62,16 @@ class ShardedModule(nn.Module):
         self._reshard = bool(plugin.reshard_after_forward)
         given = plugin.mixed_precision_policy
         # Reduced and returned in float32: gradients are sums of many terms, and losses and log-probs are no activations.
-        half = MixedPrecisionPolicy() if given is None else MixedPrecisionPolicy(given.param_dtype, torch.float32)
+        dtypes = {} if given is None else {"param_dtype": given.param_dtype, "reduce_dtype": torch.float32}
+        half = fsdp.MixedPrecisionPolicy(**dtypes)
         for layer in _layers(self, plugin.transformer_cls_names_to_wrap):
-            fully_shard(layer, mesh=mesh, mp_policy=half, reshard_after_forward=self._reshard)
+            fsdp.fully_shard(layer, mesh=mesh, mp_policy=half, reshard_after_forward=self._reshard)
         # A unit of its own: trainable weights of one unit must share a dtype, and a value head is float32.
         for critic in [module for module in self.modules() if isinstance(module, TurnCritic)]:
-            fully_shard(critic.value_head, mesh=mesh, reshard_after_forward=self._reshard)
-        root: Any = fully_shard(self, mesh=mesh, mp_policy=half, reshard_after_forward=False)
+            fsdp.fully_shard(critic.value_head, mesh=mesh, reshard_after_forward=self._reshard)
+        root: Any = fsdp.fully_shard(self, mesh=mesh, mp_policy=half, reshard_after_forward=False)
         # FSDP2 takes the first module that runs for the root. Without this call that could be a layer (while scoring).
-        register_fsdp_forward_method(self, "_become_root")
+        fsdp.register_fsdp_forward_method(self, "_become_root")
         self._become_root()
         root.reshard()
 
@@ -95,7 +90,7 @@ class ShardedModule(nn.Module):
     def gathered(self) -> Iterator[None]:
         """Inside, this process has all weights on its device, and forwards without a graph need no other process."""
         root: Any = self
-        units = [module for module in self.modules() if isinstance(module, FSDPModule)]
+        units = [module for module in self.modules() if isinstance(module, fsdp.FSDPModule)]
         root.set_reshard_after_forward(False)
         for unit in units:
             unit.unshard()

@@ -18,12 +18,13 @@ from torchrl_llm.envs import GEMEnv, SeenTasks, resolve_env
 from torchrl_llm.modules import ActorCritic, TurnPolicy
 from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.optional import running_ray
+from torchrl_llm.options import ConfigError
 from torchrl_llm.trainers import build
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReference
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import verify
 from torchrl_llm.trainers.checkpoint_parts import Optimizer, states_of
-from torchrl_llm.trainers.config import ConfigError, RunConfig
+from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.resume import Opening, accept_changes, find_start

@@ -32,9 +32,10 @@ from pathlib import Path
 from torchrl.checkpoint import Checkpoint
 from torchrl.record.loggers import Logger
 
+from torchrl_llm.options import ConfigError
 from torchrl_llm.trainers.checkpoint import LINKS, CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import is_checkpoint
-from torchrl_llm.trainers.config import ConfigError, RunConfig
+from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.loggers import rewind_csv
 
 try:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from torchrl_llm.trainers.config import ConfigError, TrainerConfig
+from torchrl_llm.options import ConfigError
+from torchrl_llm.trainers.settings import TrainerConfig
 
 GROUPS = ("actor", "critic")
 """The parameter groups of an optimizer, by their place."""

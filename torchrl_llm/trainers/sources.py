@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from transformers import AutoConfig, AutoTokenizer
 
-from torchrl_llm.options import nearest
+from torchrl_llm.options import ConfigError, nearest
 from torchrl_llm.tiny import tiny_model_path
-from torchrl_llm.trainers.config import ConfigError, RunConfig
+from torchrl_llm.trainers.config import RunConfig
 
 _T = TypeVar("_T")
 
