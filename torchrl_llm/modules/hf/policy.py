@@ -64,7 +64,6 @@ class HFPolicy(TurnPolicy):
         UnsupportedModelError: a model with state-space, convolution or chunked layers, another attention
             implementation, prompt-learning adapters, or one whose cached forward disagrees with its plain one (both are
             compared on a few tokens).
-        UnsupportedHeadError: the model changes its logits in a way that :func:`~torchrl_llm.modules.lm_logits` does not cover.
         VocabularyMismatchError: the tokenizer has ids that the model does not embed.
         ContextLengthError: prompt and longest response exceed the model's positions; or they exceed an attention window
             of its configuration, beyond which the cached forward disagrees with the plain one. The two are compared when
