@@ -102,7 +102,7 @@ class TestTasks:
             batches.append(collector.rollout())
             collector.shutdown()
         assert torch.equal(batches[0][keys.TASK_ID], batches[1][keys.TASK_ID])
-        task, group = (batches[0][key][:, 0, 0] for key in (keys.TASK_ID, keys.GROUP_ID))
+        task, group = batches[0][keys.TASK_ID], batches[0][keys.GROUP_ID]
         assert len({*zip(group.tolist(), task.tolist(), strict=True)}) == 4
 
 
