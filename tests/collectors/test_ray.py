@@ -452,7 +452,7 @@ class TestLosses:
             collector.rollout()
         assert collector.closed
 
-    def test_without_a_replacement_the_others_go_on(self, collect, monkeypatch, caplog):
+    def test_without_a_replacement_the_others_continue(self, collect, monkeypatch, caplog):
         collector = collect(make_policy=partial(make_sleeper, seconds_per_step=0.01), batch_size=32)
         monkeypatch.setattr(collector._executor, "_start_timeout", 0.5)
         with ReusingExecutor.none_spare():
@@ -460,7 +460,7 @@ class TestLosses:
             timer.start()
             self.play(collector, TurnCollector(make_env(), make_script(), batch_size=32))
         assert collector.lost_workers == 1
-        assert "go on without it" in caplog.text
+        assert "continue without it" in caplog.text
 
     def test_one_that_hangs_is_replaced(self, collect, tmp_path):
         doomed = partial(make_script, Doomed, deed=parts.hang, episode=5, once=tmp_path / "hung")
