@@ -1,7 +1,7 @@
-"""The record of what was played: :class:`Episode`, from the environment to the row.
+"""The record of a rollout: :class:`Episode`, from the environment to the row.
 
 Collectors write it, :func:`torchrl_llm.data.rows_from_episodes` reads it. It holds every token once, so it needs no more
-memory than the row that it becomes.
+memory than its row.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchrl_llm.keys import StopReason
 
 
 class Turn(NamedTuple):
-    """A response, and where it stands.
+    """A response, and its place in the context.
 
     Attributes:
         start: tokens of the context before it.
@@ -35,14 +35,14 @@ class Turn(NamedTuple):
 
 @dataclass(eq=False)
 class Episode:
-    """One episode, as far as it was played.
+    """One episode, as far as it was collected.
 
     Attributes:
-        index: the place of its task among the tasks; -1: not known.
-        episode_id, group_id, env_id: what the task says.
-        task_id: of the task that it names; ``None``: not known.
+        index: of its task in the sampler; -1: not known.
+        episode_id, group_id, env_id: of its :class:`~torchrl_llm.envs.TaskSpec`.
+        task_id: of its :class:`~torchrl_llm.envs.TaskIdentity`; ``None``: not known.
         turns: the responses.
-        rewards: of the turns that the environment has answered.
+        rewards: of the turns that the environment has processed.
         contexts: the tokens of each segment that is over, int64: up to its last response, and with the last feedback for the
             last segment.
         stop_reason: why it ended, or that it runs.
@@ -67,12 +67,12 @@ class Episode:
 
     @property
     def finished(self) -> bool:
-        """Whether the last turn was played."""
+        """Whether it has ended."""
         return self.terminated or self.truncated
 
     @property
     def awaits_reward(self) -> bool:
-        """Whether the environment has the last response, and has not answered it."""
+        """Whether the last response was sent to the environment, and its reward has not come."""
         return len(self.turns) > len(self.rewards)
 
     @property
@@ -92,7 +92,7 @@ class Episode:
             self.oldest = oldest if self.oldest is None else min(self.oldest, oldest)
 
     def end_segment(self, context: npt.NDArray[np.int64]) -> None:
-        """Record that the context ``[l]`` before the last response is cut after it: what follows is another segment."""
+        """Record that the context ``[l]`` before the last response is cut after it, where the next segment begins."""
         self.contexts.append(np.concatenate([context, self.turns[-1].tokens]))
 
     def end(

@@ -1,8 +1,8 @@
 """Rows of several segments: :class:`Segments`.
 
-Where an environment drops the beginning of a conversation to make room (``GEMEnv(overflow="slide")``), what the policy saw
-is no longer one growing context. The row then holds the contexts one after the other, with one column of padding between
-them: a gap in ``attention_mask`` starts a segment, which sees nothing of what stands before it in the row. One conversation
+Where an environment drops the oldest turns to make room (``GEMEnv(overflow="slide")``), the policy did not see one growing
+context. The row then holds the contexts one after the other, with one column of padding between
+them: a gap in ``attention_mask`` starts a segment, which does not attend to what stands before it in the row. One episode
 stays one row, so credit, groups and weights do not change; models read the segments as rows of their own.
 """
 

@@ -113,7 +113,7 @@ def make_script(kind=ScriptedPolicy, max_output_tokens=16, **kwargs):
 
 
 def make_constant():
-    """Says the same number, whatever is said to it."""
+    """Answers the same number, whatever the prompt."""
     return ScriptedPolicy(lambda *_: "\\boxed{5}", tokenizer=byte_tokenizer(), max_output_tokens=16)
 
 

@@ -1,4 +1,4 @@
-"""adapt_mixture: what a mixture deals after it was played."""
+"""adapt_mixture: which environments a mixture samples after a batch."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class TestAdaptTasks:
         TurnCollector(env, stops, batch_size=8, post_collect_hook=hook, max_faults=99).rollout()
         assert env.task_sampler.success[1] == 0.5
 
-    def test_the_state_goes_on_with_the_next_task(self, make, stops):
+    def test_the_state_continues_with_the_next_task(self, make, stops):
         def collect():
             env = make(max_turns=2)
             return TurnCollector(env, stops, batch_size=16, post_collect_hook=partial(adapt_mixture, env))

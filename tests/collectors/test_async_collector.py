@@ -373,7 +373,7 @@ class TestStaleness:
 
 
 class TestBackground:
-    def test_it_plays_while_the_caller_trains(self, make, streams, collect):
+    def test_it_collects_while_the_caller_trains(self, make, streams, collect):
         policy = streams(script, seconds=0.001)
         collector = collect(make(num_envs=4), policy, batch_size=8, max_staleness=1)
         collector.next()
@@ -480,7 +480,7 @@ class TestFaults:
         assert "episode 5" in caplog.text
         assert collector.stats()["faults/error"] == 1
 
-    def test_members_of_a_failed_group_that_were_not_dealt_are_not_played(self, make, says, collect):
+    def test_members_of_a_failed_group_that_were_not_sampled_do_not_run(self, make, says, collect):
         class Sometimes(Faulty):
             def reset(self, seed=None):
                 self.at = -1 if seed == bad else 99
@@ -540,7 +540,7 @@ class TestFaults:
 
 
 class TestState:
-    def test_a_new_collector_goes_on_with_the_next_task(self, make, says, collect):
+    def test_a_new_collector_continues_with_the_next_task(self, make, says, collect):
         def collector(seed):
             env = make(partial(Dice, turns=2), num_envs=3, seed=seed)
             return collect(env, says(script), batch_size=5, total_batches=3)
@@ -551,7 +551,7 @@ class TestState:
         assert sum(same(a, b) for a, b in zip(first, second, strict=True)) == 2
 
     @pytest.mark.parametrize("background", [False, True])
-    def test_tasks_in_flight_are_dealt_again(self, make, streams, collect, background):
+    def test_tasks_in_flight_are_sampled_again(self, make, streams, collect, background):
         def collector():
             env, policy = make(num_envs=6, group_size=2), streams(script)
             return collect(env, policy, batch_size=4, max_staleness=2, background=background)

@@ -64,7 +64,7 @@ class TestBatches:
             else:
                 assert torch.equal(found[key], expected[key]), key
 
-    def test_turns_join_those_that_are_half_said(self, policy, words, monkeypatch):
+    def test_turns_join_those_that_are_half_sampled(self, policy, words, monkeypatch):
         joined = []
         submit = VLLMPolicy.submit
 
@@ -121,7 +121,7 @@ class TestWeights:
         assert gaps(models.model, policy, collector.rollout()).max() <= 1e-5
 
     def test_each_token_has_the_log_prob_of_the_weights_it_is_stamped_with(self, policy, words):
-        # Playing goes on in a thread while the weights change: what both versions said must be found in their rows.
+        # Collection continues in a thread while the weights change: tokens of both versions must be found in their rows.
         models = load_actor_critic(tiny_model_path(), dtype="float32")
         sync = EngineWeightSync(models.model, models.adapter, policy=policy)
         sync()

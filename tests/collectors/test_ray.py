@@ -160,7 +160,7 @@ class TestBatches:
         slid = Segments.find(batch[keys.ATTENTION_MASK]) is not None
         assert slid == (env.func is parts.make_sliding)
 
-    def test_each_worker_plays_and_a_group_has_one_worker(self, collect):
+    def test_each_worker_collects_and_a_group_has_one_worker(self, collect):
         env = partial(make_env, group_size=2)
         collector = collect(env, make_policy=partial(make_script, log_prob=-1.0), batch_size=16)
         homes = {}
@@ -366,7 +366,7 @@ class TestStaleness:
         assert len(missing) <= dropped
         assert collector.stats()["dropped/stale"] == dropped
 
-    def test_playing_goes_on_while_the_caller_sleeps(self, collect):
+    def test_it_continues_while_the_caller_sleeps(self, collect):
         collector = collect(make_policy=partial(make_sleeper, seconds_per_step=0.01), max_staleness=1)
         assert collector.background
         collector.rollout()
@@ -452,7 +452,7 @@ class TestLosses:
             collector.rollout()
         assert collector.closed
 
-    def test_without_a_replacement_the_others_go_on(self, collect, monkeypatch, caplog):
+    def test_without_a_replacement_the_others_continue(self, collect, monkeypatch, caplog):
         collector = collect(make_policy=partial(make_sleeper, seconds_per_step=0.01), batch_size=32)
         monkeypatch.setattr(collector._executor, "_start_timeout", 0.5)
         with ReusingExecutor.none_spare():
@@ -460,7 +460,7 @@ class TestLosses:
             timer.start()
             self.play(collector, TurnCollector(make_env(), make_script(), batch_size=32))
         assert collector.lost_workers == 1
-        assert "go on without it" in caplog.text
+        assert "continue without it" in caplog.text
 
     def test_one_that_hangs_is_replaced(self, collect, tmp_path):
         doomed = partial(make_script, Doomed, deed=parts.hang, episode=5, once=tmp_path / "hung")
@@ -593,7 +593,7 @@ class TestTorchRL:
 
 class TestState:
     @pytest.mark.parametrize("staleness", [0, 2])
-    def test_a_new_collector_with_other_workers_goes_on_with_the_next_task(self, collect, staleness):
+    def test_a_new_collector_with_other_workers_continues_with_the_next_task(self, collect, staleness):
         first = collect(make_policy=make_sleeper, max_staleness=staleness, num_workers=1)
         second = collect(partial(make_env, seed=9), make_policy=make_sleeper, max_staleness=staleness)
         first.rollout(), second.rollout(), second.rollout()
@@ -615,7 +615,7 @@ class TestState:
         for _ in range(2):
             assert same(collector.rollout(), barrier.rollout())
 
-    def test_what_is_reported_of_forgotten_episodes_is_not_heard(self, collect):
+    def test_what_is_reported_of_forgotten_episodes_is_ignored(self, collect):
         game = partial(make_env, parts.EASY, max_turns=3, max_model_len=2048)
         guess = parts.make_constant
         barrier = TurnCollector(game(), guess(), batch_size=8)

@@ -242,7 +242,7 @@ class TestTorchRL:
 
 
 class TestState:
-    def test_a_new_collector_goes_on_with_the_next_task(self, make, says):
+    def test_a_new_collector_continues_with_the_next_task(self, make, says):
         def collector(seed):
             script = lambda episode, turn, context: "x"  # noqa: E731
             env = make(partial(Dice, turns=2), num_envs=3, group_size=1, seed=seed)
@@ -373,12 +373,12 @@ class TestCounts:
 
 
 class TestTurnEnd:
-    @pytest.mark.parametrize(("stop_ids", "said"), [((0,), True), ((0, 2), False), ((), False), (None, False)])
+    @pytest.mark.parametrize(("stop_ids", "warns"), [((0,), True), ((0, 2), False), ((), False), (None, False)])
     def test_a_policy_that_does_not_stop_at_the_templates_end_of_turn_is_named(
-        self, make, says, stop_ids, said, caplog
+        self, make, says, stop_ids, warns, caplog
     ):
         policy = says(one_or_five)
         policy.sampling = replace(policy.sampling, stop_ids=stop_ids)
         TurnCollector(make(), policy, batch_size=1)
-        assert ("ends a turn with '<|im_end|>' (id 2)" in caplog.text) == said
-        assert ("Pass SamplingConfig(stop_ids=(0, 2))" in caplog.text) == said
+        assert ("ends a turn with '<|im_end|>' (id 2)" in caplog.text) == warns
+        assert ("Pass SamplingConfig(stop_ids=(0, 2))" in caplog.text) == warns

@@ -104,8 +104,8 @@ class TestSuccess:
         env.reset()
         rng = random.Random(0)
         while env.slots[0].live:
-            said = tokenizer.encode(environments.solve_sudoku(game_of(env), rng, 0), add_special_tokens=False)
-            env.advance(0, said, env.answer(0, said))
+            response = tokenizer.encode(environments.solve_sudoku(game_of(env), rng, 0), add_special_tokens=False)
+            env.advance(0, response, env.answer(0, response))
         assert (env.slots[0].stop_reason == keys.StopReason.WON) is won
         assert env.slots[0].total == pytest.approx(1.0)
 
@@ -185,9 +185,9 @@ class TestLocalData:
         rows = Dataset.from_list([{"problem": "Which article is definite?", "answer": "the"}])
         game = IsolatedEnv(lambda: make("qa:HotpotQA", dataset=rows))
         rewards = []
-        for said in ("I do not know.", "<answer>The</answer>"):
+        for response in ("I do not know.", "<answer>The</answer>"):
             game.reset(0)
-            rewards.append(game.step(said).reward)
+            rewards.append(game.step(response).reward)
         assert rewards == [0.0, 1.0]
 
     @pytest.mark.slow
@@ -263,7 +263,7 @@ class TestSubmittedPrograms:
         batch = collector.rollout()
         collector.shutdown()
         assert batch[keys.EPISODE_ID].tolist() == [0, 2, 3]
-        assert batch[keys.TURN_SUCCESS].any(1).all()
+        assert batch[keys.TURN_SUCCESS].any(-1).all()
         assert (collector.faults, collector.dropped) == ({"timeout": 1}, {"timeout": 1})
 
 
@@ -302,7 +302,7 @@ def hangs(folder):
 
 @pytest.mark.usefixtures("elsewhere")
 class TestTools:
-    def test_the_python_tool_runs_what_is_said(self, tokenizer):
+    def test_the_python_tool_runs_the_response(self, tokenizer):
         def factory():
             return ToolEnvWrapper(make("rg:basic_arithmetic"), tools=[PythonCodeTool()], max_tool_uses=2)
 
@@ -316,11 +316,11 @@ class TestTools:
         import msgspec
         from gem.tools.search_tool import SearchTool
 
-        heard = []
+        received = []
 
         class Server(BaseHTTPRequestHandler):
             def do_POST(self):
-                heard.append(msgspec.msgpack.decode(self.rfile.read(int(self.headers["Content-Length"]))))
+                received.append(msgspec.msgpack.decode(self.rfile.read(int(self.headers["Content-Length"]))))
                 self.send_response(200)
                 self.end_headers()
                 passage = {"document": {"contents": "Cats\nThey purr."}}
@@ -338,7 +338,7 @@ class TestTools:
 
             text, _ = rollout(factory, ["<search>do cats purr</search>", r"\boxed{0}"], tokenizer)
             server.shutdown()
-        assert heard == [{"query": "do cats purr", "topk": 1, "return_scores": True}]
+        assert received == [{"query": "do cats purr", "topk": 1, "return_scores": True}]
         assert "<information>Doc 1(Title: Cats) They purr." in text
 
 

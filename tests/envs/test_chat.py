@@ -76,9 +76,9 @@ def conversation(formatter, messages, responses):
 
 
 def as_messages(messages, answers):
-    said = [{"role": "user", "content": message} for message in messages]
+    asked = [{"role": "user", "content": message} for message in messages]
     answered = [{"role": "assistant", "content": answer} for answer in answers]
-    return [said[0], *(message for pair in zip(answered, said[1:], strict=True) for message in pair)]
+    return [asked[0], *(message for pair in zip(answered, asked[1:], strict=True) for message in pair)]
 
 
 class TestComposeMessage:

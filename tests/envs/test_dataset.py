@@ -66,8 +66,8 @@ def says(tokenizer):
 
 
 @pytest.fixture
-def deal(says):
-    def deal(env, episodes, script="4"):
+def collect_rows(says):
+    def collect_rows(env, episodes, script="4"):
         """The rows, rewards and groups of the next episodes."""
         batch = TurnCollector(env, says(script), batch_size=episodes).rollout()
         tokenizer = env.formatter.tokenizer
@@ -76,7 +76,7 @@ def deal(says):
         rows = [next(i for i, row in enumerate(env.rows) if row.question in text) for text in texts]
         return rows, batch[keys.TURN_REWARD][:, 0].tolist(), batch["group_id"].tolist()
 
-    return deal
+    return collect_rows
 
 
 class TestRows:
@@ -102,7 +102,7 @@ class TestRows:
         (tmp_path / "rows.jsonl").write_bytes(mark + text.encode())
         assert read_rows(tmp_path / "rows.jsonl") == read_rows(ROWS)
 
-    def test_a_hugging_face_dataset(self, make, deal):
+    def test_a_hugging_face_dataset(self, make, collect_rows):
         datasets = pytest.importorskip("datasets")
         table = datasets.Dataset.from_list(ROWS)
         assert read_rows(table) == read_rows(ROWS)
@@ -180,18 +180,18 @@ class TestSplits:
 
 class TestTestAnswers:
     @pytest.mark.parametrize("batched", [False, True])
-    def test_never_reach_the_reward_of_training(self, make, deal, batched):
-        heard = []
+    def test_never_reach_the_reward_of_training(self, make, collect_rows, batched):
+        received = []
 
         def reward_fn(completion, answer, question):
-            heard.extend(answer if batched else [answer])
+            received.extend(answer if batched else [answer])
             return [0.0] * len(answer) if batched else 0.0
 
-        deal(make(SPLITS, reward_fn, num_envs=4, batched=batched), 40)
-        assert set(heard) == {row["answer"] for row in SPLITS["train"]}
-        heard.clear()
-        deal(make(SPLITS, reward_fn, num_envs=4, batched=batched, stream="test"), 8)
-        assert set(heard) == {row["answer"] for row in SPLITS["test"]}
+        collect_rows(make(SPLITS, reward_fn, num_envs=4, batched=batched), 40)
+        assert set(received) == {row["answer"] for row in SPLITS["train"]}
+        received.clear()
+        collect_rows(make(SPLITS, reward_fn, num_envs=4, batched=batched, stream="test"), 8)
+        assert set(received) == {row["answer"] for row in SPLITS["test"]}
 
     def test_are_not_held_by_a_training_environment(self, make):
         assert b"secret" not in pickle.dumps(make(SPLITS))
@@ -199,40 +199,40 @@ class TestTestAnswers:
 
 
 class TestEpochs:
-    def test_each_epoch_plays_every_row_once_in_a_new_order(self, make, deal):
+    def test_each_epoch_has_every_row_once_in_a_new_order(self, make, collect_rows):
         env = make(num_envs=2)
-        rows = deal(env, 20)[0]
+        rows = collect_rows(env, 20)[0]
         epochs = [rows[i : i + 5] for i in range(0, 20, 5)]
         assert all(sorted(epoch) == [0, 1, 2, 3, 4] for epoch in epochs)
         assert len({tuple(epoch) for epoch in epochs}) > 1
         assert env.epoch == 4
 
-    def test_the_order_is_named_by_the_seed(self, make, deal):
-        orders = [deal(make(num_envs=n, seed=seed), 10)[0] for n, seed in ((1, 0), (3, 0), (1, 1))]
+    def test_the_order_is_named_by_the_seed(self, make, collect_rows):
+        orders = [collect_rows(make(num_envs=n, seed=seed), 10)[0] for n, seed in ((1, 0), (3, 0), (1, 1))]
         assert orders[0] == orders[1] != orders[2]
 
-    def test_without_shuffling_the_order_is_the_datasets(self, make, deal):
-        assert deal(make(shuffle=False), 7)[0] == [0, 1, 2, 3, 4, 0, 1]
+    def test_without_shuffling_the_order_is_the_datasets(self, make, collect_rows):
+        assert collect_rows(make(shuffle=False), 7)[0] == [0, 1, 2, 3, 4, 0, 1]
 
-    def test_evaluation_keeps_the_order(self, make, deal):
-        assert deal(make(SPLITS, stream="test"), 4)[0] == [0, 1, 2, 0]
+    def test_evaluation_keeps_the_order(self, make, collect_rows):
+        assert collect_rows(make(SPLITS, stream="test"), 4)[0] == [0, 1, 2, 0]
 
-    def test_a_group_is_one_row(self, make, deal):
-        rows, _, groups = deal(make(num_envs=6, group_size=3), 15)
+    def test_a_group_is_one_row(self, make, collect_rows):
+        rows, _, groups = collect_rows(make(num_envs=6, group_size=3), 15)
         assert rows[::3] == rows[1::3] == rows[2::3]
         assert sorted(rows[::3]) == [0, 1, 2, 3, 4]
         assert groups == [i // 3 for i in range(15)]
 
     def test_workers_share_an_epoch_without_overlap(self):
         workers = [RowTaskSampler(num_rows=6, group_size=2, worker=w, num_workers=3, seed=5) for w in range(3)]
-        dealt = Counter(task_sampler[i].seed for task_sampler in workers for i in range(4))
-        assert dealt == dict.fromkeys(range(6), 2)
+        sampled = Counter(task_sampler[i].seed for task_sampler in workers for i in range(4))
+        assert sampled == dict.fromkeys(range(6), 2)
 
-    def test_a_run_goes_on_in_the_middle_of_an_epoch(self, make, deal):
+    def test_a_run_continues_in_the_middle_of_an_epoch(self, make, collect_rows):
         env, other = make(num_envs=2), make(num_envs=2, seed=9)
-        deal(env, 7)
+        collect_rows(env, 7)
         other.load_state_dict(env.state_dict())
-        assert deal(other, 8) == deal(env, 8)
+        assert collect_rows(other, 8) == collect_rows(env, 8)
 
     def test_a_state_of_another_dataset_is_refused(self, make):
         env = make(num_envs=2)
@@ -240,9 +240,9 @@ class TestEpochs:
         with pytest.raises(ValueError, match="num_rows=5"):
             make(ROWS[:4], num_envs=2).load_state_dict(env.state_dict())
 
-    def test_global_generators_are_left_alone(self, make, deal):
+    def test_global_generators_are_left_alone(self, make, collect_rows):
         before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
-        deal(make(num_envs=2), 12)
+        collect_rows(make(num_envs=2), 12)
         assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
 
 
@@ -261,13 +261,15 @@ class TestEpisodes:
         assert td["stop_reason"].flatten().tolist() == [StopReason.WON if i == 2 else StopReason.LOST for i in range(5)]
         assert td["success"].flatten().tolist() == [i == 2 for i in range(5)]
 
-    def test_the_reward_function_gets_completion_answer_and_question(self, make, deal):
-        heard = []
-        deal(make(reward_fn=lambda *arguments: heard.append(arguments) or 0.0, shuffle=False), 2, "hö <|im_start|>")
-        assert heard == [("hö <|im_start|>", row["answer"], row["question"]) for row in ROWS[:2]]
+    def test_the_reward_function_gets_completion_answer_and_question(self, make, collect_rows):
+        received = []
+        collect_rows(
+            make(reward_fn=lambda *arguments: received.append(arguments) or 0.0, shuffle=False), 2, "hö <|im_start|>"
+        )
+        assert received == [("hö <|im_start|>", row["answer"], row["question"]) for row in ROWS[:2]]
 
-    def test_the_async_collector_plays_the_same_rows(self, make, says, deal):
-        expected = deal(make(num_envs=2), 10)[:2]
+    def test_the_async_collector_has_the_same_rows(self, make, says, collect_rows):
+        expected = collect_rows(make(num_envs=2), 10)[:2]
         with_threads = AsyncTurnCollector(make(num_envs=2), says(), batch_size=10)
         batch = with_threads.rollout()
         with_threads.shutdown()
@@ -353,7 +355,7 @@ class TestArguments:
             (1.0, r"reward_fn is 1\.0; expected a function"),
         ],
     )
-    def test_others_are_refused_before_anything_is_played(self, make, reward_fn, message):
+    def test_others_are_refused_before_anything_runs(self, make, reward_fn, message):
         with pytest.raises(TypeError, match=message):
             make(reward_fn=reward_fn)
         with pytest.raises(TypeError, match=r"a function|completions, answers, questions"):
@@ -418,22 +420,22 @@ class TestOptions:
 
 
 class TestBatchedRewards:
-    def test_a_step_is_one_call(self, make, deal):
+    def test_a_step_is_one_call(self, make, collect_rows):
         calls = []
 
         def reward_fn(completions, answers, questions):
             calls.append(questions)
             return torch.tensor([float(c == a) for c, a in zip(completions, answers, strict=True)])
 
-        rows, rewards, _ = deal(make(reward_fn=reward_fn, batched=True, num_envs=5), 10)
+        rows, rewards, _ = collect_rows(make(reward_fn=reward_fn, batched=True, num_envs=5), 10)
         assert [len(call) for call in calls] == [5, 5]
         assert rewards == [float(row == 2) for row in rows]
 
-    def test_equal_responses_to_one_row_keep_their_own_rewards(self, make, deal):
+    def test_equal_responses_to_one_row_keep_their_own_rewards(self, make, collect_rows):
         def reward_fn(completions, answers, questions):
             return [0.25 * i for i in range(len(answers))]
 
-        assert deal(make(reward_fn=reward_fn, batched=True, num_envs=3, group_size=3), 3)[1] == [0.0, 0.25, 0.5]
+        assert collect_rows(make(reward_fn=reward_fn, batched=True, num_envs=3, group_size=3), 3)[1] == [0.0, 0.25, 0.5]
 
     def test_slots_that_are_not_stepped_are_not_graded(self, make, says):
         sizes = []
@@ -448,13 +450,13 @@ class TestBatchedRewards:
         assert sizes == [2]
 
     @pytest.mark.parametrize("returned", [[0.0], 0.0, None])
-    def test_another_number_of_rewards_is_a_fault(self, make, deal, returned):
+    def test_another_number_of_rewards_is_a_fault(self, make, collect_rows, returned):
         with pytest.raises(EnvironmentFault, match=r"for 2 completions; expected as many numbers"):
-            deal(make(reward_fn=lambda *_: returned, batched=True, num_envs=2), 2)
+            collect_rows(make(reward_fn=lambda *_: returned, batched=True, num_envs=2), 2)
 
 
 class TestAsyncRewards:
-    def test_calls_of_a_step_run_at_once_in_one_loop(self, make, deal):
+    def test_calls_of_a_step_run_at_once_in_one_loop(self, make, collect_rows):
         running, peak, loops = 0, 0, set()
 
         async def reward_fn(completion, answer, question):
@@ -466,21 +468,21 @@ class TestAsyncRewards:
             return float(completion == answer)
 
         env = make(reward_fn=reward_fn, num_envs=5)
-        rows, rewards, _ = deal(env, 10)
+        rows, rewards, _ = collect_rows(env, 10)
         assert peak == 5
         assert len(loops) == 1
         assert rewards == [float(row == 2) for row in rows]
         env.close()
         assert "reward_fn" not in {thread.name for thread in threading.enumerate()}
 
-    def test_a_batched_one_is_awaited_once(self, make, deal):
+    def test_a_batched_one_is_awaited_once(self, make, collect_rows):
         calls = []
 
         async def reward_fn(completions, answers, questions):
             calls.append(len(answers))
             return [1.0] * len(answers)
 
-        assert deal(make(reward_fn=reward_fn, batched=True, num_envs=4), 4)[1] == [1.0] * 4
+        assert collect_rows(make(reward_fn=reward_fn, batched=True, num_envs=4), 4)[1] == [1.0] * 4
         assert calls == [4]
 
     def test_the_async_collector_awaits_them_at_once(self, make, says):
@@ -493,13 +495,13 @@ class TestAsyncRewards:
         collector.shutdown()
         assert batch[keys.TURN_REWARD].sum() == 2
 
-    def test_one_that_takes_too_long_is_a_fault(self, make, deal):
+    def test_one_that_takes_too_long_is_a_fault(self, make, collect_rows):
         async def reward_fn(completion, answer, question):
             await asyncio.sleep(30)
 
         start = time.monotonic()
         with pytest.raises(EnvironmentFault, match=r"took too long \(reward_timeout=0\.05 s\)") as caught:
-            deal(make(reward_fn=reward_fn, reward_timeout=0.05), 1)
+            collect_rows(make(reward_fn=reward_fn, reward_timeout=0.05), 1)
         assert isinstance(caught.value.cause, TimeoutError)
         assert time.monotonic() - start < 5
 
@@ -515,30 +517,30 @@ def _failure(completion, answer, question):
 class TestFaults:
     @pytest.mark.parametrize("batched", [False, True])
     @pytest.mark.parametrize("reward_fn", [_failure, _async_failure])
-    def test_a_reward_function_that_raises_names_the_row(self, make, deal, reward_fn, batched):
+    def test_a_reward_function_that_raises_names_the_row(self, make, collect_rows, reward_fn, batched):
         with pytest.raises(
             EnvironmentFault, match=r"KeyError: 'oops' \(row 0, question 'What is 0 \+ 0\?'\)"
         ) as caught:
-            deal(make(reward_fn=reward_fn, batched=batched, shuffle=False), 1)
+            collect_rows(make(reward_fn=reward_fn, batched=batched, shuffle=False), 1)
         assert isinstance(caught.value.cause, RewardError)
         assert isinstance(caught.value.cause.__cause__, KeyError)
         assert (caught.value.task_spec.seed, caught.value.turn) == (0, 0)
 
     @pytest.mark.parametrize("returned", [float("nan"), float("inf"), "1", None, 1j, [1.0, 2.0]])
-    def test_what_is_no_finite_number_is_a_fault(self, make, deal, returned):
+    def test_what_is_no_finite_number_is_a_fault(self, make, collect_rows, returned):
         with pytest.raises(EnvironmentFault, match="expected a finite number"):
-            deal(make(reward_fn=lambda *_: returned), 1)
+            collect_rows(make(reward_fn=lambda *_: returned), 1)
 
     @pytest.mark.parametrize("returned", [True, 1, np.float32(1), torch.tensor(1.0)])
-    def test_numbers_of_every_kind_are_taken(self, make, deal, returned):
-        assert deal(make(reward_fn=lambda *_: returned), 1)[1] == [1.0]
+    def test_numbers_of_every_kind_are_taken(self, make, collect_rows, returned):
+        assert collect_rows(make(reward_fn=lambda *_: returned), 1)[1] == [1.0]
 
-    def test_one_bad_reward_of_a_batch_is_the_fault_of_its_row(self, make, deal):
+    def test_one_bad_reward_of_a_batch_is_the_fault_of_its_row(self, make, collect_rows):
         def reward_fn(completions, answers, questions):
             return [float("nan") if answer == "6" else 0.0 for answer in answers]
 
         with pytest.raises(EnvironmentFault, match=r"returned nan; expected a finite number \(row 3"):
-            deal(make(reward_fn=reward_fn, batched=True, num_envs=5, shuffle=False), 5)
+            collect_rows(make(reward_fn=reward_fn, batched=True, num_envs=5, shuffle=False), 5)
 
     @pytest.mark.parametrize("batched", [False, True])
     def test_are_contained_like_those_of_any_environment(self, make, says, batched):

@@ -75,12 +75,12 @@ def neighbour():
     """A thread that seeds and draws from the global generators whenever it gets them."""
     over = threading.Event()
 
-    def draw():
+    def sample():
         while not over.wait(0.001):
             with kept_global_rng():
                 random.seed(5), random.random(), np.random.seed(5), np.random.random(3)
 
-    thread = threading.Thread(target=draw)
+    thread = threading.Thread(target=sample)
     thread.start()
     try:
         yield
@@ -139,8 +139,8 @@ def play(tokenizer):
         slots *= group_size
         env = GEMEnv(games, tokenizer=tokenizer, num_envs=slots, group_size=group_size, **sizes, **kwargs)
         # In this thread the draws lie between the turns; from another one they would lie within those of a game.
-        said = partial(script, around=nothing if barrier or not threads else kept_global_rng)
-        policy = ScriptedPolicy(said, tokenizer=tokenizer, max_output_tokens=16)
+        player = partial(script, around=nothing if barrier or not threads else kept_global_rng)
+        policy = ScriptedPolicy(player, tokenizer=tokenizer, max_output_tokens=16)
         batch_size = rounds * group_size
         if barrier:
             collector = TurnCollector(env, policy, batch_size=batch_size)

@@ -63,7 +63,7 @@ def family(monkeypatch):
 
 
 class TestFamily:
-    def test_an_id_is_played_as_its_resolver_says(self, family, tokenizer):
+    def test_an_id_is_made_as_its_resolver_says(self, family, tokenizer):
         env = GEMEnv(["countdown:3", "countdown:1"], tokenizer=tokenizer, num_envs=2)
         rollout = env.rollout(9, ScriptedPolicy(lambda *_: "go", tokenizer=tokenizer), break_when_any_done=False)
         done = rollout["next", keys.DONE]

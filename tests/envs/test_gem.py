@@ -106,7 +106,7 @@ class TestContexts:
         assert feedback.startswith("user\nAt turn 1, you guessed 11, which is outside")
         assert prompt == "assistant\n"
 
-    def test_repr_says_what_is_played(self, make):
+    def test_repr_names_environments_and_settings(self, make):
         env = make([StopOrGo, EASY], num_envs=4, group_size=2, stream="eval", seed=3, max_turns=5)
         env.reset()
         for part in ("StopOrGo", EASY, "num_envs=4", "group_size=2", "stream='eval'", "seed=3", "max_model_len=2048",
@@ -126,7 +126,7 @@ class TestContexts:
         assert "<|im_start|>user\nSpeak.\nGo on.<|im_end|>" in context
         assert "<|im_start|>tool\nhi\nGo on.<|im_end|>" in context
 
-    def test_the_environment_hears_what_was_said(self, make, says):
+    def test_the_environment_gets_the_text_of_the_response(self, make, says):
         env = make(Echo)
         assert "user\n<|im_start|> hö\n<|im_end|>" in contexts(env, play(env, says("<|im_start|> hö\n"), 1))[0, 1]
 
@@ -184,13 +184,13 @@ class TestEndings:
         assert self.ending(make(partial(Echo, turns=1), success_reward=0.5), says("x"))[0] == StopReason.WON
 
     @pytest.mark.parametrize(
-        ("said", "reason"), [(True, StopReason.WON), (False, StopReason.LOST), (None, StopReason.LOST)]
+        ("success", "reason"), [(True, StopReason.WON), (False, StopReason.LOST), (None, StopReason.LOST)]
     )
-    def test_the_environment_says_what_a_success_is(self, make, says, said, reason):
-        env = make(partial(Shaped, 0.95, said))
+    def test_the_environment_says_what_a_success_is(self, make, says, success, reason):
+        env = make(partial(Shaped, 0.95, success))
         assert env.rollout(1, says("x"))["next", "stop_reason"].item() == reason
-        env = make(partial(Shaped, 1.0, said))
-        won = reason == StopReason.WON or said is None
+        env = make(partial(Shaped, 1.0, success))
+        won = reason == StopReason.WON or success is None
         assert env.rollout(1, says("x"))["next", "success"].item() == won
 
     def test_what_it_says_before_the_end_is_not_looked_at(self, make, says):
@@ -205,7 +205,7 @@ class TestEndings:
         assert "info['success'] 'yes'" in str(env.last_fault)
 
     @pytest.mark.parametrize(
-        ("reward", "said", "options", "warns"),
+        ("reward", "success", "options", "warns"),
         [
             (0.95, None, {}, True),
             (0.95, None, {"success_reward": 0.9}, False),
@@ -214,8 +214,10 @@ class TestEndings:
             (0.3, None, {}, False),
         ],
     )
-    def test_a_reward_just_short_of_a_success_is_told_once(self, make, says, caplog, reward, said, options, warns):
-        env = make(partial(Shaped, reward, said), num_envs=50, **options)
+    def test_a_reward_just_short_of_a_success_is_warned_of_once(
+        self, make, says, caplog, reward, success, options, warns
+    ):
+        env = make(partial(Shaped, reward, success), num_envs=50, **options)
         env.rollout(4, says("x"), break_when_any_done=False)
         told = [record for record in caplog.records if "success_reward" in record.message]
         assert len(told) == warns
@@ -279,7 +281,7 @@ class TestReproducibility:
         assert other["episode_id"] != first["episode_id"]
         assert not (make(Dice, seed=1, stream="eval").reset()[keys.PROMPT] == first[keys.PROMPT]).all()
 
-    def test_groups_play_the_same_task(self, make, says):
+    def test_groups_have_the_same_task(self, make, says):
         env = make(Dice, num_envs=4, group_size=2)
         rollout = play(env, says("x"), 6)
         assert rollout["group_id"][:, 0].flatten().tolist() == [0, 0, 1, 1]
@@ -307,7 +309,7 @@ class TestMixture:
 
 
 class TestFinishedSlots:
-    def test_refill_deals_the_next_tasks(self, make, says):
+    def test_refill_samples_the_next_tasks(self, make, says):
         rollout = play(make(StopOrGo, num_envs=2), says(lambda e, t, c: "stop" if t == e % 2 else "go"), 4)
         assert rollout["episode_id"].squeeze(-1).tolist() == [[0, 2, 3, 3], [1, 1, 4, 5]]
 
@@ -467,7 +469,7 @@ class TestErrors:
 
 
 class TestInterop:
-    def test_serial_env_deals_disjoint_tasks(self, make, says):
+    def test_serial_env_samples_disjoint_tasks(self, make, says):
         workers = [partial(make, Dice, num_envs=2, worker=w, num_workers=2) for w in range(2)]
         env = SerialEnv(2, workers)
         check_env_specs(env)
@@ -652,7 +654,7 @@ class TestSingleSlots:
         assert all(slot.finished for slot in other.slots)
         assert (td.select(*other.observe().keys(True, True)) == other.observe()).all()
 
-    def test_draw_deals_the_next_task(self, make):
+    def test_next_task_counts_up(self, make):
         env = make(Dice, num_envs=2)
         assert [env.next_task(), env.next_task()] == [0, 1]
         assert env.reset()["episode_id"].flatten().tolist() == [2, 3]
@@ -689,14 +691,14 @@ class Sometimes(Faulty):
 class Shaped:
     """One turn, which earns ``reward``."""
 
-    def __init__(self, reward, said=None):
-        self.reward, self.said = reward, said
+    def __init__(self, reward, success=None):
+        self.reward, self.success = reward, success
 
     def reset(self, seed=None):
         return "Land.", {}
 
     def step(self, action):
-        return "", self.reward, True, False, {} if self.said is None else {"success": self.said}
+        return "", self.reward, True, False, {} if self.success is None else {"success": self.success}
 
 
 class Quits(StopOrGo):
@@ -738,7 +740,7 @@ class TestContainment:
         assert env.rollout(1, says("x"))["next", "stop_reason"].item() == reason
         assert env.faults == {reason.name.lower(): 1}
 
-    def test_a_reset_that_fails_deals_the_next_task(self, make):
+    def test_a_reset_that_fails_samples_the_next_task(self, make):
         seeds = [make().task_sampler[i].seed for i in (1, 2)]
         env = make(partial(Sometimes, "raise", -1, seeds), num_envs=3)
         assert env.reset()["episode_id"].flatten().tolist() == [0, 3, 4]
@@ -784,7 +786,7 @@ class TestContainment:
 
 
 class TestMixtures:
-    def test_weights_decide_how_often_each_is_dealt(self, make):
+    def test_weights_decide_how_often_each_is_sampled(self, make):
         env = make([StopOrGo, Echo], weights=[9, 1], num_envs=100)
         share = env.reset()["env_id"].float().mean().item()
         assert 0.03 < share < 0.2

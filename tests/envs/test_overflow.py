@@ -72,11 +72,11 @@ def scripted(*args, **kwargs):
 
 
 def contexts(batch, row):
-    """What the policy saw and said, turn by turn."""
+    """The context and the response of each turn, with its segment."""
     for turn in range(int((batch[keys.PROMPT_LENGTH][row] > 0).sum())):
         step = batch[row, turn]
-        said = step[keys.RESPONSE][step[keys.RESPONSE_MASK]].tolist()
-        yield step[keys.PROMPT][: int(step[keys.PROMPT_LENGTH])].tolist(), said, int(step[keys.SEGMENT])
+        response = step[keys.RESPONSE][step[keys.RESPONSE_MASK]].tolist()
+        yield step[keys.PROMPT][: int(step[keys.PROMPT_LENGTH])].tolist(), response, int(step[keys.SEGMENT])
 
 
 class TestEnvironment:
@@ -87,7 +87,7 @@ class TestEnvironment:
         first = list(make_env().formatter.start("Speak."))
         for row in range(len(batch)):
             before = None
-            for context, said, segment in contexts(batch, row):
+            for context, response, segment in contexts(batch, row):
                 assert len(context) + 16 <= room
                 if before is not None:
                     grown = before[0] + before[1]
@@ -101,7 +101,7 @@ class TestEnvironment:
                         cut = next(i for i in range(len(tail)) if rest[: len(tail) - i] == tail[i:])
                         assert 0 < cut <= len(tail) - len(before[1])
                         assert len(rest) <= (room - 16 - len(first)) // 2 or cut == len(tail) - len(before[1])
-                before = context, said, segment
+                before = context, response, segment
 
     def test_an_episode_that_would_be_truncated_ends_by_itself(self):
         cut, slid = (scripted(overflow=overflow) for overflow in ("truncate", "slide"))
@@ -139,12 +139,12 @@ class TestRows:
             starts = [0]
             for part in parts[:-1]:
                 starts.append(starts[-1] + len(part) + 1)
-            for turn, (context, said, segment) in enumerate(contexts(batch, i)):
+            for turn, (context, response, segment) in enumerate(contexts(batch, i)):
                 start = starts[segment]
                 places = (turn_ids == turn).nonzero().flatten().tolist()
                 assert tokens[start : places[0]] == context
-                assert tokens[places[0] : places[-1] + 1] == said
-                assert places == list(range(places[0], places[0] + len(said)))
+                assert tokens[places[0] : places[-1] + 1] == response
+                assert places == list(range(places[0], places[0] + len(response)))
             assert (turn_ids.max(), row[keys.TURN_MASK].sum()) == (7, 8)
 
     def test_both_collectors_deliver_the_same(self):
@@ -216,8 +216,8 @@ class TestModels:
         critic(rows)
         for i, row in enumerate(rows):
             seen = list(contexts(batch, i))
-            for turn, (context, said, _) in enumerate(seen):
-                alone = critic.value(*(torch.tensor([x]) for x in self.one_turn(context, said)))[0][0, len(context)]
+            for turn, (context, response, _) in enumerate(seen):
+                alone = critic.value(*(torch.tensor([x]) for x in self.one_turn(context, response)))[0][0, len(context)]
                 place = int((row[keys.TURN_IDS] == turn).nonzero()[0])
                 torch.testing.assert_close(row[keys.STATE_VALUE][place], alone, rtol=0, atol=1e-5)
             last = batch["next", *keys.PROMPT][i, len(seen) - 1]
@@ -226,8 +226,8 @@ class TestModels:
             torch.testing.assert_close(row[keys.BOOTSTRAP_VALUE], expected[0], rtol=0, atol=1e-5)
 
     @staticmethod
-    def one_turn(context, said):
-        return context + said, [True] * len(context + said), [-1] * len(context) + [0] * len(said)
+    def one_turn(context, response):
+        return context + response, [True] * len(context + response), [-1] * len(context) + [0] * len(response)
 
     def test_credit_passes_from_segment_to_segment(self, batch):
         rows = turns_to_rows(batch)

@@ -17,12 +17,12 @@ class TestTickets:
     @given(st.integers(0, 2**63), st.integers(1, 8), st.integers(1, 4), st.integers(1, 50))
     def test_whole_groups_share_a_task(self, seed, group_size, mixture_size, groups):
         task_sampler = TaskSampler(seed=seed, group_size=group_size, mixture_size=mixture_size)
-        dealt = [task_sampler[i] for i in range(groups * group_size)]
-        assert [task_spec.episode_id for task_spec in dealt] == list(range(len(dealt)))
-        for i in range(0, len(dealt), group_size):
-            assert len({task_spec[1:] for task_spec in dealt[i : i + group_size]}) == 1
-        assert {task_spec.env_id for task_spec in dealt} == set(range(min(groups, mixture_size)))
-        assert len({task_spec.seed for task_spec in dealt}) > 0.9 * groups
+        sampled = [task_sampler[i] for i in range(groups * group_size)]
+        assert [task_spec.episode_id for task_spec in sampled] == list(range(len(sampled)))
+        for i in range(0, len(sampled), group_size):
+            assert len({task_spec[1:] for task_spec in sampled[i : i + group_size]}) == 1
+        assert {task_spec.env_id for task_spec in sampled} == set(range(min(groups, mixture_size)))
+        assert len({task_spec.seed for task_spec in sampled}) > 0.9 * groups
 
     @given(st.lists(st.integers(0, 99), min_size=3, max_size=3))
     def test_streams_share_no_seed_and_no_id(self, seeds):
@@ -37,8 +37,8 @@ class TestTickets:
         rounds = 3 * group_size
         whole = TaskSampler(group_size=group_size)
         workers = [TaskSampler(group_size=group_size, worker=w, num_workers=num_workers) for w in range(num_workers)]
-        dealt = sorted(worker[i] for worker in workers for i in range(rounds))
-        assert dealt == [whole[i] for i in range(rounds * num_workers)]
+        sampled = sorted(worker[i] for worker in workers for i in range(rounds))
+        assert sampled == [whole[i] for i in range(rounds * num_workers)]
 
     def test_ids_by_seed_are_shared_by_no_seed_and_stream(self):
         named = [
@@ -75,11 +75,11 @@ class TestTickets:
 class TestWeights:
     def test_shares_follow_the_weights(self):
         task_sampler = TaskSampler(seed=5, mixture_size=3, weights=(1, 2, 5))
-        dealt = [task_sampler[i].env_id for i in range(4000)]
+        sampled = [task_sampler[i].env_id for i in range(4000)]
         for env_id, share in enumerate((1 / 8, 2 / 8, 5 / 8)):
-            assert abs(dealt.count(env_id) / 4000 - share) < 0.03
+            assert abs(sampled.count(env_id) / 4000 - share) < 0.03
 
-    def test_a_group_plays_one_environment_whoever_deals_it(self):
+    def test_a_group_has_one_environment_whichever_worker_samples_it(self):
         whole = TaskSampler(mixture_size=2, weights=(1, 1), group_size=3)
         workers = [TaskSampler(mixture_size=2, weights=(1, 1), group_size=3, worker=w, num_workers=2) for w in range(2)]
         assert [whole[i] for i in range(12)] == [workers[i // 3 % 2][i // 6 * 3 + i % 3] for i in range(12)]
@@ -96,7 +96,7 @@ class TestWeights:
 
 
 class TestSuccess:
-    def dealt(self, task_sampler, groups):
+    def sampled(self, task_sampler, groups):
         return [task_sampler[i * task_sampler.group_size].env_id for i in range(groups)]
 
     @given(st.lists(st.floats(0, 1), min_size=2, max_size=4), st.booleans())
@@ -108,22 +108,22 @@ class TestSuccess:
 
     def test_tasks_follow_the_shares(self):
         task_sampler = TaskSampler(mixture_size=3, success=(0.0, 0.5, 1.0))
-        dealt = self.dealt(task_sampler, 4000)
+        sampled = self.sampled(task_sampler, 4000)
         for env_id, share in enumerate((1 / 8, 6 / 8, 1 / 8)):
-            assert abs(dealt.count(env_id) / 4000 - share) < 0.03
+            assert abs(sampled.count(env_id) / 4000 - share) < 0.03
 
     def test_before_anything_is_learnt_nothing_changes(self):
         plain, fresh = (
             TaskSampler(mixture_size=3, weights=(1, 2, 3)),
             TaskSampler(mixture_size=3, weights=(1, 2, 3), success=(0.5,) * 3),
         )
-        assert self.dealt(plain, 200) == self.dealt(fresh, 200)
+        assert self.sampled(plain, 200) == self.sampled(fresh, 200)
 
-    def test_rates_decide_who_plays_and_nothing_else(self):
+    def test_rates_decide_the_environment_and_nothing_else(self):
         before = TaskSampler(mixture_size=3, group_size=4)
         after = before.learn([0, 1, 1, 2], [True, False, True, False])
         assert [before[i]._replace(env_id=0) for i in range(80)] == [after[i]._replace(env_id=0) for i in range(80)]
-        assert self.dealt(before, 20) != self.dealt(after, 20)
+        assert self.sampled(before, 20) != self.sampled(after, 20)
         for group in range(20):
             assert len({after[4 * group + i][1:] for i in range(4)}) == 1
 

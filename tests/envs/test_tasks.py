@@ -102,7 +102,7 @@ class TestTasks:
             batches.append(collector.rollout())
             collector.shutdown()
         assert torch.equal(batches[0][keys.TASK_ID], batches[1][keys.TASK_ID])
-        task, group = (batches[0][key] for key in (keys.TASK_ID, keys.GROUP_ID))
+        task, group = batches[0][keys.TASK_ID], batches[0][keys.GROUP_ID]
         assert len({*zip(group.tolist(), task.tolist(), strict=True)}) == 4
 
 
@@ -161,8 +161,8 @@ class TestRows:
         env = GEMEnv(["eval:AMC", "math:GSM8K", StopOrGo], tokenizer=tokenizer, stream="test")
         assert [spec.divide for spec in env._specs] == [False, True, False]
 
-    def test_rows_are_the_streams_whatever_deals_the_tasks(self, tokenizer):
-        """A greedy evaluation deals from a choice of tasks, which is not ``TaskSampler``."""
+    def test_rows_are_the_streams_whichever_sampler_it_is(self, tokenizer):
+        """A greedy evaluation samples from a choice of tasks, which is not ``TaskSampler``."""
         envs = [GEMEnv("rg:base_conversion", tokenizer=tokenizer, max_model_len=2048, stream="test") for _ in range(2)]
         envs[1].task_sampler = [envs[0].task_sampler[i] for i in range(3)]
         assert [envs[1].open(0, i).ids for i in range(3)] == [envs[0].open(0, i).ids for i in range(3)]

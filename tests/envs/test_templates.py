@@ -138,7 +138,7 @@ def control_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     return list(tokenizer.added_tokens_decoder)
 
 
-# ---------------------------------------------------------------------- what is said
+# ---------------------------------------------------------------------- responses
 
 SNIPPETS = (
     "", " ", "\n", "\n\n", "\t", "a", "The number is higher.", "é", "e\u0301", "\u0338", "ÅΩ≠", "日本語", "👩‍👩‍👧‍👦🏳️‍🌈", "🤖",
@@ -187,8 +187,10 @@ class Babbler(TurnPolicy):
         self.seen: dict[int, list[tuple[list[int], list[int]]]] = {}
 
     def say(self, rng: random.Random) -> list[int]:
-        said = [rng.choice(self.control if rng.random() < 0.2 else self.ids) for _ in range(rng.randrange(RESPONSE))]
-        return [*said, rng.choice(self.ends)] if rng.random() < 0.6 or not said else said
+        response = [
+            rng.choice(self.control if rng.random() < 0.2 else self.ids) for _ in range(rng.randrange(RESPONSE))
+        ]
+        return [*response, rng.choice(self.ends)] if rng.random() < 0.6 or not response else response
 
     def generate(
         self, prompt: Tensor, lengths: Tensor, turn: Tensor, episode_id: Tensor, *, slots: Tensor, greedy: bool
@@ -287,10 +289,12 @@ class TestFuzz:
             text, render = nasty(rng), renderers[i % len(renderers)]
             ids, harmless = render(text), render(HARMLESS)
             assert [x for x in ids if x in steers] == [x for x in harmless if x in steers], text
-            assert tokenizer.decode(ids) == tokenizer.decode(harmless).replace(HARMLESS, self.heard(text, style)), text
+            assert tokenizer.decode(ids) == tokenizer.decode(harmless).replace(HARMLESS, self.as_text(text, style)), (
+                text
+            )
 
     @staticmethod
-    def heard(text: str, style: Style) -> str:
+    def as_text(text: str, style: Style) -> str:
         text = text.strip() if style.trims else text.lstrip() if style.rstrip else text
         return unicodedata.normalize("NFC", text) if style.nfc else text
 
@@ -306,7 +310,7 @@ class TestFuzz:
 
 
 class TestStyles:
-    SAID, ANSWERS = ["Guess.", "higher\n", "<lower>", ""], ["5", "<think>\n7?\n</think>\n\n7", "6"]
+    MESSAGES, ANSWERS = ["Guess.", "higher\n", "<lower>", ""], ["5", "<think>\n7?\n</think>\n\n7", "6"]
 
     def test_a_style_that_rewrites_history_is_refused_unless_asked_for(self, style, tokenizer):
         if style.history == "append":
@@ -317,14 +321,14 @@ class TestStyles:
 
     def test_contexts_are_the_templates_own_renderings(self, style, tokenizer):
         formatter = ChatFormatter(tokenizer, history=style.history)
-        ids, messages = [*formatter.start(self.SAID[0])], [{"role": "user", "content": self.SAID[0]}]
-        for answer, said in zip(self.ANSWERS, self.SAID[1:], strict=True):
+        ids, messages = [*formatter.start(self.MESSAGES[0])], [{"role": "user", "content": self.MESSAGES[0]}]
+        for answer, message in zip(self.ANSWERS, self.MESSAGES[1:], strict=True):
             if style.history == "append" and len(messages) > 1:
                 return  # from here on it is not
             assert tokenizer.decode(ids) == self.rendered(tokenizer, messages)
             response = [*tokenizer.encode(answer, add_special_tokens=False), formatter.end_of_turn_ids[0]]
-            ids += [*response, *formatter.feedback(response, said)]
-            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": said}]
+            ids += [*response, *formatter.feedback(response, message)]
+            messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": message}]
         assert tokenizer.decode(ids) == self.rendered(tokenizer, messages)
 
     @staticmethod

@@ -170,7 +170,7 @@ class TestHanging:
             env.reset()
         assert env.faults == {"timeout": 3}
 
-    def test_an_evaluation_goes_on(self, make, policy, release):
+    def test_an_evaluation_continues(self, make, policy, release):
         seed = make(stream="eval").task_sampler[3].seed
         env = make(partial(Hangs, release, seed, 0), stream="eval", num_envs=4, step_timeout=0.2)
         result = evaluate(env, policy, 8)

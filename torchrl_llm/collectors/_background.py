@@ -14,6 +14,8 @@ from torchrl_llm.episode import Episode
 
 _POLL_INTERVAL = 1.0  # seconds; who waits for the thread must notice that it died
 
+Step = Callable[[bool], tuple[list[Episode] | None, bool]]
+
 
 class BackgroundThread:
     """Collects while the caller trains, and returns a batch when the caller waits for one.
@@ -25,12 +27,7 @@ class BackgroundThread:
         exploration_type: of the policy.
     """
 
-    def __init__(
-        self,
-        step: Callable[[bool], tuple[list[Episode] | None, bool]],
-        wake: Callable[[], None],
-        exploration_type: ExplorationType,
-    ) -> None:
+    def __init__(self, step: Step, wake: Callable[[], None], exploration_type: ExplorationType) -> None:
         self._step, self._wake, self._exploration_type = step, wake, exploration_type
         self._change = threading.Condition()
         self._wanted = self._idle = self._stopping = False

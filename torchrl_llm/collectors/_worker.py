@@ -25,7 +25,7 @@ _MIN_CALL = 0.02  # seconds; episodes that end so close together are reported to
 
 
 class WorkerRequest(NamedTuple):
-    """What a worker shall do.
+    """The next work of a worker.
 
     Attributes:
         task_sampler: what indices mean from here on.

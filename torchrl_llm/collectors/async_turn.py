@@ -201,7 +201,7 @@ class ThreadExecutor(RolloutExecutor):
                     self._calls[slot] = self.pool.submit(slot, partial(self.env.open, slot, episode.index))
 
     def _generators(self) -> AbstractContextManager[object]:
-        """Around calls that this thread makes itself: the global generators are put back once, not after each."""
+        """Around calls that this thread makes itself: the global generators are restored once, not after each."""
         return kept_global_rng(for_envs=True) if self.pool.num_threads == 0 else nullcontext()
 
     def _collect_env_results(self, timeout: float) -> None:

@@ -196,7 +196,7 @@ class EpisodeCollector(Checked, BaseCollector):
         """
         return nullcontext() if self._thread is None else self._thread.paused(self.engine_timeout)
 
-    # ------------------------------------------------------------------ what a trainer asks
+    # ------------------------------------------------------------------ read by a trainer
 
     @property
     def logprobs_match_trainer(self) -> bool:
@@ -222,7 +222,7 @@ class EpisodeCollector(Checked, BaseCollector):
         """Calls, requests or episodes that environments and policy work on between batches."""
         return self._executor.in_flight
 
-    # ------------------------------------------------------------------ what TorchRL asks of a collector
+    # ------------------------------------------------------------------ the interface of TorchRL
 
     def stats(self) -> dict[str, int | float | bool]:
         """TorchRL's counters, and those of :attr:`dropped` and :attr:`faults`."""

@@ -86,8 +86,7 @@ class TurnCollector(EpisodeCollector):
         **kwargs: Any,
     ) -> None:
         super().__init__(env, policy, **kwargs)
-        device = None if policy_device is None else torch.device(policy_device)
-        self._executor = LockstepExecutor(self.env, policy, self._queue, policy_device=device)
+        self._executor = LockstepExecutor(self.env, policy, self._queue, policy_device)
 
     def _after_error(self, error: BaseException) -> None:
         # Nothing is in flight, so a later rollout may sample further tasks.
@@ -113,7 +112,7 @@ class LockstepExecutor(RolloutExecutor):
         env: used by nothing else meanwhile.
         policy: answers a turn of all slots.
         queue: gets the episodes.
-        policy_device: the policy reads its input on this device; default the environment's.
+        policy_device: the policy reads its input on this device; ``None``: on the environment's.
     """
 
     def __init__(
@@ -121,8 +120,7 @@ class LockstepExecutor(RolloutExecutor):
         env: EnvBase,
         policy: Callable[[TensorDictBase], TensorDictBase],
         queue: EpisodeQueue,
-        *,
-        policy_device: torch.device | None = None,
+        policy_device: torch.device | str | None,
     ) -> None:
         self._env, self._policy, self._queue, self._policy_device = env, policy, queue, policy_device
         base = base_env(env)

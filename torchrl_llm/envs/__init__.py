@@ -1,6 +1,6 @@
-"""Text environments -> TensorDict: environments, chat rendering, tasks and rewards.
+"""Text environments as TorchRL environments: chat rendering, tasks and rewards.
 
-Policies, losses and collectors live elsewhere; they meet the environments in :mod:`torchrl_llm.keys`.
+Policies, losses and collectors share the keys of :mod:`torchrl_llm.keys` with them, and nothing else.
 """
 
 from torchrl_llm.envs.chat import (

@@ -1,8 +1,8 @@
 """Messages to token ids, append-only: :class:`ChatFormatter`.
 
-Here lives everything that knows chat templates and end-of-turn tokens. It does not know environments, rewards or
-tensors: it maps strings to tuples of ids. The ids of a conversation only ever grow, and what the policy sampled is
-never decoded and tokenized again.
+Chat templates and end-of-turn tokens are handled here and in :mod:`torchrl_llm.stops`. This module does not know environments,
+rewards or tensors: it maps strings to tuples of ids. The ids of a conversation only grow, and sampled ids are never decoded
+and tokenized again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ControlTokenError(ValueError):
 
 
 class Frame(NamedTuple):
-    """The template's own text around one message.
+    """The template's text around one message.
 
     Attributes:
         before: from the end of the last message's content to the start of this one's.
@@ -104,10 +104,11 @@ class ChatFormatter(Checked):
     with the end-of-turn token, this equals the template's own rendering of the whole conversation. Look-alikes in
     messages stay text; the system prompt is the caller's own and is rendered as part of the template.
 
-    A template that rewrites history (drops earlier thinking, leaves out old turns) cannot be equalled: the policy would be
-    trained on what it did not see, or would see what it did not say. It is refused, unless ``history="append"`` asks to
-    keep everything that was sampled and seen. The consequence: contexts hold what the template would have removed. They are
-    longer, and they differ from those of a server that renders each turn again; serve the trained model as it was trained.
+    A template that rewrites history (drops earlier thinking, leaves out old turns) cannot be reproduced: the policy would be
+    trained on tokens that it did not see, or would see tokens that it did not sample. It is refused, unless
+    ``history="append"`` asks to keep everything that was sampled and seen. Then contexts hold what the template would have
+    removed. They are longer, and they differ from those of a server that renders each turn again; serve the trained model as
+    it was trained.
 
     Args:
         tokenizer: a transformers tokenizer.
@@ -120,8 +121,8 @@ class ChatFormatter(Checked):
     Attributes:
         end_of_turn_ids: ids with which the tokenizer ends a response: the template's end-of-turn token first, then the EOS
             token.
-        stop_ids: the ids at which the policy that plays stops, which are no part of a response's text either. Whoever plays an
-            environment with a policy says them (:func:`torchrl_llm.stops.share_stop_ids`); until then, all special tokens.
+        stop_ids: the ids at which the policy stops, which are no part of a response's text either. They are set by
+            :func:`torchrl_llm.stops.share_stop_ids`; until then, all special tokens.
 
     Raises:
         MissingChatTemplateError: ``template="chat"`` and the tokenizer has none.
@@ -164,11 +165,10 @@ class ChatFormatter(Checked):
         # The unknown token stands for text without a token of its own; it steers nothing.
         self._control_ids = frozenset(added) - {tokenizer.unk_token_id}
         self._added = token_pattern(self._control)
-        self._frames, self._first, self._bos, turn_end = (
-            self._raw_frames() if template == "raw" else self._chat_frames()
-        )
-        self._turn_end: int | None = turn_end
-        ends = [turn_end, tokenizer.eos_token_id]
+        self._bos: tuple[int, ...] = ()
+        self._turn_end: int | None = None
+        self._first, self._frames = self._raw_frames() if template == "raw" else self._chat_frames()
+        ends = [self._turn_end, tokenizer.eos_token_id]
         self.end_of_turn_ids: tuple[int, ...] = tuple(dict.fromkeys(end for end in ends if end is not None))
         self.stop_ids: tuple[int, ...] = tuple(i for i, token in added.items() if token.special)
         self._make_caches()
@@ -196,7 +196,7 @@ class ChatFormatter(Checked):
 
         Args:
             response: the sampled ids, as they are.
-            message: what the environment says next.
+            message: the environment's next message.
             role: ``"tool"`` for tool output; rendered as ``"user"`` if the template knows no tool role.
         """
         if role not in get_args(Role):
@@ -260,14 +260,14 @@ class ChatFormatter(Checked):
     def _with_added_tokens(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
-    def _raw_frames(self) -> tuple[dict[Role, Frame], Frame, tuple[int, ...], int | None]:
+    def _raw_frames(self) -> tuple[Frame, dict[Role, Frame]]:
         bos = self.tokenizer.bos_token_id
-        adds_bos = bos is not None and self.tokenizer.encode("a")[:1] == [bos]
+        if bos is not None and self.tokenizer.encode("a")[:1] == [bos]:
+            self._bos = (bos,)
         first = Frame(f"{self.system_prompt}\n\n" if self.system_prompt else "", "\n")
-        frame = Frame("\n", "\n")
-        return {"user": frame, "tool": frame}, first, (bos,) if adds_bos else (), None
+        return first, dict.fromkeys(get_args(Role), Frame("\n", "\n"))
 
-    def _chat_frames(self) -> tuple[dict[Role, Frame], Frame, tuple[int, ...], int | None]:
+    def _chat_frames(self) -> tuple[Frame, dict[Role, Frame]]:
         if not getattr(self.tokenizer, "chat_template", None):
             raise MissingChatTemplateError(
                 f"The tokenizer {self.tokenizer.name_or_path!r} has no chat template. Set tokenizer.chat_template (for "
@@ -278,7 +278,8 @@ class ChatFormatter(Checked):
             tool = self._probe("tool")[1]
         except ChatTemplateError:
             tool = user
-        return {"user": user, "tool": tool}, first, (), self._find_turn_end(user)
+        self._turn_end = self._find_turn_end(user)
+        return first, {"user": user, "tool": tool}
 
     def _render(self, messages: list[dict[str, str]], *, prompt: bool = True) -> str:
         system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt is not None else []
@@ -298,23 +299,20 @@ class ChatFormatter(Checked):
         """The frames of the first and of later messages, checked on conversations of up to four turns."""
         roles = ["user", *[role] * (_PROBE_TURNS - 2), "user"]
         # Quotes, brackets and a line break: a template that escapes or rewrites contents shows here.
-        said = [f'{{q{i}: "<&>\\\n{i}"}}' for i in range(_PROBE_TURNS)]
+        questions = [f'{{q{i}: "<&>\\\n{i}"}}' for i in range(_PROBE_TURNS)]
         answers = [f"a{i}\n{i}." for i in range(_PROBE_TURNS - 1)]
         if self.history == "refuse":
             for thinking in ("", "<think>\nhm\n</think>\n\n"):
                 thought = [thinking + answer for answer in answers]
-                self._check_append_only(self._render_turns(roles, said, thought), thought)
-        return self._frames_of(self._render_turns(roles, said, answers), said, answers)
+                self._check_append_only(self._render_turns(roles, questions, thought), thought)
+        return self._frames_of(self._render_turns(roles, questions, answers), questions, answers)
 
-    def _render_turns(self, roles: Sequence[str], said: list[str], answers: list[str]) -> list[str]:
-        """What the model sees at each turn."""
-        messages: list[dict[str, str]] = []
-        renderings = []
-        for i, (role, content) in enumerate(zip(roles, said, strict=True)):
-            messages.append({"role": role, "content": f" \n{content}\n "})
-            renderings.append(self._render(messages))
-            messages += [{"role": "assistant", "content": answer} for answer in answers[i : i + 1]]
-        return renderings
+    def _render_turns(self, roles: Sequence[str], questions: list[str], answers: list[str]) -> list[str]:
+        """The prompt of each turn."""
+        asked = [{"role": role, "content": f" \n{text}\n "} for role, text in zip(roles, questions, strict=True)]
+        answered = [{"role": "assistant", "content": answer} for answer in answers]
+        messages = [message for pair in zip(asked, [*answered, {}], strict=True) for message in pair]
+        return [self._render(messages[: 2 * turn + 1]) for turn in range(len(asked))]
 
     def _check_append_only(self, renderings: list[str], answers: list[str]) -> None:
         for shorter, longer, answer in zip(renderings, renderings[1:], answers, strict=False):
@@ -325,16 +323,16 @@ class ChatFormatter(Checked):
                     f"once a message is added, it renders {longer[at : at + 50]!r} where {before[at : at + 50]!r} stood before"
                 )
 
-    def _frames_of(self, renderings: list[str], said: list[str], answers: list[str]) -> tuple[Frame, Frame]:
+    def _frames_of(self, renderings: list[str], questions: list[str], answers: list[str]) -> tuple[Frame, Frame]:
         frames = []
-        for rendering, content, answer in zip(renderings, said, ["", *answers], strict=True):
-            before, found, after = rendering.rpartition(content)
+        for rendering, question, answer in zip(renderings, questions, ["", *answers], strict=True):
+            before, found, after = rendering.rpartition(question)
             _, answered, before = before.rpartition(answer) if answer else ("", "-", before)
             padded = before.endswith(" \n"), after.startswith("\n ")
             if not answered:
-                raise self._not_append_only(f"it leaves out the answer before the message {content!r}")
+                raise self._not_append_only(f"it leaves out the answer before the message {question!r}")
             if not found or padded[0] != padded[1]:
-                raise self._not_append_only(f"it does not render the message {content!r} as it is")
+                raise self._not_append_only(f"it does not render the message {question!r} as it is")
             frames.append(Frame(before[:-2], after[2:]) if padded[0] else Frame(before, after, trims=True))
         # The closing user message of a tool probe has a frame of its own.
         later = frames[1:-1]

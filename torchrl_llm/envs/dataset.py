@@ -1,15 +1,15 @@
 """Questions of a dataset as one-turn episodes: :class:`PromptDatasetEnv`.
 
-It is a :class:`~torchrl_llm.envs.GEMEnv` over the rows of a dataset. Here: where rows come from, which task plays which
-row, and how a question becomes a prompt. Reward functions are called in :mod:`~torchrl_llm.envs.rewards`; episodes, groups,
-tokens and saved states are :mod:`~torchrl_llm.envs.env`'s.
+It is a :class:`~torchrl_llm.envs.GEMEnv` over the rows of a dataset. This module reads rows, assigns them to tasks, and makes
+prompts of questions. Reward functions are called in :mod:`~torchrl_llm.envs.rewards`; episodes, groups, tokens and saved states
+are handled in :mod:`~torchrl_llm.envs.env`.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.rewards import Grader, Question, RewardFn, Row
 from torchrl_llm.envs.tasks import Stream, TaskSampler, TaskSpec
 from torchrl_llm.envs.tensors import chosen_slots, responses_of
+from torchrl_llm.envs.text_env import EnvSpec
 from torchrl_llm.options import Positive
 
 SPLITS: dict[Stream, tuple[str, ...]] = {"train": ("train",), "eval": ("validation", "test"), "test": ("test",)}
@@ -52,19 +53,15 @@ def read_rows(dataset: Any, *, question: str = "question", answer: str = "answer
         (Row(question='1 + 1?', answer='2'),)
     """
     if isinstance(dataset, str | Path):
-        records: Any = _read_jsonl(Path(dataset))
-        places: Sequence[str] = [f"{dataset}, line {number}" for number in records]
-        records = list(records.values())
-    else:
-        records, places = dataset, ()
-    if isinstance(records, Mapping) or not hasattr(records, "__len__"):
+        records: Iterable[tuple[str, Any]] = _read_jsonl(Path(dataset))
+    elif isinstance(dataset, Mapping) or not hasattr(dataset, "__len__"):
         raise ValueError(
             f"The dataset is a {type(dataset).__name__}; expected a list of dicts, a datasets.Dataset or the path of a JSONL "
             "file, one for each split. Load a streaming dataset into a list first."
         )
-    rows = tuple(
-        _read_row(places[i] if places else f"Row {i}", record, question, answer) for i, record in enumerate(records)
-    )
+    else:
+        records = ((f"Row {i}", record) for i, record in enumerate(dataset))
+    rows = tuple(_read_row(place, record, question, answer) for place, record in records)
     if not rows:
         raise ValueError("The dataset has no rows; expected at least one.")
     return rows
@@ -84,22 +81,20 @@ def _read_row(place: str, record: Any, question: str, answer: str) -> Row:
     return Row(record[question], record[answer])
 
 
-def _read_jsonl(path: Path) -> dict[int, Any]:
-    """The values in a file by the numbers of their lines; blank lines are left out.
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
+    """The place and the value of each line of a file; blank lines are left out.
 
-    Lines end with a line feed and nothing else: JSON may hold what ``str.splitlines`` takes for an end, such as U+2028.
+    Lines end with a line feed and nothing else: JSON may hold characters at which ``str.splitlines`` splits, such as U+2028.
     """
     if not path.is_file():
         raise ValueError(f"There is no file {str(path)!r}; expected the path of a JSONL file. Load hub datasets first.")
-    records = {}
-    lines = path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if line.strip():
+            place = f"{path}, line {number}"
             try:
-                records[number] = json.loads(line.decode())
+                yield place, json.loads(line.decode())
             except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or beyond what Python reads
-                raise ValueError(f"{path}, line {number}: {error}; expected one JSON object to a line.") from error
-    return records
+                raise ValueError(f"{place}: {error}; expected one JSON object to a line.") from error
 
 
 def train_test_split(dataset: Any, *, test_size: float, seed: int = 0) -> dict[str, list[Any]]:
@@ -115,7 +110,8 @@ def train_test_split(dataset: Any, *, test_size: float, seed: int = 0) -> dict[s
         >>> len(splits["train"]), len(splits["test"])
         (8, 2)
     """
-    records = list(_read_jsonl(Path(dataset)).values() if isinstance(dataset, str | Path) else dataset)
+    is_path = isinstance(dataset, str | Path)
+    records = [record for _, record in _read_jsonl(Path(dataset))] if is_path else list(dataset)
     held_out = round(test_size * len(records))
     if not (0 < test_size < 1 and 0 < held_out < len(records)):
         raise ValueError(
@@ -129,7 +125,7 @@ def train_test_split(dataset: Any, *, test_size: float, seed: int = 0) -> dict[s
 
 
 def _rows_of(dataset: Any, stream: Stream, columns: dict[str, str]) -> tuple[Row, ...]:
-    """The rows that ``stream`` plays; those of other splits are read to be compared, and dropped."""
+    """The rows of ``stream``; those of other splits are read only to check that none is in two splits."""
     splits = dataset if isinstance(dataset, Mapping) else {"train": dataset}
     name = next((name for name in SPLITS[stream] if name in splits), None)
     if name is None:
@@ -150,12 +146,12 @@ def _rows_of(dataset: Any, stream: Stream, columns: dict[str, str]) -> tuple[Row
     return rows
 
 
-# ---------------------------------------------------------------------- which row a task plays
+# ---------------------------------------------------------------------- the row of a task
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowTaskSampler(TaskSampler):
-    """Tasks whose task seed is the row of a dataset: each epoch plays each row in one group.
+    """Tasks whose seed is the row of a dataset: each epoch has each row in one group.
 
     The order is a function of (seed, epoch) and of nothing else. Evaluation streams keep the order of the dataset, so
     that n episodes are its first n rows.
@@ -246,19 +242,16 @@ class PromptFormatter(ChatFormatter):
         """The ids of the prompt that asks the question ``message``."""
         ids = super().start(self._message.replace(PLACEHOLDER, message))
         for answer, question in self._examples:
-            answer_ids = self._encode_text(answer)
+            answer_ids = self._with_added_tokens(answer)
             ids = (*ids, *answer_ids, *self.feedback(answer_ids, question.replace(PLACEHOLDER, message)))
-        return (*ids, *self._encode_text(self._prefill))
-
-    def _encode_text(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False)) if text else ()
+        return (*ids, *self._with_added_tokens(self._prefill))
 
 
 _ONE_TURN: dict[str, tuple[tuple[Any, ...], str]] = {
     "max_turns": ((None, 1), "an episode is one turn"),
     "overflow": (("truncate",), "a context of one turn has nothing to drop"),
     "success_by": ((None,), "the return of one turn is its reward"),
-    "weights": ((None,), "there is one dataset, and every row is dealt once an epoch"),
+    "weights": ((None,), "there is one dataset, and every row is sampled once an epoch"),
 }
 
 
@@ -277,8 +270,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
 class PromptDatasetEnv(GEMEnv):
     """N questions of a dataset as one TorchRL environment: a :class:`~torchrl_llm.envs.GEMEnv` of one-turn episodes.
 
-    A task is a row: a group of G episodes is one row G times, the rows of an epoch are dealt in an order drawn from
-    (seed, epoch), and the counter of tasks, which ``state_dict`` has, is the place in the epoch. An episode terminates
+    A task is a row: a group of G episodes is one row G times, the order of an epoch depends on (seed, epoch), and the counter
+    of tasks, which ``state_dict`` has, is the place in the epoch. An episode terminates
     after its response, and is a success if its reward is at least ``success_reward``.
 
     The stream ``"train"`` reads the split ``"train"``, ``"test"`` reads ``"test"``, and ``"eval"`` reads ``"validation"``,
@@ -296,7 +289,7 @@ class PromptDatasetEnv(GEMEnv):
         question, answer: the columns; default ``"question"`` and ``"answer"``.
         conversation_template: see :class:`PromptFormatter`; default one user message, the question.
         batched: ``reward_fn`` takes lists and returns as many rewards (a list, array or tensor): those of a step in one
-            call. A collector that plays slots one by one calls it with one at a time. Default False.
+            call. A collector that runs slots one by one calls it with one at a time. Default False.
         reward_timeout: seconds that a call of an ``async def`` may take; default 60.
         shuffle: a new order in every epoch of training; default True. Evaluation keeps the order of the dataset.
         num_envs: slots N; default 1. A multiple of ``group_size``.
@@ -349,22 +342,20 @@ class PromptDatasetEnv(GEMEnv):
         formatter = PromptFormatter(tokenizer, conversation_template=conversation_template, **rendering)
         rows = _rows_of(dataset, stream, {"question": question, "answer": answer})
         grader = Grader(reward_fn, rows, batched=batched, timeout=reward_timeout)
-        super().__init__(
-            partial(Question, grader), tokenizer=tokenizer, num_envs=num_envs, stream=stream, **rendering, **options
-        )
-        self.names = (type(self).__name__,)
+        env = EnvSpec(type(self).__name__, partial(Question, grader))
+        super().__init__(env, tokenizer=tokenizer, num_envs=num_envs, stream=stream, **rendering, **options)
         self.formatter = formatter
         self.task_sampler = RowTaskSampler(**asdict(self.task_sampler), num_rows=len(rows), shuffle=shuffle)
         self._grader = grader
 
     @property
     def rows(self) -> Sequence[Row]:
-        """The rows that are played."""
+        """The rows of this environment's split."""
         return self._grader.rows
 
     @property
     def epoch(self) -> int:
-        """Passes over the dataset that are dealt out; of the passes of all workers together, if there are several."""
+        """Finished passes over the dataset, of all workers together."""
         groups = self.num_sampled // self.group_size * self.task_sampler.num_workers
         return groups // len(self.rows)
 

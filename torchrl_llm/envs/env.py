@@ -185,7 +185,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             num_workers=num_workers,
             weights=None if weights is None else tuple(weights),
         )
-        self._first_seed = seed
+        self._first_seed, self._stream = seed, stream  # an evaluation replaces the sampler
         self._slots = [Slot() for _ in range(num_envs)]
         if num_threads is None:
             num_threads = 0 if step_timeout is None else min(num_envs, MAX_THREADS)
@@ -304,10 +304,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         return observation_of(self._slots, self._prompt, slides=self.overflow == "slide")
 
     def _tensordict(self, values: dict[Any, Tensor]) -> TensorDict:
-        result = TensorDict({}, batch_size=self.batch_size, device=self.device)
-        for key, value in values.items():
-            result.set(key, value)
-        return result
+        return TensorDict(values, batch_size=self.batch_size, device=self.device)
 
     # ------------------------------------------------------------------ state
 

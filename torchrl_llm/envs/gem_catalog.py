@@ -1,6 +1,6 @@
-"""Everything that is known of GEM's environments: their ids, what they lack, their tasks, rows and flaws.
+"""What the library knows of GEM's environments: their ids, missing packages and data, tasks, rows and flaws.
 
-Importing this module does not import GEM; the first id of it that is resolved does.
+Importing this module does not import GEM; the first of its ids that is resolved does.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import math
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from operator import attrgetter
@@ -36,7 +36,7 @@ class MissingGEMError(ImportError):
 
 
 def _generators(env: Any) -> Any:
-    """The task lies in the generators: it is drawn in the first turn."""
+    """The state of the generators: the task is sampled in the first turn."""
     return random.getstate()
 
 
@@ -48,8 +48,8 @@ class GEMClass(NamedTuple):
     """What is known of one of GEM's classes of environments.
 
     Attributes:
-        hidden: reads what a reset draws: all that makes it this task. The first observation may differ all the same, where
-            it holds an example that is drawn too, and it need not show the task. ``None``: it cannot be read.
+        hidden: reads what a reset samples: everything that defines the task. The first observation may differ all the same,
+            where it holds a random example, and it need not show the task. ``None``: it cannot be read.
         pays_progress: whether it pays each step towards the goal with its share of 1, so that an episode that is won has a
             return of 1, and no reward of 1.
         packages: what it imports, and neither GEM's distribution nor this one brings.
@@ -81,22 +81,8 @@ GEM_CLASSES: dict[str, GEMClass] = {
 }
 """What is known of GEM's environments, by the name of their class."""
 
-_UNKNOWN = GEMClass(None)
-
 
 # ---------------------------------------------------------------------- ids
-
-
-@contextmanager
-def _no_warnings_of_cellpylib() -> Iterator[None]:
-    """Without SyntaxWarnings of cellpylib, which GEM imports by way of reasoning_gym; all others are shown.
-
-    It compares with literals by "is", of which Python warns when it compiles the files; a user can do nothing about it.
-    """
-    with warnings.catch_warnings():
-        # The module of such a warning is the file's path.
-        warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[\\/]cellpylib[\\/]")
-        yield
 
 
 def import_gem(env_id: str) -> Any:
@@ -110,7 +96,12 @@ def import_gem(env_id: str) -> Any:
     """
     try:
         # Only the first time: filters belong to the process, and environments are made in threads too.
-        with nullcontext() if "gem" in sys.modules else _no_warnings_of_cellpylib():
+        is_imported = "gem" in sys.modules
+        with nullcontext() if is_imported else warnings.catch_warnings():
+            if not is_imported:
+                # cellpylib, which GEM imports by way of reasoning_gym, compares with literals by "is"; a user can do nothing
+                # about it. The module of a SyntaxWarning is the file's path.
+                warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*[\\/]cellpylib[\\/]")
             import gem
             import gem.envs.registration
     except ImportError as error:
@@ -143,7 +134,7 @@ def _registered(env_id: str) -> Any:
 
 def gem_class(env_id: str) -> GEMClass:
     """What is known of the class that GEM makes for an id."""
-    return GEM_CLASSES.get(str(_registered(env_id).entry_point).rpartition(":")[2], _UNKNOWN)
+    return GEM_CLASSES.get(str(_registered(env_id).entry_point).rpartition(":")[2], GEMClass(None))
 
 
 def _resolve(env_id: str) -> EnvSpec:
@@ -199,18 +190,15 @@ def _needs(env_id: str, error: Exception) -> str:
 # ---------------------------------------------------------------------- environments that were made
 
 
-def _unwrapped(env: Any) -> Any:
-    return getattr(env, "unwrapped", env)
-
-
-def _kinds(env: Any) -> set[str]:
-    """The names of GEM's own classes that an environment is made of, without its wrappers."""
-    return {cls.__name__ for cls in type(_unwrapped(env)).__mro__ if cls.__module__.startswith("gem.envs.")}
+def _unwrap(env: Any) -> tuple[Any, set[str]]:
+    """The environment beneath wrappers, and the names of GEM's own classes in its ``__mro__``."""
+    env = getattr(env, "unwrapped", env)
+    return env, {cls.__name__ for cls in type(env).__mro__ if cls.__module__.startswith("gem.envs.")}
 
 
 def hidden_reader(env: Any) -> Callable[[Any], Any] | None:
-    """What reads the hidden state of an environment, if it is GEM's and known; else ``None``."""
-    kinds = _kinds(env)
+    """The function that reads the hidden state of an environment, if it is GEM's and known; else ``None``."""
+    kinds = _unwrap(env)[1]
     return next((known.hidden for name, known in GEM_CLASSES.items() if name in kinds), None)
 
 
@@ -220,14 +208,14 @@ def prepare(env: TextEnv, name: str, stream: Stream | None) -> None:
     Args:
         env: changed in place.
         name: of the environment, for messages.
-        stream: whose rows it plays, see :func:`divide_rows`; ``None``: all.
+        stream: keep its rows only, see :func:`divide_rows`; ``None``: all.
 
     Raises:
         EnvironmentUnavailableError: its process for grading does not start, or it has too few rows to divide.
     """
-    gem_env, kinds = _unwrapped(env), _kinds(env)
+    gem_env, kinds = _unwrap(env)
     if "ReasoningGymEnv" in kinds:
-        gem_env.size = math.inf  # it deals new questions after `size` resets of an instance
+        gem_env.size = math.inf  # it makes new questions after `size` resets of an instance
     elif "QaEnv" in kinds:
         gem_env.extractor = partial(_answer_or_none, gem_env.extractor)
     elif "MathEnv" in kinds:
@@ -237,18 +225,18 @@ def prepare(env: TextEnv, name: str, stream: Stream | None) -> None:
     try:
         divide_rows(env, stream)
     except ValueError as error:
-        needs = f"The streams of training and evaluation play different rows of it: {error}."
+        needs = f"The streams of training and evaluation use different rows of it: {error}."
         raise EnvironmentUnavailableError(name, needs, error) from error
 
 
 def _answer_or_none(extract: Callable[[str], str | None], response: str) -> str:
-    """The answer in a response, or if there is none, where GEM would raise, one that is never right."""
+    """The answer in a response; without one, where GEM would raise, an answer that is never right."""
     answer = extract(response)
     return "\0" if answer is None else answer
 
 
 def _wait_for_grader(math_env: Any, name: str) -> None:
-    """Let it grade once, which takes longer at first: GEM takes for wrong what is not graded within a second."""
+    """Let it grade once, which takes longer at first: GEM counts an answer as wrong that is not graded within a second."""
     from multiprocessing import TimeoutError as NotGraded
 
     answer = r"\boxed{1}", "2"
@@ -267,7 +255,7 @@ def _wait_for_grader(math_env: Any, name: str) -> None:
 
 
 def divide_rows(env: Any, stream: Stream) -> None:
-    """Leave one of GEM's data-backed environments, in place, the rows of ``stream``: no two streams share one.
+    """Restrict one of GEM's data-backed environments, in place, to the rows of ``stream``: no two streams share one.
 
     Eight tenths are for training, one for evaluations during a run, one for those before and after it. Rows of a data set
     with the same question are one; those of reasoning_gym are only counted, since to make all takes minutes. Other
@@ -275,12 +263,12 @@ def divide_rows(env: Any, stream: Stream) -> None:
 
     Args:
         env: a text environment; wrappers are seen through.
-        stream: whose rows it shall play.
+        stream: the stream.
 
     Raises:
         ValueError: there are fewer than ten different questions.
     """
-    kinds, gem_env = _kinds(env), _unwrapped(env)
+    gem_env, kinds = _unwrap(env)
     if "ReasoningGymEnv" in kinds:
         gem_env.ds = Subset(gem_env.ds, rows_of(range(len(gem_env.ds)), stream))
     elif kinds & {"MathEnv", "QaEnv", "CodeEnv"}:

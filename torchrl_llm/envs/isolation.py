@@ -326,7 +326,7 @@ class Pool:
             self.finished(POLL_INTERVAL if timeout is None else min(POLL_INTERVAL, timeout / 4))
             if timeout is not None:
                 self.abandon_late(running, busy_since, timeout)
-        self.finished(0.0)  # else those that were finished before they were waited for would pile up
+        self.finished(0.0)  # calls that finished before the loop looked are still in that queue, and would pile up
 
     def abandon_late(
         self, calls: Mapping[int, Call], busy_since: Callable[[int], float | None], timeout: float

@@ -1,6 +1,6 @@
-"""Reward functions of questions: how :class:`~torchrl_llm.envs.PromptDatasetEnv` calls one and checks what it returns.
+"""Reward functions: calls and checks of those of :class:`~torchrl_llm.envs.PromptDatasetEnv`.
 
-A function grades one completion or a batch, synchronously or as a coroutine. Whichever it is, :class:`Grader` gives a
+A function grades one completion or a batch, synchronously or as a coroutine. In all cases :class:`Grader` returns a
 finite number or a :class:`RewardError` for every completion, and :class:`Question` is the text environment around it.
 """
 
@@ -59,7 +59,7 @@ class _EventLoop:
         return type(self), ()
 
     def run(self, coroutine: Coroutine[Any, Any, Any], timeout: float) -> Any:
-        """The result of ``coroutine``, which may be waited for from several threads at once."""
+        """The result of ``coroutine``. Several threads may call it at once."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()

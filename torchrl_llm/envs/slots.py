@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchrl_llm.envs.chat import ChatFormatter
 from torchrl_llm.envs.isolation import Call, IsolatedEnv, Pool, kept_global_rng
-from torchrl_llm.envs.tasks import TaskIdentity, TaskSampler, TaskSpec
+from torchrl_llm.envs.tasks import Stream, TaskIdentity, TaskSampler, TaskSpec
 from torchrl_llm.envs.text_env import (
     EnvironmentFault,
     EnvironmentUnavailableError,
@@ -193,6 +193,7 @@ class SlotEpisodes:
     overflow: Overflow
     _fault_counter: FaultCounter
     _specs: Sequence[EnvSpec]
+    _stream: Stream
     _slots: list[Slot]
     _firsts: tuple[Any, list[int]] = (None, [])
     _prompt: Tensor
@@ -227,7 +228,7 @@ class SlotEpisodes:
         try:
             if task_spec.env_id not in envs:
                 spec = self._specs[task_spec.env_id]
-                rows = self.task_sampler.stream if spec.divide else None
+                rows = self._stream if spec.divide else None
                 envs[task_spec.env_id] = IsolatedEnv(spec.make, spec.name, rows=rows)
             env = envs[task_spec.env_id]
             context = self.formatter.start(env.reset(task_spec.seed))

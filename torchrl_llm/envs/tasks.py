@@ -296,8 +296,8 @@ class SeenTasks:
 def reshard_state(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> dict[str, Any]:
     """The state of an environment that continues a stream which another number of workers has sampled from.
 
-    All new workers begin behind every group sampled, each with as many of its own groups left out: no group is sampled twice,
-    and a few are never sampled.
+    All new workers begin after the last group that any old worker has sampled: no group is sampled twice, and a few groups may
+    be left out.
 
     Args:
         old: the states of the earlier workers' environments (``GEMEnv.state_dict()``; of a transformed environment what is
