@@ -708,11 +708,11 @@ class TestOptions:
         played = metrics["rollout/episodes"]
         assert played in (16, 24, 32)
         assert run.trainer.episodes == played
-        assert metrics["data/frac_nonzero_variance"] == 8 / played
+        assert metrics["data/chosen_share"] == 8 / played
         once = build_run(small_config(tmp_path, "GRPO", **settings | {"dynamic_sampling": 1}))
         (metrics,) = once.trainer.train()
         assert metrics["rollout/episodes"] == 8
-        assert metrics["data/frac_nonzero_variance"] < 1
+        assert metrics["data/chosen_share"] < 1
 
     def test_nothing_is_learned_where_nothing_differs(self, tmp_path):
         config = small_config(tmp_path, "GRPO", dynamic_sampling=2, max_iterations=2, weight_decay=0.1)
@@ -720,7 +720,7 @@ class TestOptions:
         before = weights(run)
         history = run.trainer.train()
         assert [metrics["rollout/episodes"] for metrics in history] == [16, 32]
-        assert [metrics["data/frac_nonzero_variance"] for metrics in history] == [0, 0]
+        assert [metrics["data/chosen_share"] for metrics in history] == [0, 0]
         assert torch.equal(weights(run), before)
         assert run.policy.policy_version == 0
 

@@ -46,7 +46,7 @@ METRICS: dict[str, str] = {
     "optim/lr_actor": "learning rate of the actor",
     "optim/lr_critic": "learning rate of the critic",
     "data/padding_share": "share of padding in the positions of the training forward passes",
-    "data/frac_nonzero_variance": "share of the collected episodes that the update learns from (dynamic sampling)",
+    "data/chosen_share": "share of the collected episodes that the update learns from (dynamic sampling)",
     "data/staleness": "updates between the weights a token was sampled with and those it trains, mean over tokens",
     "data/dropped": "episodes started and not delivered so far: stale (async collector), or of a group with a failed one",
     "data/faults": "episodes whose environment failed so far",

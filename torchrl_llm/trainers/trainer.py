@@ -164,7 +164,7 @@ class LLMTrainer(TrainerBase):
         chosen = self.choose(batch)
         num_chosen = self.distributed.all_reduce_sum(chosen.shape[0])
         metrics = rollout_metrics(played, self.rollouts.env_names)
-        metrics["data/frac_nonzero_variance"] = num_chosen / played.shape[0]
+        metrics["data/chosen_share"] = num_chosen / played.shape[0]
         metrics["data/staleness"] = staleness(played, self.policy.policy_version)
         if num_chosen:
             metrics |= self.learn(self.distributed.nonempty(chosen, batch[: self.rollouts.group_size]))
