@@ -329,7 +329,7 @@ class TestParts:
         alone, (first, second) = one["dynamic"], [result["dynamic"] for result in two(how)]
         assert alone["history"][0]["data/frac_nonzero_variance"] < 1, "some groups are left out"
         for mine, theirs in zip(alone["history"], first["history"], strict=True):
-            assert mine["data/frac_nonzero_variance"] == theirs["data/chosen_share"]
+            assert mine["data/frac_nonzero_variance"] == theirs["data/frac_nonzero_variance"]
         learned = [
             set(batches[keys.EPISODE_ID].tolist())
             for batches in (result["batches"] for result in (alone, first, second))
