@@ -156,12 +156,9 @@ class RunFolder:
             raise
 
     def lock(self) -> None:
-        """Lock the folder among processes; a second call does nothing.
+        """Lock the folder among processes, or raise ConfigError if another one has it; a second call does nothing.
 
         A run takes the lock over from an earlier run of its process, which has usually ended, but may not be deleted yet.
-
-        Raises:
-            ConfigError: another process has locked it.
         """
         owner = self._owner()
         if owner is not None and owner._lock is not None and not owner._lock.in_place():
