@@ -156,8 +156,8 @@ FAULTS = {
     ),
     "files of others are deleted with a checkpoint": Fault(
         "trainers/checkpoint.py",
-        "foreign = foreign_files(path)\n        if foreign:",
-        "foreign = foreign_files(path)\n        if False:",
+        "foreign = files.foreign_files(path)\n        if foreign:",
+        "foreign = files.foreign_files(path)\n        if False:",
         "tests/trainers/test_checkpoint.py",
     ),
     "entropy of excluded tokens is NaN": Fault(

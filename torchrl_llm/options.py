@@ -14,7 +14,7 @@ import textwrap
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
-from functools import cache
+from functools import cache, wraps
 from itertools import pairwise
 from numbers import Integral, Real
 from os import PathLike
@@ -271,9 +271,15 @@ class Option(NamedTuple):
 def _remembered(function: _F) -> _F:
     """Cache the results of ``function``: reading annotations and sources takes milliseconds, for every object with options.
 
-    It has the signature of ``function``, because mypy takes classes of dataclasses for unhashable.
+    The result is a function, with the signature and the documentation of the one given.
     """
-    return cast(_F, cache(function))
+    cached = cache(function)
+
+    @wraps(function)
+    def remembered(cls: type) -> Any:
+        return cached(cls)
+
+    return cast(_F, remembered)
 
 
 @_remembered

@@ -110,7 +110,6 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         EnvironmentUnavailableError: at a reset, an environment lacks a package or data; the message says which.
 
     Attributes:
-        faults: failed episodes, by "error", "timeout" and "context".
         last_fault: the last of them; ``None``: none failed.
         new_faults: those of the last reset or step.
 
@@ -242,7 +241,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
 
     @property
     def faults(self) -> Counter[str]:
-        """Failed episodes, by "error", "timeout" and "context"."""
+        """Failed episodes so far, by "error", "timeout" and "context"."""
         return self._fault_counter.counts
 
     def rollout(self, max_steps: int, policy: Any = None, *args: Any, **kwargs: Any) -> TensorDictBase:
