@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 NOT_EVALUATED = -1.0
 """The success rate, in a manifest, of an iteration without an evaluation."""
 
+_OWN = {"optimizer", "collector", "rng", "trainer", "scaler"}
+"""Names of the components of every run."""
+
 LINKS = ("last", "best")
 """The links to checkpoints beside them. A copy of a run that follows links has folders of these names."""
 
@@ -60,6 +63,11 @@ class CheckpointStore:
         config: the run's settings as JSON-compatible values, written to the manifest and compared on resume.
         keep_last: how many of the newest are kept, >= 1. Two, so that there is one to go back to.
         on_save: called after each :meth:`save` but an early one, where the files are written.
+        components: further parts of the run, by name, saved and loaded by their ``state_dict`` and ``load_state_dict``
+            (tensors, numbers, text; on several processes the state of the first one).
+
+    Raises:
+        ValueError: a component has the name of one of the run's own.
 
     Examples:
         >>> store = CheckpointStore("runs/none/checkpoints", models=None)
@@ -76,7 +84,11 @@ class CheckpointStore:
         config: Mapping[str, Any] | None = None,
         keep_last: int = 2,
         on_save: Callable[[], None] | None = None,
+        components: Mapping[str, Any] | None = None,
     ) -> None:
+        self.components = dict(components or {})
+        if taken := sorted(self.components.keys() & _OWN):
+            raise ValueError(f"A component is called {taken[0]!r}; every run has one of that name. Choose another.")
         self.on_save = on_save
         self.models: Any = models
         self.tokenizer, self.config = tokenizer, dict(config or {})
@@ -217,7 +229,7 @@ class CheckpointStore:
 
         def write(root: Path) -> None:
             # The weights lie beside TorchRL's files, where PEFT and transformers look.
-            _states(trainer, shared).save(root, components=components, metadata=metadata)
+            _states(trainer, shared, self.components).save(root, components=components, metadata=metadata)
             self.models.save_pretrained(root)
             if merged:
                 self.models.export_merged(root / "merged", self.tokenizer)
@@ -244,7 +256,7 @@ class CheckpointStore:
             except Exception as error:
                 raise CheckpointError(f"The weights of {path} cannot be loaded: {error}") from error
             # After the weights: reading those may draw random numbers, and the generators must be as they were saved.
-            _states(trainer, _shared(trainer)).load(path)
+            _states(trainer, _shared(trainer), self.components).load(path)
         said = {name: manifest["metadata"][name] for name in ("iteration", "steps")}
         found = {"iteration": trainer.iteration, "steps": trainer.steps}
         if said != found:
@@ -316,8 +328,8 @@ def _shared(trainer: TrainerBase) -> dict[str, Any]:
     return {"collector": collectors, "optimizer": Optimizer(trainer.optimizer, distributed)}
 
 
-def _states(trainer: TrainerBase, shared: Mapping[str, Any]) -> Checkpoint:
-    states = {**shared, "rng": GlobalRNGState(), "trainer": trainer}
+def _states(trainer: TrainerBase, shared: Mapping[str, Any], components: Mapping[str, Any]) -> Checkpoint:
+    states = {**components, **shared, "rng": GlobalRNGState(), "trainer": trainer}
     if (scaler := trainer.accelerator.scaler) is not None:
         states["scaler"] = scaler
     return states_of(**states)

@@ -6,7 +6,7 @@ Its parts are plain TorchRL (:mod:`torchrl_llm.trainers.build`): replace any of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -170,6 +170,7 @@ def build_run(
     make_env: Callable[..., GEMEnv] | None = None,
     make_loss: MakeLoss | None = None,
     callbacks: Sequence[Callback] = (),
+    components: Mapping[str, Any] | None = None,
 ) -> Run:
     """Build model, environment, policy, collector, buffer, loss, optimizer, loggers and the trainer.
 
@@ -181,6 +182,8 @@ def build_run(
         make_loss: makes the loss, ``make_loss(config, models)``, of ``models.actor`` and ``models.critic``;
             :meth:`RunConfig.loss_options` gives it the loss's settings. Default: :func:`make_objective`.
         callbacks: added to the progress bar.
+        components: further objects with ``state_dict`` and ``load_state_dict``, by name: they are saved in the run's
+            checkpoints, and continue with a resumed run.
 
     Returns:
         A :class:`Run`.
@@ -225,6 +228,7 @@ def build_run(
         config=config.as_json(),
         keep_last=config.keep_checkpoints,
         on_save=folder.settle,
+        components=components,
     )
     opening = Opening(config, folder, start)
     seen_tasks = SeenTasks()

@@ -1,0 +1,111 @@
+"""The structure that docs/design.md shows: packages, the direction of imports, sizes."""
+
+import ast
+import re
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "torchrl_llm"
+
+LAYERS = (
+    {"keys", "options", "optional", "segments", "interrupts", "tiny", ""},
+    {"episode", "stops"},
+    {"objectives.functional"},
+    {"envs", "modules", "objectives"},
+    {"data", "record", "weight_update"},
+    {"collectors"},
+    {"trainers"},
+)
+"""Each imports from those before it, and from itself."""
+
+
+def modules() -> dict[str, ast.Module]:
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        found[name] = ast.parse(path.read_text())
+    return found
+
+
+def imports(tree: ast.Module, known: set[str]) -> set[str]:
+    """The modules of the package that a module imports, anywhere in it: for types, and within functions too."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found |= {name if name in known else node.module for name in names}
+    return found & known
+
+
+def package(name: str) -> str:
+    parts = name.split(".")[1:]
+    return "objectives.functional" if parts[:2] == ["objectives", "functional"] else ".".join(parts[:1])
+
+
+def layer(name: str) -> int:
+    return next(number for number, packages in enumerate(LAYERS) if package(name) in packages)
+
+
+def graph() -> dict[str, set[str]]:
+    trees = modules()
+    return {name: imports(tree, set(trees)) - {name} for name, tree in trees.items()}
+
+
+def test_no_import_goes_in_a_circle():
+    try:
+        TopologicalSorter(graph()).prepare()
+    except CycleError as error:
+        raise AssertionError(f"a circle: {' <- '.join(error.args[1])}") from error
+
+
+def test_imports_run_one_way():
+    edges = [(name, other) for name, others in graph().items() for other in others if "testing" not in name + other]
+    wrong = [
+        f"{name} imports {other}"
+        for name, other in edges
+        if layer(other) > layer(name) or (layer(other) == layer(name) > 1 and package(other) != package(name))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_library_imports_nothing_of_testing():
+    wrong = {name for name, others in graph().items() if "testing" not in name and any("testing" in o for o in others)}
+    assert not wrong
+
+
+def test_files_and_functions_can_be_read():
+    lengths = []
+    for path in PACKAGE.rglob("*.py"):
+        if "testing" in path.parts:
+            continue
+        text = path.read_text()
+        assert len(text.splitlines()) <= 450, f"{path} has {len(text.splitlines())} lines"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                lengths.append(body[-1].end_lineno - body[0].lineno + 1 if body else 0)
+    assert sorted(lengths)[int(0.95 * len(lengths))] <= 24
+
+
+def test_the_picture_is_true():
+    """Every file that the page names is there, and every package and file of the first level is on the page."""
+    tree = re.search(r"```text\ntorchrl_llm/\n(.*?)```", (ROOT / "docs" / "design.md").read_text(), re.S)[1]
+    folder, shown = "", set()
+    for line in tree.splitlines():
+        names = re.match(r"( *)((?:[\w.]+/?(?: |$))+)", line)
+        if names is None or len(names[1]) > 4:
+            continue  # a line that goes on
+        for name in names[2].split():
+            if not (name.endswith(("/", ".py"))):
+                break
+            parent = "" if len(names[1]) == 2 else folder
+            shown.add(parent + name)
+            if len(names[1]) == 2:
+                folder = name if name.endswith("/") else ""
+    missing = [name for name in shown if not (PACKAGE / name).exists()]
+    assert not missing
+    first = {path.name + "/" * path.is_dir() for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
+    assert first - {"__init__.py", "__pycache__/"} <= shown
