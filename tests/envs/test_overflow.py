@@ -161,7 +161,7 @@ class TestRows:
 
     def test_undeclared_it_is_an_error(self):
         batch = scripted()
-        with pytest.raises(HistoryRewrittenError, match="'segment' says"):
+        with pytest.raises(HistoryRewrittenError, match="'segment' counts a cut"):
             turns_to_rows(batch.exclude(keys.SEGMENT))
         batch[keys.SEGMENT] += batch[keys.SEGMENT] > 0
         with pytest.raises(TurnViewError, match="skips a segment"):
