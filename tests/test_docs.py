@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from torchrl_llm import keys
 from torchrl_llm.trainers import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -133,6 +134,7 @@ class TestPythonBlocks:
         monkeypatch.chdir(tmp_path)
         # GEM runs submitted programs with the python of the PATH.
         monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+        monkeypatch.setattr(keys, "ROW_VIEW", dict(keys.ROW_VIEW))  # a page may declare keys of its own
         assert unasserted(str(page), page.read_text()) == []
 
     @pytest.mark.parametrize(
