@@ -132,10 +132,9 @@ class TestSolve:
         assert solution.solved, f"{solution}. {probe.__doc__}"
 
     @pytest.mark.extra
-    @pytest.mark.parametrize("seed", [1, 2])
     @pytest.mark.parametrize(("probe", "algo"), TRIALS)
-    def test_and_with_other_seeds(self, probe, algo, seed):
-        assert solve(probe, ALGORITHMS[algo], seed=seed).solved
+    def test_and_with_another_seed(self, probe, algo):
+        assert solve(probe, ALGORITHMS[algo], seed=1).solved
 
     def test_two_batches_are_not_enough(self):
         assert not solve(TwoBatches, ALGORITHMS["GRPO"]).solved
