@@ -1,6 +1,6 @@
 """How much memory one update takes, by model size, what is trained and the token budget of a micro-batch.
 
-    OMP_NUM_THREADS=1 python benchmarks/memory.py
+    OMP_NUM_THREADS=1 python benchmarks/memory.py [135M] [360M]
 
 Models have random weights in the shapes of real ones: memory does not depend on the weights. Each figure is the peak of a
 process of its own on a CPU, in float32, less what it had before the model was made: one optimizer step of LLMREINFORCE on
@@ -82,6 +82,7 @@ def measure(size: str, lora_r: int, budget: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sizes", nargs="*", metavar="SIZE", help=f"of {', '.join(SIZES)}; default: all")
     parser.add_argument(
         "--one", nargs=3, metavar=("SIZE", "LORA_R", "BUDGET"), help="measure one case, in this process"
     )
@@ -92,7 +93,7 @@ def main() -> None:
         return
     print(f"| model | trained | {' | '.join(f'max_tokens {budget}' for budget in BUDGETS)} |")
     print("|---|---|" + "---|" * len(BUDGETS))
-    for size, lora_r in product(SIZES, (16, 0)):
+    for size, lora_r in product(arguments.sizes or SIZES, (16, 0)):
         cells = []
         for budget in BUDGETS:
             command = [sys.executable, __file__, "--one", size, str(lora_r), budget]
