@@ -140,7 +140,7 @@ FAULTS = {
         "collectors/_queue.py",
         "oldest = version - max_staleness",
         "oldest = version - max_staleness - 1",
-        "tests/collectors/test_async_collector.py",
+        "tests/collectors/test_queue.py",
     ),
     "an environment changes the global generator": Fault(
         "envs/isolation.py",
