@@ -158,7 +158,7 @@ FAULTS = {
         "trainers/checkpoint.py",
         "foreign = files.foreign_files(path)\n        if foreign:",
         "foreign = files.foreign_files(path)\n        if False:",
-        "tests/trainers/test_checkpoint.py",
+        "tests/trainers/test_run_folder.py",
     ),
     "entropy of excluded tokens is NaN": Fault(
         "modules/scorer.py",
