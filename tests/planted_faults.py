@@ -150,8 +150,8 @@ FAULTS = {
     ),
     "a resume forgets the random generators": Fault(
         "trainers/checkpoint.py",
-        'states = {**shared, "rng": GlobalRNGState(), "trainer": trainer}',
-        'states = {**shared, "trainer": trainer}',
+        'states = {**components, **shared, "rng": GlobalRNGState(), "trainer": trainer}',
+        'states = {**components, **shared, "trainer": trainer}',
         "tests/trainers/test_checkpoint.py",
     ),
     "files of others are deleted with a checkpoint": Fault(

@@ -5,6 +5,8 @@ import re
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
+from planted_faults import FAULTS
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torchrl_llm"
 
@@ -109,3 +111,8 @@ def test_the_picture_is_true():
     assert not missing
     first = {path.name + "/" * path.is_dir() for path in PACKAGE.iterdir() if path.suffix == ".py" or path.is_dir()}
     assert first - {"__init__.py", "__pycache__/"} <= shown
+
+
+def test_what_the_planted_faults_replace_is_there_once():
+    found = {name: (PACKAGE / fault.path).read_text().count(fault.right) for name, fault in FAULTS.items()}
+    assert {name: number for name, number in found.items() if number != 1} == {}
