@@ -61,7 +61,7 @@ class WorkerInfo(NamedTuple):
 
     Attributes:
         slots, group_size, max_model_len: of its environment.
-        sampling, exact: of its policy.
+        sampling, logprobs_match_trainer: of its policy.
         host, pid: where it runs.
     """
 
@@ -69,7 +69,7 @@ class WorkerInfo(NamedTuple):
     group_size: int
     max_model_len: int
     sampling: SamplingConfig
-    exact: bool
+    logprobs_match_trainer: bool
     host: str
     pid: int
 

@@ -257,10 +257,8 @@ class ThreadExecutor(RolloutExecutor):
                 self._queue.count_timeout()
             else:
                 assert call.error is not None
-                task_spec, turn = (
-                    self.env.task_sampler[episode.index],
-                    len(episode.rewards) if episode.awaits_reward else -1,
-                )
+                task_spec = self.env.task_sampler[episode.index]
+                turn = len(episode.rewards) if episode.awaits_reward else -1
                 self._fail(call.slot, episode, self.env.fault(task_spec, turn, call.error))
 
     def _fail(self, slot: int, episode: Episode, fault: EnvironmentFault) -> None:

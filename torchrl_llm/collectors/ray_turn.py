@@ -141,7 +141,7 @@ class RayTurnCollector(EpisodeCollector):
     @property
     def logprobs_match_trainer(self) -> bool:
         """Whether a scorer computes the very log-probs that the workers record; see :attr:`TurnPolicy.logprobs_match_trainer`."""
-        return all(worker.info.exact for worker in self._executor.workers if worker.info is not None)
+        return all(worker.info.logprobs_match_trainer for worker in self._executor.workers if worker.info is not None)
 
     def metrics(self) -> dict[str, float]:
         """Those of every collector, the workers lost, and :attr:`parity_gap`."""
