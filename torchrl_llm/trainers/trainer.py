@@ -207,14 +207,8 @@ class LLMTrainer(TrainerBase):
         return self.scorer.credit(batch)
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:
-        """``config.epochs`` passes of optimizer steps over ``batch``; returns the means of the loss's metrics."""
-        steps = []
-        for _ in range(self.config.epochs):
-            for minibatch in self.updater.minibatches(batch):
-                parts = self.updater.micro_batches(minibatch)
-                steps.append(self.updater.accumulate(parts) | self.updater.step())
-        metrics = {name: torch.stack([step[name] for step in steps]).mean().item() for name in steps[0]}
-        return metrics | {"policy/log_prob_gap": self.updater.log_prob_gap(batch, steps[0])}
+        """``config.epochs`` passes of optimizer steps over ``batch``, fewer if one reaches ``config.target_kl``; returns the means of the loss's metrics."""
+        return self.updater.update(batch)
 
     def _send_weights(self) -> dict[str, float]:
         if self.weight_sync is None:

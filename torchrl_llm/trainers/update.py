@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 
 import torch
@@ -17,6 +17,7 @@ from torchrl_llm.trainers.base import TrainerBase
 from torchrl_llm.trainers.distributed import check_accumulation
 from torchrl_llm.trainers.fsdp import full_on_cpu
 from torchrl_llm.trainers.schedule import GROUPS
+from torchrl_llm.trainers.trust_region import TrustRegion
 
 
 class RowScorer:
@@ -125,6 +126,23 @@ class Updater:
     def warms_up_critic(self) -> bool:
         """Whether the actor's parameters take no step in this iteration."""
         return self.run.iteration < self.run.config.critic_warmup
+
+    def update(self, batch: TensorDictBase) -> dict[str, float]:
+        """Take the optimizer steps of an update on rows ``[B]``; returns the means of their metrics."""
+        region = None if self.warms_up_critic else TrustRegion.of(self.run, batch)
+        steps = []
+        for minibatch in self._passes(batch):
+            metrics = self.accumulate(self.micro_batches(minibatch))
+            steps.append(metrics | (self.step() if region is None else region.bound(self.step)))
+            if region is not None and region.reached:
+                break
+        means = {name: torch.stack([step[name] for step in steps]).mean().item() for name in steps[0]}
+        means["policy/log_prob_gap"] = self.log_prob_gap(batch, steps[0])
+        return means if region is None else means | region.metrics()
+
+    def _passes(self, batch: TensorDictBase) -> Iterator[TensorDictBase]:
+        for _ in range(self.run.config.epochs):
+            yield from self.minibatches(batch)
 
     def minibatches(self, batch: TensorDictBase) -> list[TensorDictBase]:
         """Rows ``[B]``, shuffled and cut into optimizer batches; equally many on all ranks, none empty."""

@@ -1,0 +1,96 @@
+"""``target_kl``: a step that moves the policy further is shortened, and is the update's last."""
+
+import pytest
+import torch
+
+from torchrl_llm import keys
+from torchrl_llm.objectives.functional import kl_estimate
+from torchrl_llm.trainers import ConfigError, build_run
+
+from test_trainer import one_batch, small_config, weights
+
+FAR = {"lr_actor": 0.03, "epochs": 3}
+"""Settings whose first step moves the policy by much more than 0.01 nats a token."""
+
+
+def prepared(trainer, rows):
+    trainer.score(rows)
+    return trainer.credit(rows)
+
+
+def updated(tmp_path, algo="LLMREINFORCE", **settings):
+    """A run after one update, its weights before and after, the rows, the update's metrics."""
+    run = build_run(small_config(tmp_path, algo, **settings))
+    before, rows = weights(run), prepared(run.trainer, one_batch(run))
+    metrics = run.trainer.update(rows)
+    return run, before, weights(run), rows, metrics
+
+
+def kl(run, rows):
+    """KL from the policy that sampled ``rows`` to the present one, on all of them."""
+    with torch.no_grad():
+        new = run.models.actor(rows.clone())[keys.LOG_PROB]
+    actions = rows[keys.TURN_IDS] >= 0
+    return kl_estimate(rows[keys.SAMPLE_LOG_PROB], new, "k3")[actions].mean().item()
+
+
+@pytest.mark.parametrize("target", [0.01, 0.0005])
+def test_a_long_step_is_shortened_to_the_target(tmp_path, target):
+    free, before, far, rows, metrics = updated(tmp_path, **FAR | {"epochs": 1})
+    assert kl(free, rows) > 0.05
+    assert "policy/kl_update" not in metrics
+    run, _, near, rows, metrics = updated(tmp_path, target_kl=target, **FAR)
+    share = metrics["optim/step_share"]
+    assert 0 < share < 1
+    # One step of the three, in its own direction.
+    torch.testing.assert_close(near - before, share * (far - before), rtol=1e-3, atol=1e-6)
+    assert target / 10 < kl(run, rows) <= target * (1 + 1e-6)
+    assert metrics["policy/kl_update"] == pytest.approx(kl(run, rows), rel=1e-4)
+
+
+def test_short_steps_are_all_taken_whole(tmp_path):
+    settings = {"lr_actor": 1e-4, "epochs": 3, "minibatch_size": 4}
+    *_, free, _, _ = updated(tmp_path, **settings)
+    run, _, after, rows, metrics = updated(tmp_path, target_kl=0.01, **settings)
+    assert torch.equal(free, after)
+    assert metrics["optim/step_share"] == 1
+    assert metrics["policy/kl_update"] == pytest.approx(kl(run, rows), rel=1e-4)
+
+
+def test_the_bound_is_on_the_whole_update(tmp_path):
+    """Each step alone stays within the target; together they would not."""
+    settings = {"lr_actor": 5e-4, "epochs": 10}
+    one, *_, rows, _ = updated(tmp_path, **settings | {"epochs": 1})
+    all_, *_ = updated(tmp_path, **settings)
+    target = (kl(one, rows) * kl(all_, rows)) ** 0.5
+    assert kl(one, rows) < target / 2 < target * 2 < kl(all_, rows)
+    run, _, _, rows, metrics = updated(tmp_path, target_kl=target, **settings)
+    assert kl(run, rows) <= target * (1 + 1e-6)
+    assert 0.5 < metrics["optim/step_share"] < 1
+
+
+@pytest.mark.parametrize("settings", [{"target_kl": 1e-30}, {"target_kl": 0.01, "lr_actor": 1e30}])
+def test_a_step_that_no_length_makes_right_is_taken_back(tmp_path, settings):
+    """The critic's own step is kept."""
+    run, before, after, rows, metrics = updated(tmp_path, "LLMPPO", **FAR | settings)
+    actor = sum(parameter.numel() for parameter in run.models.actor_parameters())
+    assert torch.equal(before[:actor], after[:actor])
+    assert not torch.equal(before[actor:], after[actor:])
+    assert metrics["optim/step_share"] == 0
+    assert metrics["policy/kl_update"] == pytest.approx(0, abs=1e-9)
+
+
+def test_the_kl_may_be_measured_on_a_part_of_the_batch(tmp_path):
+    run, _, _, rows, metrics = updated(tmp_path, target_kl=0.01, target_kl_episodes=3, **FAR)
+    assert metrics["policy/kl_update"] == pytest.approx(kl(run, rows[::3]), rel=1e-4)
+    assert metrics["policy/kl_update"] != pytest.approx(kl(run, rows), rel=1e-2)
+
+
+def test_nothing_is_measured_while_the_actor_keeps_still(tmp_path):
+    *_, metrics = updated(tmp_path, "LLMPPO", target_kl=0.01, critic_warmup=1)
+    assert "policy/kl_update" not in metrics
+
+
+def test_episodes_to_measure_on_without_a_target_are_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="target_kl"):
+        small_config(tmp_path, target_kl_episodes=8)

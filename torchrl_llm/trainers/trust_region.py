@@ -1,0 +1,100 @@
+"""How far one update may move the policy: :class:`TrustRegion`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from tensordict import TensorDictBase
+from torch import Tensor
+
+from torchrl_llm import data, keys
+from torchrl_llm.objectives.functional import kl_estimate
+from torchrl_llm.trainers.base import TrainerBase
+
+T = TypeVar("T")
+
+ATTEMPTS = 4
+"""Lengths of a step that are tried before it is taken back; each costs a scoring pass."""
+
+
+class TrustRegion:
+    """Shortens an optimizer step that moves the policy too far from the one that sampled, and ends the update with it.
+
+    A clipped ratio, and a KL that is read before a step, say nothing of where the step leads. Here the KL is measured after
+    it, on episodes of the batch, and a step that goes beyond ``config.target_kl`` is shortened until it stays within: as the
+    line search of TRPO does (Schulman et al., 2015, arXiv:1502.05477, appendix C). The steps that would follow in the same
+    update lead further away, so they are left out, as PPO's early stopping does.
+
+    The critic's own parameters take the whole step.
+
+    Args:
+        run: the trainer; ``config.target_kl_episodes`` of the rows are used.
+        rows: ``[B]``, those of the update, with the log-probs that its ratios are taken against.
+        target: KL from the policy before the update to the one after it, per action token, in nats.
+    """
+
+    def __init__(self, run: TrainerBase, rows: TensorDictBase, target: float) -> None:
+        self.run, self.target = run, target
+        every = math.ceil(rows.shape[0] / run.config.target_kl_episodes)
+        chosen = rows[::every]  # evenly spaced: groups are neighbors
+        self._rows = chosen.select(*run.loss.actor_network.in_keys, keys.ATTENTION_MASK)
+        self._old = chosen[keys.OLD_LOG_PROB if keys.OLD_LOG_PROB in rows else keys.SAMPLE_LOG_PROB]
+        self._actions = chosen[keys.TURN_IDS] >= 0
+        self._parameters: list[Tensor] = run.optimizer.param_groups[0]["params"]
+        self._kl, self._shares = 0.0, [1.0]
+
+    @classmethod
+    def of(cls, run: TrainerBase, rows: TensorDictBase) -> TrustRegion | None:
+        """The trust region of an update on ``rows``; ``None`` without a ``target_kl``."""
+        target = run.config.target_kl
+        return None if target is None else cls(run, rows, target)
+
+    @property
+    def reached(self) -> bool:
+        """Whether a step was shortened, which is to be the last."""
+        return self._shares[-1] < 1
+
+    def bound(self, step: Callable[[], T]) -> T:
+        """Let ``step`` move the actor, keep the share of it that stays within the target, and return what it returns."""
+        before = [parameter.detach().clone() for parameter in self._parameters]
+        result = step()
+        self._kl = self.kl()
+        # Not ">": a KL may be nan.
+        self._shares.append(1.0 if self._kl <= self.target else self._shorten(before))
+        return result
+
+    def metrics(self) -> dict[str, float]:
+        """The KL after the last step, and the mean share that was kept of the steps."""
+        shares = self._shares[1:]
+        return {"policy/kl_update": self._kl, "optim/step_share": sum(shares) / len(shares)}
+
+    def _shorten(self, before: Sequence[Tensor]) -> float:
+        """Go back along the step until the KL is within the target; returns the share of it that is left."""
+        share, whole = 1.0, [after.detach() - start for after, start in zip(self._parameters, before, strict=True)]
+        for _ in range(ATTEMPTS):
+            # The KL grows about with the square of the length.
+            share *= min(0.9, max(0.1, 0.9 * math.sqrt(self.target / self._kl))) if math.isfinite(self._kl) else 0.1
+            self._move([start + share * step for start, step in zip(before, whole, strict=True)])
+            if self._kl <= self.target:
+                return share
+        self._move(before)
+        return 0.0
+
+    @torch.no_grad()
+    def _move(self, values: Sequence[Tensor]) -> None:
+        for parameter, value in zip(self._parameters, values, strict=True):
+            parameter.copy_(value)
+        self._kl = self.kl()
+
+    @torch.no_grad()
+    def kl(self) -> float:
+        """KL from the policy before the update to the present one, per action token, estimated on the tokens sampled (k3)."""
+        run, actor = self.run, self.run.loss.actor_network
+        with run.accelerator.autocast(), run.distributed.gathered_parameters():
+            scored = data.apply_in_micro_batches(actor, self._rows.copy(), run.config.max_tokens)
+        # In this order of its arguments k3 is KL(old || new).
+        kl = kl_estimate(self._old, scored[keys.LOG_PROB], "k3")[self._actions].double().sum().item()
+        return run.distributed.all_reduce_sum(kl) / run.distributed.all_reduce_sum(int(self._actions.sum()))
