@@ -1,33 +1,202 @@
 """Does it learn? The shipped small model on GuessTheNumber-easy, before and after training, final weights.
 
     python benchmarks/learning.py --algo LLMPPO --seed 0
+    OMP_NUM_THREADS=1 python benchmarks/learning.py --seeds 20 --jobs 2
 
-The settings are those of ``examples/configs/tiny_*.yaml``. The win rate is that of 512 sampled episodes at temperature
-1 on tasks that are played once before and once after training, and used for nothing else: no evaluation stops the run
-or selects weights. Writes ``result.json``, the learning curve and the conversations to ``--output-dir``.
+The settings are those of ``examples/configs/tiny_*.yaml``. The win rate is that of 512 sampled episodes (2,048 with
+``--seeds``) at temperature 1 on tasks that are played once before and once after training, and used for nothing else: no
+evaluation stops the run or selects weights. Writes ``result.json``, the learning curve and the conversations to
+``--output-dir``.
+
+``--seeds N`` trains with N seeds for each algorithm (``--algo``: for this one), each in a process of its own, ``--jobs`` at a
+time, and writes the distribution over seeds: ``summary.md``, ``summary.json`` and ``learning.png``. The seeds are drawn and
+not chosen: they are the 32-bit words (big-endian) of the SHA-256 of the text ``--draw``, then of that text with ``:1``,
+``:2``, ... after it. Runs that are finished are not repeated.
 """
 
 import argparse
+import csv
+import hashlib
+import json
+import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
-import multiturn  # noqa: E402
+CONFIGS = {"LLMREINFORCE": "tiny_reinforce_llm", "LLMPPO": "tiny_ppo_llm", "GRPO": "tiny_grpo_multiturn"}
+TARGET = 0.95
+WINDOW = 5
+"""Batches of a moving mean of the win rate."""
 
-from torchrl_llm.trainers import parse_run_config  # noqa: E402
 
-CONFIGS = {"LLMPPO": "tiny_ppo_llm", "LLMREINFORCE": "tiny_reinforce_llm", "GRPO": "tiny_grpo_multiturn"}
+# ---------------------------------------------------------------------- seeds
 
 
-def main() -> None:
-    """Train, and write ``result.json``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--algo", choices=list(CONFIGS), required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output-dir", type=Path, help="default: runs/learning/ALGO-SEED")
-    arguments, overrides = parser.parse_known_args()
+def drawn_seeds(draw: str, count: int) -> list[int]:
+    """The first ``count`` seeds of a draw; everyone can draw them again, and nobody can choose them.
+
+    >>> drawn_seeds("final-1", 2)
+    [3362399716, 3932118510]
+    """
+    digests = (hashlib.sha256(f"{draw}:{i}".encode() if i else draw.encode()).digest() for i in range(1 + count // 8))
+    return np.frombuffer(b"".join(digests), dtype=">u4")[:count].tolist()
+
+
+# ---------------------------------------------------------------------- statistics
+
+
+def interquartile_mean(values: np.ndarray) -> np.ndarray:
+    """The mean of the middle half of the values along the last axis, a value cut in two counting in part.
+
+    >>> interquartile_mean(np.array([0.0, 1.0, 2.0, 100.0])).item()
+    1.5
+    """
+    ordered, n = np.sort(values, axis=-1), values.shape[-1]
+    edges = np.arange(n + 1)
+    inside = np.clip(np.minimum(edges[1:], 0.75 * n) - np.maximum(edges[:-1], 0.25 * n), 0, 1)
+    return ordered @ inside / inside.sum()
+
+
+def bootstrap_interval(values: np.ndarray, *, samples: int = 10_000) -> tuple[float, float]:
+    """95 % interval of the interquartile mean, by resampling seeds (Agarwal et al., 2021, arXiv:2108.13264)."""
+    chosen = np.random.default_rng(0).integers(len(values), size=(samples, len(values)))
+    low, high = np.quantile(interquartile_mean(values[chosen]), [0.025, 0.975])
+    return float(low), float(high)
+
+
+def largest_fall(wins: np.ndarray) -> float:
+    """How far a learning curve, the mean of :data:`WINDOW` batches, falls below its own running maximum at most.
+
+    >>> largest_fall(np.array([0.5] * 5 + [0.9] * 5 + [0.4] * 5 + [1.0] * 5))
+    0.5
+    """
+    means = np.convolve(wins, np.ones(WINDOW) / WINDOW, mode="valid")
+    return round(float((np.maximum.accumulate(means) - means).max()), 6)
+
+
+def summarize(results: list[dict]) -> dict:
+    """The distribution over the seeds of one algorithm: final win rates, falls, cost."""
+    after = np.array([result["success_after"] for result in results])
+    falls = [largest_fall(np.array(result["wins"])) for result in results]
+    return {
+        "after": after.tolist(),
+        "iqm": float(interquartile_mean(after)),
+        "iqm_ci95": bootstrap_interval(after),
+        "worst": float(after.min()),
+        "reached": int((after >= TARGET).sum()),
+        "seeds": [result["seed"] for result in results],
+        "falls": falls,
+        "games": max(result["episodes"] for result in results),
+        "cpu_s": [result["cpu_s"] for result in results],
+    }
+
+
+def table(summaries: dict[str, dict]) -> str:
+    """The distributions as Markdown: one table of figures, and one of all seeds."""
+    lines = [
+        f"| algorithm | seeds | interquartile mean (95 % interval) | worst | at least {TARGET} | largest fall | games | CPU-seconds, median |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for algo, s in summaries.items():
+        low, high = s["iqm_ci95"]
+        lines.append(
+            f"| {algo} | {len(s['after'])} | **{s['iqm']:.3f}** ({low:.3f} to {high:.3f}) | {s['worst']:.3f} | "
+            f"{s['reached']} of {len(s['after'])} | {max(s['falls']):.2f} | {s['games']:,} | {np.median(s['cpu_s']):.0f} |"
+        )
+    lines += ["", f"| seed | {' | '.join(summaries)} |", "|---" * (1 + len(summaries)) + "|"]
+    seeds = dict.fromkeys(seed for s in summaries.values() for seed in s["seeds"])
+    for seed in seeds:
+        found = (dict(zip(s["seeds"], s["after"], strict=True)).get(seed) for s in summaries.values())
+        lines.append(f"| {seed} | {' | '.join('-' if each is None else f'{each:.3f}' for each in found)} |")
+    return "\n".join(lines) + "\n"
+
+
+def draw(results: dict[str, list[dict]], path: Path) -> None:
+    """The learning curves: of each algorithm the median over seeds and bands of quantiles, over the games played."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.2 * len(results), 3.6), layout="constrained")
+    for axes, (algo, runs) in zip(
+        figure.subplots(1, len(results), sharey=True, squeeze=False)[0], results.items(), strict=True
+    ):
+        smooth = [np.convolve(run["wins"], np.ones(WINDOW) / WINDOW, mode="valid") for run in runs]
+        curves = np.array([each[: min(map(len, smooth))] for each in smooth])
+        games = np.array(runs[0]["games"])[WINDOW - 1 :][: curves.shape[1]]
+        for low, high, name in ((0.0, 1.0, "all seeds"), (0.25, 0.75, "middle half")):
+            axes.fill_between(
+                games, *np.quantile(curves, [low, high], axis=0), color="C0", alpha=0.2, linewidth=0, label=name
+            )
+        axes.plot(games, np.median(curves, axis=0), color="C0", label="median")
+        axes.axhline(TARGET, color="0.5", linewidth=0.8, linestyle=":")
+        axes.set(title=f"{algo}, {len(runs)} seeds", xlabel="games of training", ylim=(0.3, 1.01))
+    figure.axes[0].set_ylabel(f"win rate, mean of {WINDOW} batches")
+    figure.axes[0].legend(loc="lower right", frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+# ---------------------------------------------------------------------- runs
+
+
+def read(folder: Path) -> dict:
+    """The result of a finished run, with its learning curve: ``wins`` of the training batches after ``games``."""
+
+    def column(name: str) -> list[float]:
+        with open(folder / "csv" / "scalars" / "rollout" / f"{name}.csv", newline="") as file:
+            return [float(row[-1]) for row in csv.reader(file)]
+
+    return json.loads((folder / "result.json").read_text()) | {"wins": column("success"), "games": column("episodes")}
+
+
+def train_seeds(algorithms: list[str], arguments: argparse.Namespace, overrides: list[str]) -> None:
+    """Train with all seeds, in processes of their own, and write the distribution."""
+    output = arguments.output_dir or Path("runs/learning") / arguments.draw
+    seeds = drawn_seeds(arguments.draw, arguments.seeds)
+    folders = {(algo, seed): output / f"{algo}-{seed}" for seed in seeds for algo in algorithms}
+
+    def train(key: tuple[str, int]) -> None:
+        (algo, seed), folder = key, folders[key]
+        if not (folder / "result.json").exists():
+            options = [
+                f"--algo={algo}",
+                f"--seed={seed}",
+                f"--output-dir={folder}",
+                "--overwrite=true",
+                "--progress=false",
+            ]
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with open(folder.parent / f"{folder.name}.log", "w") as log:
+                command = [
+                    sys.executable,
+                    __file__,
+                    *options,
+                    "--checkpoint-interval=0",
+                    "--final-episodes=2048",
+                    *overrides,
+                ]
+                subprocess.run(command, stdout=log, stderr=log, check=True)
+        print(f"{algo} {seed}: {read(folder)['success_after']:.3f}", flush=True)
+
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        list(pool.map(train, folders))
+    results = {algo: [read(folders[algo, seed]) for seed in seeds] for algo in algorithms}
+    summaries = {algo: summarize(runs) for algo, runs in results.items()}
+    (output / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n")
+    (output / "summary.md").write_text(table(summaries))
+    draw(results, output / "learning.png")
+    print(table(summaries))
+
+
+def train_one(arguments: argparse.Namespace, overrides: list[str]) -> None:
+    """Train with one seed, and write ``result.json``."""
+    import multiturn  # not needed by the process that only starts others
+
+    from torchrl_llm.trainers import parse_run_config
+
     output = arguments.output_dir or Path("runs/learning") / f"{arguments.algo}-{arguments.seed}"
     config = parse_run_config(
         [
@@ -40,6 +209,24 @@ def main() -> None:
         ]
     )
     multiturn.main(config)
+
+
+def main() -> None:
+    """Train with one seed, or with many."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--algo", choices=list(CONFIGS), help="needed for one seed; default of --seeds: all three")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, help="train with this many drawn seeds")
+    parser.add_argument("--draw", default="final-1", help="the text that the seeds are drawn from")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
+    parser.add_argument("--output-dir", type=Path, help="default: runs/learning/ALGO-SEED, or runs/learning/DRAW")
+    arguments, overrides = parser.parse_known_args()
+    if arguments.seeds is not None:
+        train_seeds([arguments.algo] if arguments.algo else list(CONFIGS), arguments, overrides)
+    elif arguments.algo is None:
+        parser.error("give --algo, or --seeds for all three")
+    else:
+        train_one(arguments, overrides)
 
 
 if __name__ == "__main__":
