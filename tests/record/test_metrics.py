@@ -17,6 +17,8 @@ def rows() -> TensorDict:
         tokens=torch.arange(12).view(2, 6),
         attention_mask=torch.tensor([[yes] * 6, [yes, yes, yes, no, no, no]]),
         turn_ids=torch.tensor([[-1, 0, 0, -1, 1, -1], [-1, 0, -1, -1, -1, -1]]),
+        sample_log_prob=torch.full((2, 6), -1.0),
+        advantage=torch.ones(2, 6),
         turn=TensorDict(
             reward=torch.tensor([[0.25, 1.0], [0.5, 99.0]]),
             mask=torch.tensor([[yes, yes], [yes, no]]),
@@ -53,7 +55,25 @@ class TestCreditMetrics:
 
     def test_undefined_is_nan(self, rows):
         rows["turn", "value_target"] = torch.ones(2, 2)
-        assert all(math.isnan(value) for value in credit_metrics(rows).values())
+        rows["advantage"] = torch.zeros(2, 6)
+        figures = credit_metrics(rows)
+        undefined = ("critic/explained_variance", "critic/value_return_correlation", "credit/top_percent")
+        assert all(math.isnan(figures[name]) for name in undefined)
+
+    def test_how_the_credit_is_spread(self):
+        """Of 150 action tokens the hundredth is two: 3 and 2 of a sum of 3 + 2 + 148 / 4. What is no action does not count."""
+        advantage = torch.full((2, 80), 0.25)
+        advantage[0, 7], advantage[1, 8] = -3.0, 2.0
+        turn_ids = torch.zeros(2, 80, dtype=torch.int64)
+        turn_ids[:, :5], turn_ids[:, 40:] = -1, 1
+        advantage[:, :5] = 9.0
+        sampled = torch.where(turn_ids == 0, -0.1, -7.0)
+        rows = TensorDict({"advantage": advantage, "turn_ids": turn_ids, "sample_log_prob": sampled}, batch_size=[2])
+        assert credit_metrics(rows) == {
+            "credit/largest": 3.0,
+            "credit/top_percent": pytest.approx(5 / (5 + 148 / 4)),
+            "policy/first_turn_entropy": pytest.approx(3.5),
+        }
 
 
 class TestWilsonInterval:

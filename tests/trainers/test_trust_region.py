@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from test_trainer import one_batch, small_config, weights
 
 from torchrl_llm import keys
 from torchrl_llm.objectives.functional import kl_estimate
 from torchrl_llm.trainers import ConfigError, build_run
-
-from test_trainer import one_batch, small_config, weights
 
 FAR = {"lr_actor": 0.03, "epochs": 3}
 """Settings whose first step moves the policy by much more than 0.01 nats a token."""

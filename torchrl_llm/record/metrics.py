@@ -5,6 +5,7 @@ The losses compute their own metrics (KL, clip fraction, ...); here these only g
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ METRICS: dict[str, str] = {
     "loss/entropy": "the entropy bonus' term of the loss",
     "loss/kl": "the reference KL's term of the loss",
     "policy/entropy": "entropy per action token, nats",
+    "policy/first_turn_entropy": "entropy of the first response, nats, estimated by the tokens sampled",
     "policy/kl_reference": "KL to the reference per action token, nats, estimated on the sampled tokens",
     "policy/kl_old": "KL between the policies before and during the update per action token, nats (k3)",
     "policy/kl_update": "KL between the policies before and after a step per action token, nats (k3; with target_kl)",
@@ -39,6 +41,8 @@ METRICS: dict[str, str] = {
     "policy/log_prob_gap": "mean |scorer - sampler| log-prob of the sampled tokens before the update, nats",
     "policy/version": "number of weight updates the policy has received",
     "policy/parity_gap": "largest |trainer - engine| log-prob on the parity check's prompts after the weight sync, nats (vLLM, Ray)",
+    "credit/largest": "largest |advantage| of an action token",
+    "credit/top_percent": "share of the sum of |advantage| that is on the hundredth of the action tokens that have most",
     "critic/explained_variance": "1 - Var[target - value] / Var[target] over turns, before the update",
     "critic/value_return_correlation": "Pearson correlation of value and value target over turns",
     "critic/clip_fraction": "share of turns whose value left the clip range around the old value",
@@ -96,7 +100,16 @@ ROLLOUT_KEYS = (
 """The keys of rows that :func:`rollout_metrics`, :func:`staleness` and :func:`throughput` read."""
 
 
-CREDIT_KEYS = (keys.ATTENTION_MASK, keys.EPISODE_ID, keys.TURN_MASK, keys.TURN_VALUE, keys.TURN_VALUE_TARGET)
+CREDIT_KEYS = (
+    keys.ATTENTION_MASK,
+    keys.EPISODE_ID,
+    keys.TURN_IDS,
+    keys.SAMPLE_LOG_PROB,
+    keys.ADVANTAGE,
+    keys.TURN_MASK,
+    keys.TURN_VALUE,
+    keys.TURN_VALUE_TARGET,
+)
 """The keys of rows that :func:`credit_metrics` reads."""
 
 
@@ -228,7 +241,19 @@ def _rollout_metrics(rows: TensorDictBase) -> dict[str, float]:
 
 
 def credit_metrics(rows: TensorDictBase) -> dict[str, float]:
-    """How well the values before the update predict their targets, over the turns of rows ``[B]``."""
+    """How the advantages of rows ``[B]`` are spread; with a critic, how well its values predict their targets."""
+    turn_ids, surprisal = rows[keys.TURN_IDS], -rows[keys.SAMPLE_LOG_PROB].double()
+    size = rows[keys.ADVANTAGE][turn_ids >= 0].double().abs()
+    top = size.topk(math.ceil(len(size) / 100)).values
+    metrics = {
+        "credit/largest": size.max().item(),
+        "credit/top_percent": (top.sum() / size.sum()).item() if size.any() else float("nan"),
+        "policy/first_turn_entropy": surprisal[turn_ids == 0].sum().item() / len(rows),
+    }
+    return metrics | _critic_metrics(rows) if keys.TURN_VALUE in rows.keys(include_nested=True) else metrics
+
+
+def _critic_metrics(rows: TensorDictBase) -> dict[str, float]:
     mask = rows[keys.TURN_MASK]
     value, target = rows[keys.TURN_VALUE][mask].double(), rows[keys.TURN_VALUE_TARGET][mask].double()
     # Both are undefined when the targets do not vary, the correlation also when the values do not: nan says so.

@@ -27,6 +27,7 @@ from torchrl_llm.trainers.checkpoint_parts import Optimizer, states_of
 from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
+from torchrl_llm.trainers.health import HealthWatch
 from torchrl_llm.trainers.resume import Opening, accept_changes, find_start
 from torchrl_llm.trainers.run_folder import RunFolder
 from torchrl_llm.trainers.sources import load_tokenizer
@@ -233,6 +234,8 @@ def build_run(
     opening = Opening(config, folder, start)
     seen_tasks = SeenTasks()
     watchers: list[Callback] = [opening]
+    if distributed.is_main:
+        watchers.append(HealthWatch())
     if config.refresh_reference:
         watchers.append(RefreshReference(models, config.refresh_reference))
     if config.progress and distributed.is_main:

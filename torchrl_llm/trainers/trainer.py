@@ -187,9 +187,9 @@ class LLMTrainer(TrainerBase):
         kept = batch[~overlong(batch, self.policy.sampling.max_output_tokens)] if self.config.overlong_filter else batch
         num_kept = self.distributed.all_reduce_sum(kept.shape[0])
         kept = self.distributed.nonempty(kept, batch[: self.rollouts.group_size])
-        valued = keys.TURN_VALUE in kept.keys(include_nested=True)
-        metrics = credit_metrics(self.distributed.all_gather_rows(kept, CREDIT_KEYS)) if valued else {}
+        metrics = {}
         if num_kept:
+            metrics = credit_metrics(self.distributed.all_gather_rows(kept, CREDIT_KEYS))
             with self.timer("update"):
                 metrics |= self.update(kept)
         else:

@@ -1,0 +1,61 @@
+"""The warnings that a run goes wrong: each comes when it should, once, and says what to do; healthy runs have none."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from torchrl_llm.trainers.health import HealthWatch
+
+
+def warnings_of(history, caplog):
+    caplog.clear()
+    watch = HealthWatch()
+    with caplog.at_level(logging.WARNING):
+        for iteration, metrics in enumerate(history, start=1):
+            watch.on_iteration(SimpleNamespace(iteration=iteration), metrics)
+    return [record.getMessage() for record in caplog.records]
+
+
+def runs(*wins, **others):
+    healthy = {"policy/kl_old": 0.002, "policy/first_turn_entropy": 0.5}
+    return [{"rollout/success": win, **healthy, **others} for win in wins]
+
+
+def test_a_healthy_run_has_none(caplog):
+    wins = [0.5 + 0.02 * i + 0.05 * (-1) ** i for i in range(20)]
+    assert warnings_of(runs(*wins), caplog) == []
+
+
+def test_a_rise_from_nothing_is_no_fall(caplog):
+    assert warnings_of(runs(0.9, 0.1, 0.1), caplog) == []
+
+
+def test_a_fall_of_the_mean(caplog):
+    """One bad batch is chance."""
+    assert warnings_of(runs(*[0.9] * 6, 0.5, *[0.9] * 6), caplog) == []
+    (message,) = warnings_of(runs(*[0.9] * 6, *[0.5] * 6), caplog)
+    assert message.startswith("iteration 8: success fell from 0.90 to 0.74")
+    assert "target_kl" in message
+
+
+@pytest.mark.parametrize("name", ["policy/kl_old", "policy/kl_update"])
+def test_a_long_update(caplog, name):
+    (message,) = warnings_of(runs(0.5, 0.5, **{name: 0.2}), caplog)
+    assert message.startswith("iteration 1: the update moved the policy by 0.2 nats")
+    assert "target_kl" in message
+
+
+def test_settled_on_one_response(caplog):
+    (message,) = warnings_of(runs(0.6, 0.6, **{"policy/first_turn_entropy": 0.001}), caplog)
+    assert "entropy_coeff" in message
+    assert warnings_of(runs(0.95, 0.95, **{"policy/first_turn_entropy": 0.001}), caplog) == []
+
+
+def test_every_run_is_watched(tmp_path):
+    from test_trainer import small_config
+
+    from torchrl_llm.trainers import build_run
+
+    run = build_run(small_config(tmp_path))
+    assert any(isinstance(callback, HealthWatch) for callback in run.trainer.callbacks)
