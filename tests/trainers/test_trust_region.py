@@ -71,7 +71,7 @@ def test_the_bound_is_on_the_whole_update(tmp_path):
 @pytest.mark.parametrize("settings", [{"target_kl": 1e-30}, {"target_kl": 0.01, "lr_actor": 1e30}])
 def test_a_step_that_no_length_makes_right_is_taken_back(tmp_path, settings):
     """The critic's own step is kept."""
-    run, before, after, rows, metrics = updated(tmp_path, "LLMPPO", **FAR | settings)
+    run, before, after, _, metrics = updated(tmp_path, "LLMPPO", **FAR | settings)
     actor = sum(parameter.numel() for parameter in run.models.actor_parameters())
     assert torch.equal(before[:actor], after[:actor])
     assert not torch.equal(before[actor:], after[actor:])
@@ -93,3 +93,38 @@ def test_nothing_is_measured_while_the_actor_keeps_still(tmp_path):
 def test_episodes_to_measure_on_without_a_target_are_an_error(tmp_path):
     with pytest.raises(ConfigError, match="target_kl"):
         small_config(tmp_path, target_kl_episodes=8)
+
+
+GUARDS = {
+    "none": {},
+    "clipped ratios, half as far": {"clip_epsilon": 0.1},
+    "clipped advantages": {"clip_advantage": 1.0},
+    "clipped gradients": {"max_grad_norm": 0.01},
+    "short memory of second moments": {"adam_beta2": 0.9},
+    "minibatches": {"minibatch_size": 16},
+    "one epoch": {"epochs": 1},
+}
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_one_update_undoes_what_was_learnt_whatever_bounds_the_gradient(tmp_path, guard):
+    """The fall in miniature: what bounds gradients does not bound Adam's step, whose length is the learning rate's."""
+    assert success_after_one_update(tmp_path, **GUARDS[guard]) < 0.1
+
+
+def test_one_update_within_the_trust_region_does_not(tmp_path):
+    assert success_after_one_update(tmp_path, target_kl=0.01) > 0.4
+
+
+def success_after_one_update(tmp_path, **guard):
+    """The win rate, 0.56 before, after one update with ten times the usual learning rate."""
+    settings = {"num_envs": 64, "batch_size": 64, "lr_actor": 0.01, "epochs": 2, "max_steps": 10**6}
+    run = build_run(small_config(tmp_path, **settings | guard))
+    rows = one_batch(run)
+    assert success(rows) > 0.5
+    run.trainer.learn(rows)
+    return success(one_batch(run))
+
+
+def success(rows):
+    return rows[keys.TURN_SUCCESS].any(-1).float().mean().item()
