@@ -362,6 +362,7 @@ LAW: dict[str, list[Case]] = {
     "overlong_penalty": [works(0.5, **SHORT)],
     "overlong_buffer": [works(2, overlong_penalty=0.5, **SHORT), idle(2), idle(6, overlong_penalty=0.5, **SHORT)],
     "max_grad_norm": [works(0.01)],
+    "entropy_target": [works(1e-4, entropy_coeff=0.1), idle(0.1)],
     "target_kl": [works(1e-4)],
     "target_kl_episodes": [works(1, target_kl=1e-4), idle(8)],
     "schedule": [works("constant"), idle("linear"), idle("constant", warmup_fraction=1.0)],

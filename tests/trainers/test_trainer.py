@@ -574,6 +574,22 @@ class TestUpdate:
         assert 1e-3 < raw < 1e3
         assert norms[0] == pytest.approx(min(limit, raw), rel=1e-4)
 
+    @pytest.mark.parametrize("share", [0.9, 1.1])
+    def test_the_entropy_bonus_is_left_out_above_its_target(self, tmp_path, share):
+        """The target is a share of the entropy of the tokens sampled; without the bonus the update is that of no bonus."""
+        results = {}
+        for name, settings in {"with": {"entropy_coeff": 0.1}, "without": {}, "target": {"entropy_coeff": 0.1}}.items():
+            run = build_run(small_config(tmp_path, **settings))
+            rows = one_batch(run)
+            entropy = -rows[keys.SAMPLE_LOG_PROB][rows[keys.TURN_IDS] >= 0].double().mean().item()
+            if name == "target":
+                run.trainer.config.entropy_target = share * entropy
+            metrics = run.trainer.learn(rows)
+            results[name] = weights(run)
+        assert not torch.equal(results["with"], results["without"])
+        assert torch.equal(results["target"], results["with" if share > 1 else "without"])
+        assert (metrics["loss/entropy"] == 0) == (share < 1)
+
     def test_truncating_sampler_is_scored_anew(self, tmp_path):
         run = build_run(small_config(tmp_path, top_p=0.8))
         rows = one_batch(run)

@@ -188,6 +188,11 @@ class TrainerBase:
                 f"critic_warmup={warmup} steps the optimizer's second group of parameters, and there is one: give the critic's a "
                 "group of their own, after the actor's."
             )
+        if config.entropy_target is not None and not self.loss.entropy_coeff:
+            yield (
+                f"entropy_target={config.entropy_target} bounds the entropy bonus, and entropy_coeff is 0: set entropy_coeff, or "
+                "leave entropy_target out."
+            )
         if buffer is not None and buffer > limit:
             yield (
                 f"overlong_buffer={buffer} is more than a response has, {limit} tokens: lower it, or raise the policy's "

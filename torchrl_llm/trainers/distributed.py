@@ -147,6 +147,10 @@ class Distributed:
         """The sum of a number over the ranks."""
         return sum(self.all_gather([value]))
 
+    def all_reduce_mean(self, values: Tensor) -> float:
+        """The mean of all values of all ranks, summed in float64."""
+        return self.all_reduce_sum(values.double().sum().item()) / self.all_reduce_sum(values.numel())
+
     def all_reduce_max(self, value: int) -> int:
         """The largest of a number over the ranks."""
         return max(self.all_gather([value]))

@@ -54,6 +54,9 @@ class TrainerConfig(Checked):
     """Tokens before the limit over which that penalty grows; None takes the whole length."""
     max_grad_norm: Annotated[float, Range("(0, inf]")] = 1.0
     """Gradients are clipped to this 2-norm, actor and critic apart."""
+    entropy_target: Positive | None = None
+    """Leave the entropy bonus out of updates whose tokens were sampled with more entropy than this, in nats a token: a bonus
+    without bound ends up paying for noise in the text. None always adds it."""
     target_kl: Positive | None = None
     """KL from the policy before an update to the one after it, per action token, in nats: a step that goes further is
     shortened, and is the update's last. None sets no bound."""

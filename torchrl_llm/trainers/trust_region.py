@@ -96,5 +96,4 @@ class TrustRegion:
         with run.accelerator.autocast(), run.distributed.gathered_parameters():
             scored = data.apply_in_micro_batches(actor, self._rows.copy(), run.config.max_tokens)
         # In this order of its arguments k3 is KL(old || new).
-        kl = kl_estimate(self._old, scored[keys.LOG_PROB], "k3")[self._actions].double().sum().item()
-        return run.distributed.all_reduce_sum(kl) / run.distributed.all_reduce_sum(int(self._actions.sum()))
+        return run.distributed.all_reduce_mean(kl_estimate(self._old, scored[keys.LOG_PROB], "k3")[self._actions])
