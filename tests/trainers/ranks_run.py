@@ -53,7 +53,7 @@ LAWS = {
 REPLAYED = {
     "LLMPPO": {"algo": "LLMPPO", "whiten": True},
     "LLMPPO-LoRA": {"algo": "LLMPPO", "lora_r": 4, "gradient_checkpointing": True},
-    "LLMREINFORCE": {"algo": "LLMREINFORCE", "kl_coeff": 0.05, "lora_r": 4},
+    "LLMREINFORCE": {"algo": "LLMREINFORCE", "kl_coeff": 0.05, "lora_r": 4, "lr_actor": 0.01, "target_kl": 0.003},
     "GRPO": {"algo": "GRPO", "kl_coeff": 0.05, "refresh_reference": 1},
     "GRPO-LoRA": {"algo": "GRPO", "kl_coeff": 0.05, "lora_r": 4, "refresh_reference": 1},
 }
@@ -166,9 +166,9 @@ def train(out, *, callbacks=(), **settings):
         spoken.append(int((batch[keys.TURN_IDS] >= 0).any(-1).sum()))
         return update(batch)
 
-    def cut(micro_batches, *args):
+    def cut(micro_batches, **options):
         parts.append(sum(bool((part[keys.TURN_IDS] >= 0).any()) for part in micro_batches))
-        return accumulate(micro_batches, *args)
+        return accumulate(micro_batches, **options)
 
     trainer.learn, trainer.update, trainer.updater.accumulate = recorded, counted, cut
     history = trainer.train()
@@ -213,7 +213,7 @@ def replay(out, rows, **settings):
         metrics = trainer.learn(own.clone())
         trainer.iteration += 1
         for callback in trainer.callbacks:
-            callback.on_iteration(trainer, metrics)
+            callback.on_iteration(trainer, metrics | {"rollout/success": 0.0})
     weights = whole_weights(trainer)
     run.close()
     return {"gradient": gradients[0], "weights": weights, "sharded": trainer.distributed.sharded, "metrics": metrics}

@@ -217,6 +217,9 @@ class TestReplayed:
             assert difference(alone[what], first[what]) < 1e-9
         same_figures(alone["metrics"], first["metrics"])
 
+    def test_a_step_was_shortened(self, one):
+        assert one["LLMREINFORCE"]["metrics"]["optim/step_share"] < 1
+
     def test_weights_moved(self, one):
         for name in ("LLMREINFORCE", "GRPO-LoRA"):
             moved = [value for key, value in one[name]["weights"].items() if "lora_B" in key]
