@@ -11,6 +11,7 @@ from torchrl_llm.trainers.cli import parse_run_config, resume_command, save_run_
 from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import evaluate
+from torchrl_llm.trainers.health import HealthWatch
 from torchrl_llm.trainers.report import run_and_report
 from torchrl_llm.trainers.run import Run, build_run
 from torchrl_llm.trainers.settings import TrainerConfig
@@ -22,6 +23,7 @@ __all__ = [
     "ConfigError",
     "Distributed",
     "Evaluation",
+    "HealthWatch",
     "Interrupted",
     "LLMTrainer",
     "ProgressBar",
