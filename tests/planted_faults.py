@@ -76,6 +76,31 @@ FAULTS = {
         "objective = self._surrogate(log_ratio, advantage)[0]",
         "tests/objectives/test_losses.py",
     ),
+    "a long step is kept": Fault(
+        "trainers/trust_region.py",
+        "self._shares.append(1.0 if self._kl <= self.target else self._shorten(before))",
+        "self._shares.append(1.0)",
+        "tests/trainers/test_trust_region.py",
+    ),
+    "the KL is read before the step": Fault(
+        "trainers/trust_region.py",
+        "        result = step()\n        self._kl = self.kl()\n",
+        "        self._kl = self.kl()\n        result = step()\n",
+        "tests/trainers/test_trust_region.py",
+    ),
+    "the bound is on each step and not on the update": Fault(
+        "trainers/trust_region.py",
+        "        before = [parameter.detach().clone() for parameter in self._parameters]\n",
+        "        before = [parameter.detach().clone() for parameter in self._parameters]\n"
+        "        self._old = data.apply_in_micro_batches(self.run.loss.actor_network, self._rows.copy(), 10**6)[keys.LOG_PROB]\n",
+        "tests/trainers/test_trust_region.py",
+    ),
+    "the entropy bonus has no bound": Fault(
+        "trainers/update.py",
+        "return target is None or",
+        "return True or",
+        "tests/trainers/test_trainer.py",
+    ),
     "a run trains the stock loss": Fault(
         "trainers/run.py",
         "loss = (make_loss or build.make_objective)(config, models)",
