@@ -53,7 +53,14 @@ LAWS = {
 REPLAYED = {
     "LLMPPO": {"algo": "LLMPPO", "whiten": True},
     "LLMPPO-LoRA": {"algo": "LLMPPO", "lora_r": 4, "gradient_checkpointing": True},
-    "LLMREINFORCE": {"algo": "LLMREINFORCE", "kl_coeff": 0.05, "lora_r": 4, "lr_actor": 0.01, "target_kl": 0.003},
+    "LLMREINFORCE": {
+        "algo": "LLMREINFORCE",
+        "kl_coeff": 0.05,
+        "lora_r": 4,
+        "lr_actor": 0.01,
+        "target_kl": 0.003,
+        "target_kl_share": 1.0,
+    },
     "GRPO": {"algo": "GRPO", "kl_coeff": 0.05, "refresh_reference": 1},
     "GRPO-LoRA": {"algo": "GRPO", "kl_coeff": 0.05, "lora_r": 4, "refresh_reference": 1},
 }

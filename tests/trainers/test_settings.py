@@ -364,7 +364,7 @@ LAW: dict[str, list[Case]] = {
     "max_grad_norm": [works(0.01)],
     "entropy_target": [works(1e-4, entropy_coeff=0.1), idle(0.1)],
     "target_kl": [works(1e-4)],
-    "target_kl_episodes": [works(1, target_kl=1e-4), idle(8)],
+    "target_kl_share": [works(1.0, target_kl=1e-4), idle(0.5)],
     "schedule": [works("constant"), idle("linear"), idle("constant", warmup_fraction=1.0)],
     "warmup_fraction": [works(0.5)],
     "min_lr_fraction": [works(0.5), idle(0.5, schedule="constant"), idle(0.5, warmup_fraction=1.0)],

@@ -19,7 +19,8 @@ def prepared(trainer, rows):
 
 def updated(tmp_path, algo="LLMREINFORCE", **settings):
     """A run after one update, its weights before and after, the rows, the update's metrics."""
-    run = build_run(small_config(tmp_path, algo, **settings))
+    share = {"target_kl_share": 1.0} if "target_kl" in settings else {}
+    run = build_run(small_config(tmp_path, algo, **share | settings))
     before, rows = weights(run), prepared(run.trainer, one_batch(run))
     metrics = run.trainer.update(rows)
     return run, before, weights(run), rows, metrics
@@ -80,8 +81,8 @@ def test_a_step_that_no_length_makes_right_is_taken_back(tmp_path, settings):
 
 
 def test_the_kl_may_be_measured_on_a_part_of_the_batch(tmp_path):
-    run, _, _, rows, metrics = updated(tmp_path, target_kl=0.01, target_kl_episodes=3, **FAR)
-    assert metrics["policy/kl_update"] == pytest.approx(kl(run, rows[::3]), rel=1e-4)
+    run, _, _, rows, metrics = updated(tmp_path, target_kl=0.01, target_kl_share=0.4, **FAR)
+    assert metrics["policy/kl_update"] == pytest.approx(kl(run, rows[::2]), rel=1e-4)
     assert metrics["policy/kl_update"] != pytest.approx(kl(run, rows), rel=1e-2)
 
 
@@ -90,9 +91,9 @@ def test_nothing_is_measured_while_the_actor_keeps_still(tmp_path):
     assert "policy/kl_update" not in metrics
 
 
-def test_episodes_to_measure_on_without_a_target_are_an_error(tmp_path):
+def test_a_share_to_measure_on_without_a_target_are_an_error(tmp_path):
     with pytest.raises(ConfigError, match="target_kl"):
-        small_config(tmp_path, target_kl_episodes=8)
+        small_config(tmp_path, target_kl_share=0.5)
 
 
 GUARDS = {

@@ -60,8 +60,8 @@ class TrainerConfig(Checked):
     target_kl: Positive | None = None
     """KL from the policy before an update to the one after it, per action token, in nats: a step that goes further is
     shortened, and is the update's last. None sets no bound."""
-    target_kl_episodes: Count = 32
-    """Episodes of the batch (of each process) on which that KL is measured after each step."""
+    target_kl_share: PositiveShare = 0.25
+    """Share of the batch's episodes on which that KL is measured: each step costs a scoring pass of them."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """The learning rates' course after the warm-up, over ``max_steps``."""
     warmup_fraction: Share = 0.0
@@ -85,7 +85,7 @@ class TrainerConfig(Checked):
 
     idle: ClassVar[tuple[Idle, ...]] = (
         Idle(("overlong_buffer",), {"overlong_penalty": (0,)}, "set overlong_penalty"),
-        Idle(("target_kl_episodes",), {"target_kl": (None,)}, "set target_kl"),
+        Idle(("target_kl_share",), {"target_kl": (None,)}, "set target_kl"),
         Idle(("min_lr_fraction",), {"schedule": ("constant",)}, 'set schedule to "cosine"'),
         Idle(("schedule", "min_lr_fraction"), {"warmup_fraction": (1,)}, "let the warm-up end earlier"),
         Idle(("stop_at_success",), {"evaluation_interval": (0,)}, "set evaluation_interval to 1 or more"),

@@ -31,15 +31,14 @@ class TrustRegion:
     The critic's own parameters take the whole step.
 
     Args:
-        run: the trainer; ``config.target_kl_episodes`` of the rows are used.
+        run: the trainer; the share ``config.target_kl_share`` of the rows is used.
         rows: ``[B]``, those of the update, with the log-probs that its ratios are taken against.
         target: KL from the policy before the update to the one after it, per action token, in nats.
     """
 
     def __init__(self, run: TrainerBase, rows: TensorDictBase, target: float) -> None:
         self.run, self.target = run, target
-        every = math.ceil(rows.shape[0] / run.config.target_kl_episodes)
-        chosen = rows[::every]  # evenly spaced: groups are neighbors
+        chosen = rows[:: int(1 / run.config.target_kl_share)]  # evenly spaced: groups are neighbors
         self._rows = chosen.select(*run.loss.actor_network.in_keys, keys.ATTENTION_MASK)
         self._old = chosen[keys.OLD_LOG_PROB if keys.OLD_LOG_PROB in rows else keys.SAMPLE_LOG_PROB]
         self._actions = chosen[keys.TURN_IDS] >= 0
