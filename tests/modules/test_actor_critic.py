@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import warnings
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +34,7 @@ from torchrl_llm.modules import (
 )
 from torchrl_llm.modules._base import compile_layers
 from torchrl_llm.modules.adapters import enable_gradient_checkpointing
+from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -123,6 +126,21 @@ class TestLoadActorCritic:
             assert other[i] is None
             assert grad.abs().max() > 0
             assert torch.equal(grad, mine[i])
+
+    def test_weights_that_train_do_not_depend_on_the_file_they_came_from(self, tmp_path):
+        """safetensors maps it into memory: writing over it in place took trained weights back to those of the file."""
+        for file in Path(tiny_model_path()).iterdir():
+            shutil.copy(file, tmp_path)
+        models = load_actor_critic(tmp_path, critic=True, reference=True)
+        before = [parameter.detach().clone() for parameter in models.model.parameters()]
+        with torch.no_grad():
+            for parameter in models.model.parameters():
+                parameter.add_(1.0)
+        weights = tmp_path / "model.safetensors"
+        weights.write_bytes(bytes(len(weights.read_bytes())))
+        for parameter, start in zip(models.model.parameters(), before, strict=True):
+            assert torch.equal(parameter, start + 1.0)
+        models.save_pretrained(tmp_path.parent / "saved")
 
     def test_only_what_trains_requires_grad(self):
         models = load_actor_critic(make_model(), lora=LoraConfig(**LORA), critic=True)

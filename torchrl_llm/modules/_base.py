@@ -79,6 +79,17 @@ def load_base(
     return lm.eval() if device is None or quantization is not None else lm.to(device).eval()
 
 
+def leave_file(model: nn.Module) -> None:
+    """Give weights on a CPU memory of their own.
+
+    safetensors maps files into memory, and steps of an optimizer then live in pages of the mapping: whoever writes over the
+    file in place (``cp``, ``save_pretrained`` to the same folder) puts its values in place of what was trained.
+    """
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone()
+
+
 def _widen(model: Any) -> None:
     """Convert weights narrower than float32 to float32, and log what that costs."""
     narrow = [parameter for parameter in model.parameters() if _is_narrow(parameter.dtype)]
