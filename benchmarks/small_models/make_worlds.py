@@ -62,7 +62,7 @@ def key_and_door_player(forget: float) -> Player:
 
 PLAYERS: dict[str, Callable[[float], Player]] = {"coins": coins_player, "key-and-door": key_and_door_player}
 RECIPES = {
-    "coins": Recipe(careful_steps=250, forgetful_steps=100, forget=0.25),
+    "coins": Recipe(careful_steps=250, forgetful_steps=100, forget=0.4),
     "key-and-door": Recipe(careful_steps=150, forgetful_steps=100, forget=0.2),
 }
 
@@ -83,9 +83,11 @@ def play(env: Any, seed: int, player: Player, rng: random.Random) -> list[str]:
     return texts
 
 
-def examples(name: str, formatter: ChatFormatter, recipe: Recipe, rng: random.Random) -> Iterator[tuple[Tensor, Tensor]]:
+def examples(
+    name: str, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, seed: int
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of ids and action masks: the best player's episodes, then the forgetful one's."""
-    env = WORLDS[name]()
+    env, formatter, rng = WORLDS[name](), ChatFormatter(tokenizer), random.Random(seed)
     for forget, steps in ((0.0, recipe.careful_steps), (recipe.forget, recipe.forgetful_steps)):
         player = PLAYERS[name](forget)
         for _ in range(steps):
@@ -105,7 +107,7 @@ def make(name: str, *, seed: int, recipe: Recipe | None = None) -> tuple[Qwen2Fo
     model = random_model(
         tokenizer, hidden=recipe.hidden, layers=recipe.layers, heads=recipe.heads, max_length=256, seed=seed
     )
-    clone(model, examples(name, ChatFormatter(tokenizer), recipe, random.Random(seed)), recipe)
+    clone(model, examples(name, tokenizer, recipe, seed), recipe)
     return model, tokenizer
 
 

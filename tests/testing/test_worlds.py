@@ -28,7 +28,7 @@ from torchrl_llm.testing.worlds import (
     resolve_world,
 )
 
-EVERY_SEED = range(8000)
+EVERY_SEED = range(3000)
 """Seeds enough for every task of the default worlds to come up."""
 
 
@@ -217,7 +217,7 @@ class TestCoins:
                     return "left" if not coins or min(coins, key=order)[0] < line.cell else "right"
 
                 wins[kind] += play(world, seed, player)[2]
-        assert {kind: round(count / 600, 2) for kind, count in wins.items()} == {"nearest": 0.76, "dearest": 0.85}
+        assert {kind: round(count / 150, 2) for kind, count in wins.items()} == {"nearest": 0.92, "dearest": 0.96}
 
     def test_a_discounted_objective_has_the_same_optimum(self):
         def discounted(line: Line) -> float:
@@ -332,7 +332,7 @@ class TestMaker:
             player = maker.PLAYERS[name](forget)
             wins, rewards = 0, []
             for seed in range(100):
-                texts, earned, success = play(world, seed, lambda texts, p=player: p(texts, rng))
+                _, earned, success = play(world, seed, lambda texts, p=player: p(texts, rng))
                 wins += success
                 rewards += earned
             assert low <= wins / 100 <= high

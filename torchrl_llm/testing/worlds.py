@@ -55,7 +55,8 @@ class Line(NamedTuple):
         """The state as a message, such as ``"3 me 2 moves 2"``."""
         if not self.moves:
             return "over"
-        return " ".join([*("me" if i == self.cell else str(w) for i, w in enumerate(self.worths)), f"moves {self.moves}"])
+        cells = ("me" if i == self.cell else str(worth) for i, worth in enumerate(self.worths))
+        return " ".join([*cells, f"moves {self.moves}"])
 
     @classmethod
     def read(cls, message: str) -> Line:
@@ -90,13 +91,13 @@ class Coins:
     1. The episode ends when no move is left, and is a success if no plan had collected more. An illegal answer costs a
     move and 0.1.
 
-    A player that always walks to the nearest coin wins 0.76 of the default tasks, and one that walks to the dearest coin 0.85.
+    A player that always walks to the nearest coin wins 0.92 of the default tasks, and one that walks to the dearest coin 0.96.
     A plan that is best at a discount of 0.9 a turn is best without one too, so a discounted objective has the same optimum.
 
     Args:
         cells: length of the line. Default 7.
         moves: of an episode, at most 9. Default 5.
-        worths: of the coins, each at most 9; each lies in a cell of its own, and none where the player starts. Default 1, 2, 3.
+        worths: of the coins, each at most 9; each lies in a cell of its own, and none where the player starts. Default 1 and 2.
 
     Attributes:
         WORDS: every word of messages and answers, for :func:`~torchrl_llm.testing.tokenizers.word_tokenizer`.
@@ -105,20 +106,20 @@ class Coins:
     Examples:
         >>> env = Coins()
         >>> env.reset(0)[0]
-        '0 1 0 3 me 2 0 moves 5'
-        >>> Coins.best_response(["0 1 0 3 me 2 0 moves 5"])
+        '0 1 0 0 me 2 0 moves 5'
+        >>> Coins.best_response(["0 1 0 0 me 2 0 moves 5"])
         'right'
         >>> env.step("right")[:4]
-        ('0 1 0 3 0 me 0 moves 4', 0.3333333333333333, False, False)
+        ('0 1 0 0 0 me 0 moves 4', 0.6666666666666666, False, False)
         >>> len(env.tasks)
-        600
+        150
     """
 
     MOVES: ClassVar[dict[str, int]] = {"left": -1, "right": 1}
     WORDS: ClassVar[tuple[str, ...]] = (*map(str, range(10)), "me", "moves", "left", "right", "over")
     thread_safe = True
 
-    def __init__(self, *, cells: int = 7, moves: int = 5, worths: Sequence[int] = (1, 2, 3)) -> None:
+    def __init__(self, *, cells: int = 7, moves: int = 5, worths: Sequence[int] = (1, 2)) -> None:
         if not (1 <= moves <= 9 and len(worths) < cells and all(1 <= worth <= 9 for worth in worths)):
             raise ValueError(
                 f"cells={cells}, moves={moves}, worths={worths}; expected 1 to 9 moves and fewer coins than cells, each worth 1 to 9."
@@ -345,7 +346,8 @@ def most_opened(belief: tuple[Corridor, ...]) -> int:
     """
     if not belief:
         return 0
-    return max(_opened_by(response, belief) for response in ("", *KeyAndDoor.ANSWERS))  # "" waits, as any illegal answer
+    # "" waits, as any illegal answer does.
+    return max(_opened_by(response, belief) for response in ("", *KeyAndDoor.ANSWERS))
 
 
 def _opened_by(response: str, belief: tuple[Corridor, ...]) -> int:
@@ -355,7 +357,8 @@ def _opened_by(response: str, belief: tuple[Corridor, ...]) -> int:
         after = state.after(response)
         by_message[after.shown].append(after)
     ended = by_message.pop("over", [])
-    return sum(state.opened for state in ended) + sum(most_opened(tuple(sorted(group))) for group in by_message.values())
+    later = sum(most_opened(tuple(sorted(group))) for group in by_message.values())
+    return later + sum(state.opened for state in ended)
 
 
 def key_and_door_optimum(world: KeyAndDoor | None = None) -> float:
@@ -400,5 +403,6 @@ def resolve_world(env_id: str) -> EnvSpec:
     """
     name = env_id.removeprefix("world:")
     if name not in WORLDS:
-        raise UnknownEnvironmentError(f"There is no world {env_id!r}; expected one of {[f'world:{n}' for n in WORLDS]}.")
+        known = [f"world:{each}" for each in WORLDS]
+        raise UnknownEnvironmentError(f"There is no world {env_id!r}; expected one of {known}.")
     return EnvSpec(env_id, WORLDS[name])
