@@ -185,10 +185,19 @@ class TestBenchmarks:
     def test_learning_in_another_world(self, tmp_path, monkeypatch):
         """Seeds of a world: each run starts from the world's model, and the summary states the optimum."""
         script = load(ROOT / "benchmarks" / "learning.py")
-        model, tokenizer = make_worlds.make("coins", seed=0, recipe=make_worlds.Recipe(careful_steps=1, forgetful_steps=0))
+        model, tokenizer = make_worlds.make(
+            "coins", seed=0, recipe=make_worlds.Recipe(careful_steps=1, forgetful_steps=0)
+        )
         monkeypatch.chdir(tmp_path)
         make_worlds.save(model, tokenizer, tmp_path / "runs" / "worlds" / "coins")
-        arguments = ["--world=coins", "--algo=GRPO", "--seeds=1", "--draw=x", *QUICK, "--save-checkpoints=false"]
+        arguments = [
+            "--world=coins",
+            "--algo=GRPO",
+            "--seeds=1",
+            "--draw=x",
+            *QUICK,
+            "--max-iterations=5",
+        ]  # a moving mean of 5
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
         monkeypatch.setattr(sys, "argv", ["learning.py", *arguments])
         script.main()
