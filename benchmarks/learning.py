@@ -2,11 +2,16 @@
 
     python benchmarks/learning.py --algo LLMPPO --seed 0
     OMP_NUM_THREADS=1 python benchmarks/learning.py --seeds 20 --jobs 2
+    OMP_NUM_THREADS=1 python benchmarks/learning.py --world key-and-door --algo GRPO --seed 0
 
 The settings are those of ``examples/configs/tiny_*.yaml``. The win rate is that of 512 sampled episodes (2,048 with
 ``--seeds``) at temperature 1 on tasks that are played once before and once after training, and used for nothing else: no
 evaluation stops the run or selects weights. Writes ``result.json``, the learning curve and the conversations to
 ``--output-dir``.
+
+``--world`` trains in another world (:mod:`torchrl_llm.testing.worlds`), whose best success rate is known, with the same settings;
+only the number of turns is scaled, so that the number of games stays about the same. The model that it starts from is made
+once, in ``runs/worlds`` (``benchmarks/small_models/make_worlds.py``).
 
 ``--seeds N`` trains with N seeds for each algorithm (``--algo``: for this one), each in a process of its own, ``--jobs`` at a
 time, and writes the distribution over seeds: ``summary.md``, ``summary.json`` and ``learning.png``. The seeds are drawn and
@@ -18,12 +23,14 @@ import argparse
 import csv
 import hashlib
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -32,6 +39,9 @@ CONFIGS = {"LLMREINFORCE": "tiny_reinforce_llm", "LLMPPO": "tiny_ppo_llm", "GRPO
 TARGET = 0.95
 WINDOW = 5
 """Batches of a moving mean of the win rate."""
+TURNS = {"guess": 3, "coins": 5, "key-and-door": 8}
+"""``max_steps`` counts turns and is scaled by these, so that a run plays about as many games in each world. A game of guess has 3
+turns, one of coins 5, and one of key-and-door 10: it plays fewer games, so that a run takes no more CPU-seconds."""
 
 
 # ---------------------------------------------------------------------- seeds
@@ -139,6 +149,44 @@ def draw(results: dict[str, list[dict]], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+# ---------------------------------------------------------------------- worlds
+
+
+def make_model(world: str) -> Path:
+    """The folder of the model that a world starts from, made if it is missing."""
+    folder = Path("runs/worlds") / world
+    if not folder.exists():
+        # Renamed when it is complete: a run that is stopped here leaves nothing that looks finished.
+        unfinished = folder.with_name(f"{world}.{os.getpid()}")
+        script = ROOT / "benchmarks" / "small_models" / "make_worlds.py"
+        subprocess.run([sys.executable, script, f"--world={world}", f"--out={unfinished}"], check=True)
+        unfinished.rename(folder)
+    return folder
+
+
+def world_overrides(world: str, config: Path) -> list[str]:
+    """The settings that a world changes in ``config``: model, environment and the number of turns."""
+    if world == "guess":
+        return []
+    folder = make_model(world)
+    max_steps = yaml.safe_load(config.read_text())["max_steps"] * TURNS[world] // TURNS["guess"]
+    return [
+        f"--model-path={folder / 'model'}",
+        f"--tokenizer-path={folder / 'tokenizer'}",
+        f"--env-name=world:{world}",
+        f"--max-steps={max_steps}",
+    ]
+
+
+def optimum_of(world: str) -> float | None:
+    """The best success rate of a world, by dynamic programming; ``None``: it is not known here."""
+    if world == "guess":
+        return None
+    from torchrl_llm.testing.worlds import OPTIMA
+
+    return OPTIMA[world]()
+
+
 # ---------------------------------------------------------------------- runs
 
 
@@ -154,7 +202,10 @@ def read(folder: Path) -> dict:
 
 def train_seeds(algorithms: list[str], arguments: argparse.Namespace, overrides: list[str]) -> None:
     """Train with all seeds, in processes of their own, and write the distribution."""
-    output = arguments.output_dir or Path("runs/learning") / arguments.draw
+    suffix = "" if arguments.world == "guess" else f"-{arguments.world}"
+    output = arguments.output_dir or Path("runs/learning") / f"{arguments.draw}{suffix}"
+    if suffix:
+        make_model(arguments.world)  # here, so that two processes do not both make it
     seeds = drawn_seeds(arguments.draw, arguments.seeds)
     folders = {(algo, seed): output / f"{algo}-{seed}" for seed in seeds for algo in algorithms}
 
@@ -162,6 +213,7 @@ def train_seeds(algorithms: list[str], arguments: argparse.Namespace, overrides:
         (algo, seed), folder = key, folders[key]
         if not (folder / "result.json").exists():
             options = [
+                f"--world={arguments.world}",
                 f"--algo={algo}",
                 f"--seed={seed}",
                 f"--output-dir={folder}",
@@ -184,27 +236,43 @@ def train_seeds(algorithms: list[str], arguments: argparse.Namespace, overrides:
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(pool.map(train, folders))
     results = {algo: [read(folders[algo, seed]) for seed in seeds] for algo in algorithms}
+    write_summary(results, output, optimum=optimum_of(arguments.world))
+
+
+def write_summary(results: dict[str, list[dict]], output: Path, *, optimum: float | None) -> None:
+    """Write the distribution over seeds, and say which success rate is the best possible where that is known."""
     summaries = {algo: summarize(runs) for algo, runs in results.items()}
-    (output / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n")
-    (output / "summary.md").write_text(table(summaries))
+    text, best = table(summaries), {}
+    if optimum is not None:
+        text += f"\nThe best policy succeeds in {optimum:.3f} of the episodes (exact, by dynamic programming).\n"
+        best = {"optimum": optimum}
+    (output / "summary.json").write_text(json.dumps(summaries | best, indent=2) + "\n")
+    (output / "summary.md").write_text(text)
     draw(results, output / "learning.png")
-    print(table(summaries))
+    print(text)
 
 
 def train_one(arguments: argparse.Namespace, overrides: list[str]) -> None:
     """Train with one seed, and write ``result.json``."""
     import multiturn  # not needed by the process that only starts others
 
+    from torchrl_llm.envs import register_env_family
+    from torchrl_llm.testing.worlds import resolve_world
     from torchrl_llm.trainers import parse_run_config
 
-    output = arguments.output_dir or Path("runs/learning") / f"{arguments.algo}-{arguments.seed}"
+    register_env_family("world", resolve_world)
+    # A folder of its own for a world: benchmarks/report.py reads all results directly below runs/learning as one table.
+    folder = Path("runs/learning") / ("" if arguments.world == "guess" else arguments.world)
+    output = arguments.output_dir or folder / f"{arguments.algo}-{arguments.seed}"
+    path = ROOT / "examples" / "configs" / f"{CONFIGS[arguments.algo]}.yaml"
     config = parse_run_config(
         [
-            f"--config={ROOT}/examples/configs/{CONFIGS[arguments.algo]}.yaml",
+            f"--config={path}",
             f"--seed={arguments.seed}",
             f"--output-dir={output}",
             "--evaluation-interval=0",
             "--final-episodes=512",
+            *world_overrides(arguments.world, path),
             *overrides,
         ]
     )
@@ -215,11 +283,16 @@ def main() -> None:
     """Train with one seed, or with many."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algo", choices=list(CONFIGS), help="needed for one seed; default of --seeds: all three")
+    parser.add_argument("--world", choices=list(TURNS), default="guess", help="what is learnt; default guess")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, help="train with this many drawn seeds")
     parser.add_argument("--draw", default="final-1", help="the text that the seeds are drawn from")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
-    parser.add_argument("--output-dir", type=Path, help="default: runs/learning/ALGO-SEED, or runs/learning/DRAW")
+    parser.add_argument(
+        "--output-dir",
+        type=Path,
+        help="default: runs/learning/ALGO-SEED or runs/learning/DRAW; worlds: .../WORLD/ALGO-SEED or .../DRAW-WORLD",
+    )
     arguments, overrides = parser.parse_known_args()
     if arguments.seeds is not None:
         train_seeds([arguments.algo] if arguments.algo else list(CONFIGS), arguments, overrides)

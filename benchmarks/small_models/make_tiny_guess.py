@@ -236,13 +236,18 @@ def batches(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Endless batches of fresh games: ids ``[games, L]`` int64, right-padded, and action mask ``[games, L]`` bool."""
     while True:
-        rows = [render(play(env, rng.randrange(2**31), player, rng), formatter) for _ in range(games)]
-        width = max(len(ids) for ids, _ in rows)
-        pad = formatter.tokenizer.pad_token_id
-        yield (
-            torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in rows]),
-            torch.tensor([mask + [False] * (width - len(mask)) for _, mask in rows]),
-        )
+        yield collate([play(env, rng.randrange(2**31), player, rng) for _ in range(games)], formatter)
+
+
+def collate(games: list[list[str]], formatter: ChatFormatter) -> tuple[Tensor, Tensor]:
+    """A batch of games: ids ``[games, L]`` int64, right-padded, and action mask ``[games, L]`` bool."""
+    rows = [render(texts, formatter) for texts in games]
+    width = max(len(ids) for ids, _ in rows)
+    pad = formatter.tokenizer.pad_token_id
+    return (
+        torch.tensor([ids + [pad] * (width - len(ids)) for ids, _ in rows]),
+        torch.tensor([mask + [False] * (width - len(mask)) for _, mask in rows]),
+    )
 
 
 def clone_loss(model: Qwen2ForCausalLM, ids: Tensor, mask: Tensor) -> Tensor:

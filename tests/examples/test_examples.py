@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import make_worlds
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
@@ -180,6 +181,42 @@ class TestBenchmarks:
         load(ROOT / "benchmarks" / "learning.py").main()
         result = json.loads((tmp_path / "result.json").read_text())
         assert (result["algo"], result["seed"], result["iterations"]) == ("GRPO", 3, 2)
+
+    def test_learning_in_another_world(self, tmp_path, monkeypatch):
+        """Seeds of a world: each run starts from the world's model, and the summary states the optimum."""
+        script = load(ROOT / "benchmarks" / "learning.py")
+        model, tokenizer = make_worlds.make(
+            "coins", seed=0, recipe=make_worlds.Recipe(careful_steps=1, forgetful_steps=0)
+        )
+        monkeypatch.chdir(tmp_path)
+        make_worlds.save(model, tokenizer, tmp_path / "runs" / "worlds" / "coins")
+        arguments = [
+            "--world=coins",
+            "--algo=GRPO",
+            "--seeds=1",
+            "--draw=x",
+            *QUICK,
+            "--max-iterations=5",
+        ]  # a moving mean of 5
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        monkeypatch.setattr(sys, "argv", ["learning.py", *arguments])
+        script.main()
+        out = tmp_path / "runs" / "learning" / "x-coins"
+        summary = json.loads((out / "summary.json").read_text())
+        assert summary["optimum"] == 1.0
+        assert "The best policy succeeds in 1.000 of the episodes" in (out / "summary.md").read_text()
+        (result,) = [json.loads(path.read_text()) for path in out.glob("GRPO-*/result.json")]
+        assert result["env_name"] == "world:coins"
+        assert result["turns_after"] == 5
+        assert [each for each in summary if each != "optimum"] == ["GRPO"]
+
+    def test_learning_scales_the_turns_of_a_world(self, tmp_path, monkeypatch):
+        script = load(ROOT / "benchmarks" / "learning.py")
+        monkeypatch.setattr(script, "make_model", lambda world: tmp_path / world)
+        config = CONFIGS / "tiny_grpo_multiturn.yaml"
+        assert script.world_overrides("guess", config) == []
+        assert "--max-steps=83333" in script.world_overrides("coins", config)
+        assert "--max-steps=133333" in script.world_overrides("key-and-door", config)
 
     @pytest.mark.extra
     def test_iteration(self, tmp_path, monkeypatch):

@@ -1,0 +1,135 @@
+"""Make a small model for a world: ``python benchmarks/small_models/make_worlds.py --world coins --out DIR --seed 0``.
+
+The worlds are those of :mod:`torchrl_llm.testing.worlds`. The model is a Qwen2 of about 0.11 M parameters over whole words
+that clones scripted players (:mod:`make_tiny_guess` does the same for GuessTheNumber): first the best one, so that it learns
+the rules quickly, then one that forgets now and then. The start plays legally and wins about half of its episodes.
+
+Writes ``DIR/model`` and ``DIR/tokenizer``. They are apart because ``AutoTokenizer`` would read the tokenizer as Qwen2's
+byte-level BPE beside the files of a Qwen2: give both, as ``model_path`` and ``tokenizer_path``. The same seed, package
+versions and kind of CPU give the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from make_tiny_guess import Recipe, clone, collate, render
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from torchrl_llm.envs import ChatFormatter
+from torchrl_llm.testing.tiny import random_model
+from torchrl_llm.testing.tokenizers import word_tokenizer
+from torchrl_llm.testing.worlds import WORLDS, Coins, KeyAndDoor
+
+__all__ = ["PLAYERS", "RECIPES", "Recipe", "make", "play", "render", "save"]
+
+logger = logging.getLogger(__name__)
+
+Player = Callable[[list[str], random.Random], str]
+"""Given message, response, ..., message and a generator, returns the next response."""
+
+
+def coins_player(forget: float) -> Player:
+    """A player of ``Coins`` that follows a best plan, and moves at random with probability ``forget`` a turn."""
+
+    def respond(texts: list[str], rng: random.Random) -> str:
+        return rng.choice(list(Coins.MOVES)) if rng.random() < forget else Coins.best_response(texts)
+
+    return respond
+
+
+def key_and_door_player(forget: float) -> Player:
+    """A player of ``KeyAndDoor`` that forgets the key's side and whether it holds the key with probability ``forget`` a turn.
+
+    It then guesses both, so that it is right about half of the time.
+    """
+
+    def respond(texts: list[str], rng: random.Random) -> str:
+        if rng.random() >= forget:
+            return KeyAndDoor.best_response(texts)
+        place = texts[-1].split()[-1]
+        return KeyAndDoor.answer(place, side=rng.choice(["left", "right"]), holds=rng.random() < 0.5)
+
+    return respond
+
+
+PLAYERS: dict[str, Callable[[float], Player]] = {"coins": coins_player, "key-and-door": key_and_door_player}
+RECIPES = {
+    "coins": Recipe(careful_steps=250, forgetful_steps=100, forget=0.4),
+    "key-and-door": Recipe(careful_steps=150, forgetful_steps=100, forget=0.2),
+}
+
+
+def play(env: Any, seed: int, player: Player, rng: random.Random) -> list[str]:
+    """An episode as text: first message, response, message, response, ..., last message.
+
+    Examples:
+        >>> play(Coins(cells=3, moves=2, worths=(1, 2)), 0, coins_player(0.0), random.Random(0))
+        ['2 me 1 moves 2', 'left', 'me 0 1 moves 1', 'left', 'over']
+    """
+    texts, done = [env.reset(seed)[0]], False
+    while not done:
+        texts.append(player(texts, rng))
+        message, _, terminated, truncated, _ = env.step(texts[-1])
+        texts.append(message)
+        done = terminated or truncated
+    return texts
+
+
+def examples(
+    name: str, tokenizer: PreTrainedTokenizerFast, recipe: Recipe, seed: int
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches of ids and action masks: the best player's episodes, then the forgetful one's."""
+    env, formatter, rng = WORLDS[name](), ChatFormatter(tokenizer), random.Random(seed)
+    for forget, steps in ((0.0, recipe.careful_steps), (recipe.forget, recipe.forgetful_steps)):
+        player = PLAYERS[name](forget)
+        for _ in range(steps):
+            yield collate([play(env, rng.randrange(2**31), player, rng) for _ in range(recipe.games)], formatter)
+
+
+def make(name: str, *, seed: int, recipe: Recipe | None = None) -> tuple[Qwen2ForCausalLM, PreTrainedTokenizerFast]:
+    """The model of a world and its tokenizer.
+
+    Args:
+        name: one of :data:`~torchrl_llm.testing.worlds.WORLDS`.
+        seed: of the initial weights and the cloned episodes.
+        recipe: default: that of :data:`RECIPES`.
+    """
+    recipe = recipe or RECIPES[name]
+    tokenizer = word_tokenizer(WORLDS[name].WORDS)
+    model = random_model(
+        tokenizer, hidden=recipe.hidden, layers=recipe.layers, heads=recipe.heads, max_length=256, seed=seed
+    )
+    clone(model, examples(name, tokenizer, recipe, seed), recipe)
+    return model, tokenizer
+
+
+def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write ``folder/model`` and ``folder/tokenizer``."""
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "tokenizer")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--world", choices=list(WORLDS), required=True)
+    parser.add_argument("--out", type=Path, required=True, help="directory to write")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(1)
+    model, tokenizer = make(arguments.world, seed=arguments.seed)
+    save(model, tokenizer, arguments.out)
+    logger.info("%d parameters, %d tokens, in %s", model.num_parameters(), len(tokenizer), arguments.out)
+
+
+if __name__ == "__main__":
+    main()
