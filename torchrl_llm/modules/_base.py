@@ -82,8 +82,8 @@ def load_base(
 def leave_file(model: nn.Module) -> None:
     """Give weights on a CPU memory of their own.
 
-    safetensors maps files into memory, and steps of an optimizer then live in pages of the mapping: whoever writes over the
-    file in place (``cp``, ``save_pretrained`` to the same folder) puts its values in place of what was trained.
+    safetensors maps files into memory, and what an optimizer writes is in pages of the mapping. Writing over the file in place
+    (``cp``, ``save_pretrained`` to the same folder) would put the file's values in the place of the trained ones.
     """
     for parameter in model.parameters():
         if parameter.device.type == "cpu":
