@@ -651,7 +651,7 @@ class TestOptions:
     def test_v_trace_has_the_old_log_probs_scored(self, tmp_path):
         run = build_run(small_config(tmp_path, "LLMPPO", clipping="none", max_iterations=1))
         run.trainer.loss.make_value_estimator(TurnVTrace)
-        assert run.trainer.scorer.logprobs_match_trainer
+        assert run.trainer.logprobs_match_trainer
         (metrics,) = run.trainer.train()
         assert math.isfinite(metrics["loss/critic"])
         assert run.trainer.scorer.scores_old

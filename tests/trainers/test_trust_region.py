@@ -86,6 +86,15 @@ def test_the_kl_may_be_measured_on_a_part_of_the_batch(tmp_path):
     assert metrics["policy/kl_update"] != pytest.approx(kl(run, rows), rel=1e-2)
 
 
+def test_what_the_sampler_computes_otherwise_is_no_step(tmp_path):
+    """Truncated sampling, whose log-probs are others: the KL is to the trained policy before the update."""
+    settings = {"top_p": 0.8, "old_log_probs": "sampler", "lr_actor": 1e-6}
+    run, _, _, rows, metrics = updated(tmp_path, target_kl=0.001, **settings)
+    assert kl(run, rows) > 0.002
+    assert metrics["policy/kl_update"] < 1e-6
+    assert metrics["optim/step_share"] == 1
+
+
 def test_nothing_is_measured_while_the_actor_keeps_still(tmp_path):
     *_, metrics = updated(tmp_path, "LLMPPO", target_kl=0.01, critic_warmup=1)
     assert "policy/kl_update" not in metrics

@@ -205,6 +205,12 @@ class TrainerBase:
             )
 
     @property
+    def logprobs_match_trainer(self) -> bool:
+        """Whether the sampler's log-probs are the trained model's own, so that none need be scored before the update."""
+        everywhere = self.policy.logprobs_match_trainer and self.rollouts.logprobs_match_trainer
+        return everywhere and self.accelerator.mixed_precision == "no"
+
+    @property
     def credit_corrects_sampler(self) -> bool:
         """Whether the advantages hold the ratio of the policy to the sampler, for which old log-probs are scored."""
         estimator = self.loss.value_estimator

@@ -40,10 +40,16 @@ class TrustRegion:
         self.run, self.target = run, target
         chosen = rows[:: int(1 / run.config.target_kl_share)]  # evenly spaced: groups are neighbors
         self._rows = chosen.select(*run.loss.actor_network.in_keys, keys.ATTENTION_MASK)
-        self._old = chosen[keys.OLD_LOG_PROB if keys.OLD_LOG_PROB in rows else keys.SAMPLE_LOG_PROB]
         self._actions = chosen[keys.TURN_IDS] >= 0
         self._parameters: list[Tensor] = run.optimizer.param_groups[0]["params"]
         self._kl, self._shares = 0.0, [1.0]
+        self._old = self._old_log_prob(chosen)
+
+    def _old_log_prob(self, rows: TensorDictBase) -> Tensor:
+        if keys.OLD_LOG_PROB in rows:
+            return rows[keys.OLD_LOG_PROB]
+        # Where the sampler computes other log-probs, the difference would count as a step of the policy.
+        return rows[keys.SAMPLE_LOG_PROB] if self.run.logprobs_match_trainer else self._score()
 
     @classmethod
     def of(cls, run: TrainerBase, rows: TensorDictBase) -> TrustRegion | None:
@@ -91,8 +97,11 @@ class TrustRegion:
     @torch.no_grad()
     def kl(self) -> float:
         """KL from the policy before the update to the present one, per action token, estimated on the tokens sampled (k3)."""
+        # In this order of its arguments k3 is KL(old || new).
+        return self.run.distributed.all_reduce_mean(kl_estimate(self._old, self._score(), "k3")[self._actions])
+
+    @torch.no_grad()
+    def _score(self) -> Tensor:
         run, actor = self.run, self.run.loss.actor_network
         with run.accelerator.autocast(), run.distributed.gathered_parameters():
-            scored = data.apply_in_micro_batches(actor, self._rows.copy(), run.config.max_tokens)
-        # In this order of its arguments k3 is KL(old || new).
-        return run.distributed.all_reduce_mean(kl_estimate(self._old, scored[keys.LOG_PROB], "k3")[self._actions])
+            return data.apply_in_micro_batches(actor, self._rows.copy(), run.config.max_tokens)[keys.LOG_PROB]

@@ -39,17 +39,11 @@ class RowScorer:
         return estimator
 
     @property
-    def logprobs_match_trainer(self) -> bool:
-        """Whether the sampler's log-probs are the trained model's own, so that none need be scored before the update."""
-        everywhere = self.run.policy.logprobs_match_trainer and self.run.rollouts.logprobs_match_trainer
-        return everywhere and self.run.accelerator.mixed_precision == "no"
-
-    @property
     def scores_old(self) -> bool:
         """Whether the log-probs that ratios are taken against are scored, and not the sampler's."""
         if self.run.config.old_log_probs == "auto":
             return (
-                not self.logprobs_match_trainer
+                not self.run.logprobs_match_trainer
                 or self.run.credit_corrects_sampler
                 or self.run.rollouts.max_staleness > 0
             )
