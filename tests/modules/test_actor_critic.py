@@ -140,7 +140,6 @@ class TestLoadActorCritic:
         weights.write_bytes(bytes(len(weights.read_bytes())))
         for parameter, start in zip(models.model.parameters(), before, strict=True):
             assert torch.equal(parameter, start + 1.0)
-        models.save_pretrained(tmp_path.parent / "saved")
 
     def test_only_what_trains_requires_grad(self):
         models = load_actor_critic(make_model(), lora=LoraConfig(**LORA), critic=True)

@@ -60,6 +60,12 @@ class TestCreditMetrics:
         undefined = ("critic/explained_variance", "critic/value_return_correlation", "credit/top_percent")
         assert all(math.isnan(figures[name]) for name in undefined)
 
+    def test_nothing_was_sampled(self, rows):
+        rows["turn_ids"] = torch.full((2, 6), -1)
+        figures = credit_metrics(rows)
+        assert (figures["credit/largest"], figures["policy/first_turn_entropy"]) == (0, 0)
+        assert math.isnan(figures["credit/top_percent"])
+
     def test_how_the_credit_is_spread(self):
         """Of 150 action tokens the hundredth is two: 3 and 2 of a sum of 3 + 2 + 148 / 4. What is no action does not count."""
         advantage = torch.full((2, 80), 0.25)

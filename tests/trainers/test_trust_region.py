@@ -100,7 +100,7 @@ def test_nothing_is_measured_while_the_actor_keeps_still(tmp_path):
     assert "policy/kl_update" not in metrics
 
 
-def test_a_share_to_measure_on_without_a_target_are_an_error(tmp_path):
+def test_a_share_without_a_target_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="target_kl"):
         small_config(tmp_path, target_kl_share=0.5)
 
@@ -127,7 +127,7 @@ def test_one_update_within_the_trust_region_does_not(tmp_path):
 
 
 def success_after_one_update(tmp_path, **guard):
-    """The win rate, 0.56 before, after one update with ten times the usual learning rate."""
+    """The win rate, 0.56 before, after one update with seven times the usual learning rate."""
     settings = {"num_envs": 64, "batch_size": 64, "lr_actor": 0.01, "epochs": 2, "max_steps": 10**6}
     run = build_run(small_config(tmp_path, **settings | guard))
     rows = one_batch(run)

@@ -79,7 +79,7 @@ def load_base(
     return lm.eval() if device is None or quantization is not None else lm.to(device).eval()
 
 
-def leave_file(model: nn.Module) -> None:
+def unmap_weights(model: nn.Module) -> None:
     """Give weights on a CPU memory of their own.
 
     safetensors maps files into memory, and what an optimizer writes is in pages of the mapping. Writing over the file in place

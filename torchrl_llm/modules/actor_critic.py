@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from torchrl_llm.modules import weights
-from torchrl_llm.modules._base import Quantization, compile_layers, leave_file, load_base
+from torchrl_llm.modules._base import Quantization, compile_layers, load_base, unmap_weights
 from torchrl_llm.modules.adapters import AdapterError, add_adapters, enable_gradient_checkpointing, trainable_parameters
 from torchrl_llm.modules.checks import check_head, check_repeatable, check_rows, check_vocabulary
 from torchrl_llm.modules.critic import TurnCritic
@@ -355,7 +355,7 @@ def load_actor_critic(
         sampling = decide_stop_ids(sampling, generation_end_ids(base), tokenizer, vocabulary=vocabulary_of(base))
     roles = ["actor", *(["critic"] if critic is True else []), *(["reference"] if reference == "adapter" else [])]
     if lora is None:
-        leave_file(base)
+        unmap_weights(base)
         actor_model, adapter = base, None
         critic_model = copy.deepcopy(backbone(base)) if critic is True else base
         frozen = copy.deepcopy(base).requires_grad_(False) if reference else base

@@ -34,7 +34,7 @@ METRICS: dict[str, str] = {
     "policy/first_turn_entropy": "entropy of the first response, nats, estimated by the tokens sampled",
     "policy/kl_reference": "KL to the reference per action token, nats, estimated on the sampled tokens",
     "policy/kl_old": "KL between the policies before and during the update per action token, nats (k3)",
-    "policy/kl_update": "KL between the policies before and after a step per action token, nats (k3; with target_kl)",
+    "policy/kl_update": "KL between the policies before and after the update per action token, nats (k3; with target_kl)",
     "policy/clip_fraction": "share of action tokens whose ratio was clipped",
     "policy/ESS": "effective sample size of the importance ratios, as a share of the action tokens",
     "policy/log_ratio": "mean |log ratio| of new to old policy per action token",
@@ -243,10 +243,10 @@ def _rollout_metrics(rows: TensorDictBase) -> dict[str, float]:
 def credit_metrics(rows: TensorDictBase) -> dict[str, float]:
     """How the advantages of rows ``[B]`` are spread; with a critic, how well its values predict their targets."""
     turn_ids, surprisal = rows[keys.TURN_IDS], -rows[keys.SAMPLE_LOG_PROB].double()
-    size = rows[keys.ADVANTAGE][turn_ids >= 0].double().abs()
-    top = size.topk(math.ceil(len(size) / 100)).values
+    size = rows[keys.ADVANTAGE][turn_ids >= 0].double().abs().sort(descending=True).values
+    top = size[: math.ceil(len(size) / 100)]
     metrics = {
-        "credit/largest": size.max().item(),
+        "credit/largest": size[:1].sum().item(),  # 0 where every prompt filled the context and nothing was sampled
         "credit/top_percent": (top.sum() / size.sum()).item() if size.any() else float("nan"),
         "policy/first_turn_entropy": surprisal[turn_ids == 0].sum().item() / len(rows),
     }

@@ -61,7 +61,7 @@ class TrainerConfig(Checked):
     """KL from the policy before an update to the one after it, per action token, in nats: a step that goes further is
     shortened, and is the update's last. None sets no bound."""
     target_kl_share: PositiveShare = 0.25
-    """Share of the batch's episodes on which that KL is measured: each step costs a scoring pass of them."""
+    """Share of the batch's episodes, at least, on which that KL is measured: each step costs a scoring pass of them."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """The learning rates' course after the warm-up, over ``max_steps``."""
     warmup_fraction: Share = 0.0

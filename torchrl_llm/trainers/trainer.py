@@ -207,7 +207,10 @@ class LLMTrainer(TrainerBase):
         return self.scorer.credit(batch)
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:
-        """``config.epochs`` passes of optimizer steps over ``batch``, fewer if one reaches ``config.target_kl``; returns the means of the loss's metrics."""
+        """``config.epochs`` passes of optimizer steps over ``batch``; returns the means of the loss's metrics.
+
+        A step that reaches ``config.target_kl`` is the last.
+        """
         return self.updater.update(batch)
 
     def _send_weights(self) -> dict[str, float]:
