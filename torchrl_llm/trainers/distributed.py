@@ -148,8 +148,8 @@ class Distributed:
         return sum(self.all_gather([value]))
 
     def all_reduce_mean(self, values: Tensor) -> float:
-        """The mean of all values of all ranks, summed in float64."""
-        return self.all_reduce_sum(values.double().sum().item()) / self.all_reduce_sum(values.numel())
+        """The mean of all values of all ranks, summed in float64; 0 if there are none."""
+        return self.all_reduce_sum(values.double().sum().item()) / max(1, self.all_reduce_sum(values.numel()))
 
     def all_reduce_max(self, value: int) -> int:
         """The largest of a number over the ranks."""
