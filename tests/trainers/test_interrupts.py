@@ -344,7 +344,7 @@ def play(script: str, folder: Path, moment: str, *launch: str, iterations: int, 
     return process.returncode, out, err
 
 
-SAMPLED = {"log_prob_gap.csv", "parity_gap.csv"}
+SAMPLED = {"log_prob_gap.csv", "parity_gap.csv", "first_turn_entropy.csv"}
 """What depends on the log-probs of workers, and these in their last digit on which turns they answer together."""
 
 
