@@ -16,7 +16,7 @@ once, in ``runs/worlds`` (``benchmarks/small_models/make_worlds.py``).
 ``--seeds N`` trains with N seeds for each algorithm (``--algo``: for this one), each in a process of its own, ``--jobs`` at a
 time, and writes the distribution over seeds: ``summary.md``, ``summary.json`` and ``learning.png``. The seeds are drawn and
 not chosen: they are the 32-bit words (big-endian) of the SHA-256 of the text ``--draw``, then of that text with ``:1``,
-``:2``, ... after it. Runs that are finished are not repeated.
+``:2``, ... after it. Runs that are finished are not repeated; those of other settings are an error.
 """
 
 import argparse
@@ -27,16 +27,23 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import yaml
+
+if TYPE_CHECKING:
+    from torchrl_llm.trainers import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
 CONFIGS = {"LLMREINFORCE": "tiny_reinforce_llm", "LLMPPO": "tiny_ppo_llm", "GRPO": "tiny_grpo_multiturn"}
 TARGET = 0.95
+TIMEOUT = 3600.0
+"""Seconds of one run of ``--seeds``; the slowest takes a few minutes."""
 WINDOW = 5
 """Batches of a moving mean of the win rate."""
 TURNS = {"guess": 3, "coins": 5, "key-and-door": 8}
@@ -209,34 +216,36 @@ def train_seeds(algorithms: list[str], arguments: argparse.Namespace, overrides:
     seeds = drawn_seeds(arguments.draw, arguments.seeds)
     folders = {(algo, seed): output / f"{algo}-{seed}" for seed in seeds for algo in algorithms}
 
+    overrides = ["--overwrite=true", "--progress=false", "--checkpoint-interval=0", "--final-episodes=2048", *overrides]
+
     def train(key: tuple[str, int]) -> None:
         (algo, seed), folder = key, folders[key]
+        options = ["--world", arguments.world, "--algo", algo, "--seed", str(seed), "--output-dir", str(folder)]
         if not (folder / "result.json").exists():
-            options = [
-                f"--world={arguments.world}",
-                f"--algo={algo}",
-                f"--seed={seed}",
-                f"--output-dir={folder}",
-                "--overwrite=true",
-                "--progress=false",
-            ]
             folder.parent.mkdir(parents=True, exist_ok=True)
             with open(folder.parent / f"{folder.name}.log", "w") as log:
-                command = [
-                    sys.executable,
-                    __file__,
-                    *options,
-                    "--checkpoint-interval=0",
-                    "--final-episodes=2048",
-                    *overrides,
-                ]
-                subprocess.run(command, stdout=log, stderr=log, check=True)
+                command = [sys.executable, __file__, *options, *overrides]
+                subprocess.run(command, stdout=log, stderr=log, check=True, timeout=TIMEOUT)
         print(f"{algo} {seed}: {read(folder)['success_after']:.3f}", flush=True)
 
+    for (algo, seed), folder in folders.items():
+        if (folder / "result.json").exists():
+            check_settings(folder, settings(algo, arguments.world, seed, folder, overrides))
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(pool.map(train, folders))
     results = {algo: [read(folders[algo, seed]) for seed in seeds] for algo in algorithms}
     write_summary(results, output, optimum=optimum_of(arguments.world))
+
+
+def check_settings(folder: Path, config: "RunConfig") -> None:
+    """Refuse a finished run of other settings, which would stand in the table beside runs of these."""
+    from torchrl_llm.trainers import parse_run_config
+
+    found = parse_run_config([f"--config={folder / 'config.yaml'}"])
+    names = [each.name for each in fields(config) if each.name != "overwrite"]  # which a run does not write down
+    differ = {name: getattr(found, name) for name in names if getattr(found, name) != getattr(config, name)}
+    if differ:
+        raise SystemExit(f"{folder} is a run with {differ}: give another --output-dir, or remove it.")
 
 
 def write_summary(results: dict[str, list[dict]], output: Path, *, optimum: float | None) -> None:
@@ -252,31 +261,36 @@ def write_summary(results: dict[str, list[dict]], output: Path, *, optimum: floa
     print(text)
 
 
+def settings(algo: str, world: str, seed: int, output: Path, overrides: list[str]) -> "RunConfig":
+    """The settings of one run."""
+    from torchrl_llm.trainers import parse_run_config
+
+    path = ROOT / "examples" / "configs" / f"{CONFIGS[algo]}.yaml"
+    return parse_run_config(
+        [
+            f"--config={path}",
+            f"--seed={seed}",
+            f"--output-dir={output}",
+            "--evaluation-interval=0",
+            "--final-episodes=512",
+            *world_overrides(world, path),
+            *overrides,
+        ]
+    )
+
+
 def train_one(arguments: argparse.Namespace, overrides: list[str]) -> None:
     """Train with one seed, and write ``result.json``."""
     import multiturn  # not needed by the process that only starts others
 
     from torchrl_llm.envs import register_env_family
     from torchrl_llm.testing.worlds import resolve_world
-    from torchrl_llm.trainers import parse_run_config
 
     register_env_family("world", resolve_world)
     # A folder of its own for a world: benchmarks/report.py reads all results directly below runs/learning as one table.
     folder = Path("runs/learning") / ("" if arguments.world == "guess" else arguments.world)
     output = arguments.output_dir or folder / f"{arguments.algo}-{arguments.seed}"
-    path = ROOT / "examples" / "configs" / f"{CONFIGS[arguments.algo]}.yaml"
-    config = parse_run_config(
-        [
-            f"--config={path}",
-            f"--seed={arguments.seed}",
-            f"--output-dir={output}",
-            "--evaluation-interval=0",
-            "--final-episodes=512",
-            *world_overrides(arguments.world, path),
-            *overrides,
-        ]
-    )
-    multiturn.main(config)
+    multiturn.main(settings(arguments.algo, arguments.world, arguments.seed, output, overrides))
 
 
 def main() -> None:

@@ -96,10 +96,10 @@ FAULTS = {
         "tests/trainers/test_trust_region.py",
     ),
     "the entropy bonus has no bound": Fault(
-        "trainers/update.py",
-        "return target is None or",
-        "return True or",
-        "tests/trainers/test_trainer.py",
+        "objectives/loss.py",
+        "paid = entropy if self.entropy_target is None else",
+        "paid = entropy if True else",
+        "tests/objectives/test_losses.py",
     ),
     "a run trains the stock loss": Fault(
         "trainers/run.py",

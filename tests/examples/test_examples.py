@@ -209,6 +209,12 @@ class TestBenchmarks:
         assert result["env_name"] == "world:coins"
         assert result["turns_after"] == 5
         assert [each for each in summary if each != "optimum"] == ["GRPO"]
+        times = [path.stat().st_mtime_ns for path in out.glob("GRPO-*/result.json")]
+        script.main()
+        assert times == [path.stat().st_mtime_ns for path in out.glob("GRPO-*/result.json")]
+        monkeypatch.setattr(sys, "argv", ["learning.py", *arguments, "--lr-actor=0.1"])
+        with pytest.raises(SystemExit, match=r"a run with {'lr_actor': 0.0015}: give another --output-dir"):
+            script.main()
 
     def test_learning_scales_the_turns_of_a_world(self, tmp_path, monkeypatch):
         script = load(ROOT / "benchmarks" / "learning.py")

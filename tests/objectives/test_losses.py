@@ -53,6 +53,7 @@ OPTIONS = st.fixed_dictionaries(
         "kl_coeff": st.sampled_from([0.0, 0.3]),
         "kl_kind": st.sampled_from(["k2", "k3"]),
         "entropy_coeff": st.sampled_from([0.0, 0.2]),
+        "entropy_target": st.sampled_from([None, 0.5]),
         "sampler_correction": st.sampled_from([None, "truncate", "mask", "reject"]),
         "sampler_level": st.sampled_from(["token", "turn", "sequence"]),
         "sampler_reduction": st.sampled_from(["sum", "mean"]),
@@ -111,7 +112,13 @@ class Naive:
             kl = d**2 / 2 if o["kl_kind"] == "k2" else d.exp() - d - 1
             out["loss_objective"] = out["loss_objective"] - w * c * objective / (len(unit) if once else 1)
             out["loss_kl"] = out["loss_kl"] + o["kl_coeff"] * w * c * log_ratio.exp().detach() * kl
-            out["loss_entropy"] = out["loss_entropy"] + o["entropy_coeff"] * w * self.theta[b, i] / 2
+            entropy = -self.theta[b, i] / 2  # what table_actor writes
+            paid = (
+                entropy
+                if o["entropy_target"] is None
+                else min(entropy, torch.tensor(o["entropy_target"], dtype=DOUBLE))
+            )
+            out["loss_entropy"] = out["loss_entropy"] - o["entropy_coeff"] * w * paid
             if o["clipping"] == "cispo":
                 clipped = not 1 - low <= ratio <= 1 + high
             else:
@@ -190,6 +197,7 @@ class TestTurnPolicyLoss:
             ({"kl_coeff": 0.2}, "loss_kl"),
             ({"kl_kind": "k2"}, "loss_kl"),
             ({"entropy_coeff": 0.2}, "loss_entropy"),
+            ({"entropy_coeff": 0.1, "entropy_target": 0.5}, "loss_entropy"),
             ({"clipping": "cispo"}, "loss_objective"),
             ({"clipping": "none"}, "loss_objective"),
             ({"dual_clip": 1.21}, "loss_objective"),

@@ -574,21 +574,17 @@ class TestUpdate:
         assert 1e-3 < raw < 1e3
         assert norms[0] == pytest.approx(min(limit, raw), rel=1e-4)
 
-    @pytest.mark.parametrize("share", [0.9, 1.1])
-    def test_the_entropy_bonus_is_left_out_above_its_target(self, tmp_path, share):
-        """The target is a share of the entropy of the tokens sampled; without the bonus the update is that of no bonus."""
-        results = {}
-        for name, settings in {"with": {"entropy_coeff": 0.1}, "without": {}, "target": {"entropy_coeff": 0.1}}.items():
-            run = build_run(small_config(tmp_path, **settings))
-            rows = one_batch(run)
-            entropy = -rows[keys.SAMPLE_LOG_PROB][rows[keys.TURN_IDS] >= 0].double().mean().item()
-            if name == "target":
-                run.trainer.config.entropy_target = share * entropy
-            metrics = run.trainer.learn(rows)
-            results[name] = weights(run)
-        assert not torch.equal(results["with"], results["without"])
-        assert torch.equal(results["target"], results["with" if share > 1 else "without"])
-        assert (metrics["loss/entropy"] == 0) == (share < 1)
+    @pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
+    def test_the_entropy_target_falls_in_a_straight_line(self, tmp_path, fraction):
+        settings = {"entropy_coeff": 0.1, "entropy_target": 0.4, "min_entropy_fraction": fraction, "max_steps": 80}
+        trainer = build_run(small_config(tmp_path, **settings)).trainer
+        trainer.train()
+        done = torch.tensor([0.0] + [metrics["rollout/steps"] / 80 for metrics in trainer.history[:-1]])
+        expected = 0.4 * torch.lerp(torch.ones_like(done), torch.full_like(done, fraction), done)
+        found = [metrics["optim/entropy_target"] for metrics in trainer.history]
+        assert len(found) > 2
+        assert found == pytest.approx(expected.tolist())
+        assert trainer.loss.entropy_target == found[-1] > 0
 
     def test_truncating_sampler_is_scored_anew(self, tmp_path):
         run = build_run(small_config(tmp_path, top_p=0.8))

@@ -81,6 +81,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
             after the first epoch. Default: ``"k3"``.
         kl_in: ``"loss"``, or ``"reward"``: the estimator subtracts it. Default: ``"loss"``.
         entropy_coeff: weight of the entropy bonus; not 0 needs an actor that writes ``"entropy"``. Default: 0.0.
+        entropy_target: the entropy of a token, in nats, counts up to this in the bonus, which else pays without bound for
+            noise in the text. Default: ``None``, without bound.
         sampler_correction: corrects objective and KL for an engine whose log-probs are not the trainer's (Yao et al., 2025,
             "Your efficient RL framework secretly brings you off-policy RL training"), by weights of ``w = old / sample``:
             ``"truncate"`` to ``min(w, cap)``, ``"mask"`` to 0 where ``w`` is out of bounds, or ``"reject"``: 1 or 0; see
@@ -128,6 +130,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         ),
         Idle(("weight_constant",), {"weighting": ("token", "turn", "sequence")}, 'set weighting to "constant"'),
         Idle(("kl_kind",), {"kl_in": ("reward",)}, 'set kl_in to "loss"'),
+        Idle(("entropy_target",), {"entropy_coeff": (0,)}, "give the bonus a weight"),
         Idle(("kl_kind", "kl_in"), {"kl_coeff": (0,)}, "give the KL a weight"),
         Idle(("sampler_bounds", "sampler_level", "sampler_reduction"), {"sampler_correction": (None,)}, "choose one"),
         Idle(("sampler_reduction",), {"sampler_level": ("token",)}, 'set sampler_level to "turn" or "sequence"'),
@@ -163,6 +166,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
     """The KL in the "loss" or in the "reward"."""
     entropy_coeff: NonNegative = 0.0
     """Weight of the entropy bonus."""
+    entropy_target: Positive | None = None
+    """Entropy of a token, in nats, up to which the bonus pays for it; None sets no bound."""
     sampler_correction: F.SamplerCorrection | None = None
     """For samplers whose log-probs are not the trainer's: "truncate", "mask" or "reject"; None is off."""
     sampler_bounds: Bound | tuple[Bound, Bound] | None = None
@@ -368,10 +373,11 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
             ref = self._frozen(tensordict, "ref_log_prob", "Score the reference, or set kl_coeff=0.")
             self._kl_terms(out, sampled, log_prob, ref)
         if self._writes_entropy:
-            entropy = (weight * torch.where(action, self._get(scored, "entropy"), 0.0)).sum()
-            out["entropy"] = entropy.detach()
+            entropy = torch.where(action, self._get(scored, "entropy"), 0.0)
+            out["entropy"] = (weight * entropy).sum().detach()
             if self.entropy_coeff:
-                out["loss_entropy"] = -self.entropy_coeff * entropy
+                paid = entropy if self.entropy_target is None else entropy.clamp(max=self.entropy_target)
+                out["loss_entropy"] = -self.entropy_coeff * (weight * paid).sum()
         self._add_terms(out, tensordict, weights)
         return out
 

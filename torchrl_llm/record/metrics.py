@@ -49,6 +49,7 @@ METRICS: dict[str, str] = {
     "optim/grad_norm_actor": "2-norm of the actor's gradient before clipping, mean over optimizer steps",
     "optim/grad_norm_critic": "2-norm of the critic's gradient before clipping, mean over optimizer steps",
     "optim/lr_actor": "learning rate of the actor",
+    "optim/entropy_target": "entropy of a token up to which the bonus pays for it, nats",
     "optim/lr_critic": "learning rate of the critic",
     "optim/step_share": "share of an optimizer step that was kept, less than 1 where it reached target_kl",
     "data/padding_share": "share of padding in the positions of the training forward passes",

@@ -26,7 +26,7 @@ from torchrl_llm.options import ConfigError
 from torchrl_llm.record import Timer
 from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.distributed import Distributed
-from torchrl_llm.trainers.schedule import LearningRateSchedule
+from torchrl_llm.trainers.schedule import EntropyTargetSchedule, LearningRateSchedule
 from torchrl_llm.trainers.settings import TrainerConfig
 from torchrl_llm.weight_update import WeightSync
 
@@ -151,6 +151,7 @@ class TrainerBase:
         """Train the loss with an optimizer that has not stepped."""
         self._check_parameters(optimizer)
         self.schedule = LearningRateSchedule(optimizer, self.config)
+        self.entropy_schedule = EntropyTargetSchedule(self.loss, self.config)
         others = [] if self.reference is None else [self.reference]
         module, optimizer = self.distributed.prepare(self.loss, optimizer, *others)
         self.__dict__ |= {"module": module, "optimizer": optimizer}  # past __setattr__
@@ -188,10 +189,10 @@ class TrainerBase:
                 f"critic_warmup={warmup} steps the optimizer's second group of parameters, and there is one: give the critic's a "
                 "group of their own, after the actor's."
             )
-        if config.entropy_target is not None and not self.loss.entropy_coeff:
+        if config.min_entropy_fraction and self.loss.entropy_target is None:
             yield (
-                f"entropy_target={config.entropy_target} bounds the entropy bonus, and entropy_coeff is 0: set entropy_coeff, or "
-                "leave entropy_target out."
+                f"min_entropy_fraction={config.min_entropy_fraction} is a share of the loss's entropy_target, and it has none: set it, "
+                "or leave min_entropy_fraction out."
             )
         if buffer is not None and buffer > limit:
             yield (

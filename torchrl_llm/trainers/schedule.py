@@ -1,4 +1,4 @@
-"""When things happen in a run: its learning rates (:class:`LearningRateSchedule`), evaluations, checkpoints and end."""
+"""When things happen in a run: its learning rates (:class:`LearningRateSchedule`), exploration, evaluations, checkpoints and end."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import torch
 
+from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.options import ConfigError
 from torchrl_llm.trainers.settings import TrainerConfig
 
@@ -37,6 +38,29 @@ class LearningRateSchedule:
     def metrics(self) -> dict[str, float]:
         """The rates now."""
         return {f"optim/lr_{name}": g["lr"] for name, g in zip(GROUPS, self.optimizer.param_groups, strict=False)}
+
+
+class EntropyTargetSchedule:
+    """A straight line from the ``entropy_target`` of the loss to a share of it: a run explores first, and then makes up its mind.
+
+    Args:
+        loss: the schedule scales its present target; one that has none keeps none.
+        config: ``max_steps`` and ``min_entropy_fraction``.
+    """
+
+    def __init__(self, loss: TurnPolicyLoss, config: TrainerConfig) -> None:
+        self.loss, self.config = loss, config
+        self._start = loss.entropy_target
+
+    def set(self, before: int) -> None:
+        """Set the target of an update on turns after the first ``before``."""
+        if self._start is not None:
+            done = before / self.config.max_steps
+            self.loss.entropy_target = self._start * (1 - (1 - self.config.min_entropy_fraction) * done)
+
+    def metrics(self) -> dict[str, float]:
+        """The target now."""
+        return {} if self.loss.entropy_target is None else {"optim/entropy_target": self.loss.entropy_target}
 
 
 def lr_factor(config: TrainerConfig, before: int, after: int) -> float:

@@ -54,9 +54,6 @@ class TrainerConfig(Checked):
     """Tokens before the limit over which that penalty grows; None takes the whole length."""
     max_grad_norm: Annotated[float, Range("(0, inf]")] = 1.0
     """Gradients are clipped to this 2-norm, actor and critic apart."""
-    entropy_target: Positive | None = None
-    """Leave the entropy bonus out of updates whose tokens were sampled with more entropy than this, in nats a token: a bonus
-    without bound ends up paying for noise in the text. None always adds it."""
     target_kl: Positive | None = None
     """KL from the policy before an update to the one after it, per action token, in nats: a step that goes further is
     shortened, and is the update's last. None sets no bound."""
@@ -68,6 +65,8 @@ class TrainerConfig(Checked):
     """Share of ``max_steps`` over which the learning rates rise from 0."""
     min_lr_fraction: Share = 0.0
     """The cosine schedule ends at this share of the learning rate."""
+    min_entropy_fraction: Share = 0.0
+    """The loss's entropy_target falls to this share of it, in a straight line over ``max_steps``; 1 leaves it as it is."""
     max_steps: Count = 100_000
     """Turns to collect in training; the run ends with the iteration that reaches it."""
     max_iterations: Count | None = None

@@ -159,6 +159,7 @@ class LLMTrainer(TrainerBase):
         self.steps += int(collected[keys.TURN_MASK].sum())
         self.episodes += collected.shape[0]
         self.schedule.set(before, self.steps)
+        self.entropy_schedule.set(before)
         if keys.TASK_ID in collected:
             self.seen_tasks.add(collected[keys.TASK_ID].cpu())
         chosen = self.choose(batch)
@@ -258,6 +259,7 @@ class LLMTrainer(TrainerBase):
             "rollout/steps": float(self.steps),
             "policy/version": float(self.policy.policy_version),
             **self.schedule.metrics(),
+            **self.entropy_schedule.metrics(),
             **self.rollouts.metrics(),
             **seconds,
             **throughput(collected, seconds),

@@ -124,21 +124,15 @@ class Updater:
     def update(self, batch: TensorDictBase) -> dict[str, float]:
         """Take the optimizer steps of an update on rows ``[B]``; returns the means of their metrics."""
         region = None if self.warms_up_critic else TrustRegion.of(self.run, batch)
-        steps, entropy_bonus = [], self.entropy_bonus(batch)
+        steps = []
         for minibatch in self._passes(batch):
-            metrics = self.accumulate(self.micro_batches(minibatch), entropy_bonus=entropy_bonus)
+            metrics = self.accumulate(self.micro_batches(minibatch))
             steps.append(metrics | (self.step() if region is None else region.bound(self.step)))
             if region is not None and region.reached:
                 break
         means = {name: torch.stack([step[name] for step in steps]).mean().item() for name in steps[0]}
         means["policy/log_prob_gap"] = self.log_prob_gap(batch, steps[0])
         return means if region is None else means | region.metrics()
-
-    def entropy_bonus(self, batch: TensorDictBase) -> bool:
-        """Whether an update on rows ``[B]`` has the entropy bonus: they were sampled with less than ``config.entropy_target``."""
-        target = self.run.config.entropy_target
-        surprisal = -batch[keys.SAMPLE_LOG_PROB][batch[keys.TURN_IDS] >= 0]
-        return target is None or self.run.distributed.all_reduce_mean(surprisal) < target
 
     def _passes(self, batch: TensorDictBase) -> Iterator[TensorDictBase]:
         for _ in range(self.run.config.epochs):
@@ -158,20 +152,13 @@ class Updater:
         weighted = write_loss_weights(rows, self.run.loss, distributed.process_group)
         return distributed.equal_count(data.micro_batches(weighted, self.run.config.max_tokens))
 
-    def accumulate(self, parts: list[TensorDictBase], *, entropy_bonus: bool = True) -> dict[str, Tensor]:
-        """Accumulate the gradient of one optimizer batch: losses are weighted sums, so its micro-batches add up.
-
-        Args:
-            parts: micro-batches.
-            entropy_bonus: leave the loss's entropy bonus in, if it has one.
-        """
+    def accumulate(self, parts: list[TensorDictBase]) -> dict[str, Tensor]:
+        """Accumulate the gradient of one optimizer batch: losses are weighted sums, so its micro-batches ``parts`` add up."""
         outputs = []
         for i, part in enumerate(parts):
             with self.run.distributed.no_sync(self.run.module) if i + 1 < len(parts) else nullcontext():
                 with self.run.accelerator.autocast():
                     out = self.run.module(part)
-                if not entropy_bonus:
-                    out["loss_entropy"] = 0.0 * out["loss_entropy"]
                 loss = total(out)
                 if self.warms_up_critic:
                     loss = self.run.distributed.reach_all_parameters(out["loss_critic"], loss)
