@@ -27,7 +27,6 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,7 +42,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 CONFIGS = {"LLMREINFORCE": "tiny_reinforce_llm", "LLMPPO": "tiny_ppo_llm", "GRPO": "tiny_grpo_multiturn"}
 TARGET = 0.95
 TIMEOUT = 3600.0
-"""Seconds of one run of ``--seeds``; the slowest takes a few minutes."""
+"""Seconds of one run of ``--seeds``; one takes 3 to 15 minutes."""
 WINDOW = 5
 """Batches of a moving mean of the win rate."""
 TURNS = {"guess": 3, "coins": 5, "key-and-door": 8}
@@ -239,13 +238,14 @@ def train_seeds(algorithms: list[str], arguments: argparse.Namespace, overrides:
 
 def check_settings(folder: Path, config: "RunConfig") -> None:
     """Refuse a finished run of other settings, which would stand in the table beside runs of these."""
-    from torchrl_llm.trainers import parse_run_config
+    from torchrl_llm.trainers.checkpoint_parts import config_changes
+    from torchrl_llm.trainers.config import HOW_TO_RUN
 
-    found = parse_run_config([f"--config={folder / 'config.yaml'}"])
-    names = [each.name for each in fields(config) if each.name != "overwrite"]  # which a run does not write down
-    differ = {name: getattr(found, name) for name in names if getattr(found, name) != getattr(config, name)}
-    if differ:
-        raise SystemExit(f"{folder} is a run with {differ}: give another --output-dir, or remove it.")
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    changes = config_changes(saved, config.as_json(), ignore=HOW_TO_RUN)
+    if changes:
+        listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in changes.items())
+        raise SystemExit(f"{folder} is a run of other settings: {listed}. Give another --output-dir, or remove it.")
 
 
 def write_summary(results: dict[str, list[dict]], output: Path, *, optimum: float | None) -> None:

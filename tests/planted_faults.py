@@ -97,7 +97,7 @@ FAULTS = {
     ),
     "the entropy bonus has no bound": Fault(
         "objectives/loss.py",
-        "paid = entropy if self.entropy_target is None else",
+        "paid = entropy if self.entropy_bound is None else",
         "paid = entropy if True else",
         "tests/objectives/test_losses.py",
     ),

@@ -213,7 +213,7 @@ class TestBenchmarks:
         script.main()
         assert times == [path.stat().st_mtime_ns for path in out.glob("GRPO-*/result.json")]
         monkeypatch.setattr(sys, "argv", ["learning.py", *arguments, "--lr-actor=0.1"])
-        with pytest.raises(SystemExit, match=r"a run with {'lr_actor': 0.0015}: give another --output-dir"):
+        with pytest.raises(SystemExit, match=r"other settings: lr_actor was 0.0015, is 0.1. Give another --output-dir"):
             script.main()
 
     def test_learning_scales_the_turns_of_a_world(self, tmp_path, monkeypatch):

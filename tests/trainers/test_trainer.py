@@ -27,7 +27,7 @@ from torchrl_llm.record import METRICS, wilson_interval
 from torchrl_llm.testing.environments import Echo
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 from torchrl_llm.trainers import Callback, ConfigError, LLMTrainer, RunConfig, build_run, make_objective, verify
-from torchrl_llm.trainers.build import _worker_policy
+from torchrl_llm.trainers.build import _worker_policy, make_optimizer
 from torchrl_llm.trainers.checkpoint import NOT_EVALUATED
 from torchrl_llm.trainers.config import LOSSES, loss_settings
 from torchrl_llm.trainers.schedule import lr_factor
@@ -575,16 +575,26 @@ class TestUpdate:
         assert norms[0] == pytest.approx(min(limit, raw), rel=1e-4)
 
     @pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
-    def test_the_entropy_target_falls_in_a_straight_line(self, tmp_path, fraction):
+    def test_the_entropy_target_falls_in_a_straight_line(self, tmp_path, monkeypatch, fraction):
+        """Also if the trainer gets a new optimizer in the middle, and in a second run with the same loss."""
         settings = {"entropy_coeff": 0.1, "entropy_target": 0.4, "min_entropy_fraction": fraction, "max_steps": 80}
-        trainer = build_run(small_config(tmp_path, **settings)).trainer
+        run, used = build_run(small_config(tmp_path, **settings)), []
+        trainer, update = run.trainer, run.trainer.update
+
+        def recorded(batch):
+            used.append(trainer.loss.entropy_bound)
+            if len(used) == 2:
+                trainer.replace_optimizer(make_optimizer(run.config, run.models))
+            return update(batch)
+
+        monkeypatch.setattr(trainer, "update", recorded)
         trainer.train()
         done = torch.tensor([0.0] + [metrics["rollout/steps"] / 80 for metrics in trainer.history[:-1]])
         expected = 0.4 * torch.lerp(torch.ones_like(done), torch.full_like(done, fraction), done)
-        found = [metrics["optim/entropy_target"] for metrics in trainer.history]
-        assert len(found) > 2
-        assert found == pytest.approx(expected.tolist())
-        assert trainer.loss.entropy_target == found[-1] > 0
+        assert len(used) > 3
+        assert used == pytest.approx(expected.tolist())
+        assert used == [metrics["optim/entropy_target"] for metrics in trainer.history]
+        assert trainer.loss.entropy_target == 0.4
 
     def test_truncating_sampler_is_scored_anew(self, tmp_path):
         run = build_run(small_config(tmp_path, top_p=0.8))

@@ -95,7 +95,7 @@ def test_what_the_sampler_computes_otherwise_is_no_step(tmp_path):
     assert metrics["optim/step_share"] == 1
 
 
-@pytest.mark.parametrize("guard", [{"target_kl": 0.01}, {"entropy_coeff": 0.1}])
+@pytest.mark.parametrize("guard", [{"target_kl": 0.01}, {"entropy_coeff": 0.1, "entropy_target": 0.2}])
 def test_a_batch_in_which_nothing_was_sampled_moves_nothing(tmp_path, guard):
     run = build_run(small_config(tmp_path, weight_decay=0.0, **guard))
     rows, before = one_batch(run), weights(run)

@@ -82,7 +82,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         kl_in: ``"loss"``, or ``"reward"``: the estimator subtracts it. Default: ``"loss"``.
         entropy_coeff: weight of the entropy bonus; not 0 needs an actor that writes ``"entropy"``. Default: 0.0.
         entropy_target: the entropy of a token, in nats, counts up to this in the bonus, which else pays without bound for
-            noise in the text. Default: ``None``, without bound.
+            noise in the text. A trainer lowers it during a run (``min_entropy_fraction``). Default: ``None``, without bound.
         sampler_correction: corrects objective and KL for an engine whose log-probs are not the trainer's (Yao et al., 2025,
             "Your efficient RL framework secretly brings you off-policy RL training"), by weights of ``w = old / sample``:
             ``"truncate"`` to ``min(w, cap)``, ``"mask"`` to 0 where ``w`` is out of bounds, or ``"reject"``: 1 or 0; see
@@ -185,6 +185,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         super().__init__()
         self.actor_network = actor
         self.critic_network: Any = critic  # None without one
+        self.entropy_fraction = 1.0  # of entropy_target; a trainer sets it before each update
         bounds = self.clip_epsilon
         self.clip_low, self.clip_high = bounds if isinstance(bounds, tuple | list) else (bounds, bounds)
         self._check_options()
@@ -232,6 +233,11 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
     def functional(self) -> bool:
         """Always ``False``: actor and critic are plain submodules."""
         return False
+
+    @property
+    def entropy_bound(self) -> float | None:
+        """Entropy of a token, in nats, up to which the bonus pays for it now; ``None``: no bound."""
+        return None if self.entropy_target is None else self.entropy_fraction * self.entropy_target
 
     @property
     def _writes_entropy(self) -> bool:
@@ -376,7 +382,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
             entropy = torch.where(action, self._get(scored, "entropy"), 0.0)
             out["entropy"] = (weight * entropy).sum().detach()
             if self.entropy_coeff:
-                paid = entropy if self.entropy_target is None else entropy.clamp(max=self.entropy_target)
+                paid = entropy if self.entropy_bound is None else entropy.clamp(max=self.entropy_bound)
                 out["loss_entropy"] = -self.entropy_coeff * (weight * paid).sum()
         self._add_terms(out, tensordict, weights)
         return out

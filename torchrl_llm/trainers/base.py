@@ -26,7 +26,7 @@ from torchrl_llm.options import ConfigError
 from torchrl_llm.record import Timer
 from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.distributed import Distributed
-from torchrl_llm.trainers.schedule import EntropyTargetSchedule, LearningRateSchedule
+from torchrl_llm.trainers.schedule import LearningRateSchedule
 from torchrl_llm.trainers.settings import TrainerConfig
 from torchrl_llm.weight_update import WeightSync
 
@@ -151,7 +151,6 @@ class TrainerBase:
         """Train the loss with an optimizer that has not stepped."""
         self._check_parameters(optimizer)
         self.schedule = LearningRateSchedule(optimizer, self.config)
-        self.entropy_schedule = EntropyTargetSchedule(self.loss, self.config)
         others = [] if self.reference is None else [self.reference]
         module, optimizer = self.distributed.prepare(self.loss, optimizer, *others)
         self.__dict__ |= {"module": module, "optimizer": optimizer}  # past __setattr__

@@ -60,5 +60,5 @@ class HealthWatch(Callback):
             yield (
                 "settled",
                 f"the first response is nearly always the same (policy/first_turn_entropy {entropy:.2g}) and success is {success:.2f}: "
-                "what is never tried is never learnt. Raise entropy_coeff, or lower lr_actor.",
+                "what is never tried is never learnt. Raise entropy_coeff and entropy_target, or lower lr_actor.",
             )

@@ -1,4 +1,4 @@
-"""When things happen in a run: its learning rates (:class:`LearningRateSchedule`), exploration, evaluations, checkpoints and end."""
+"""When things happen in a run: its learning rates (:class:`LearningRateSchedule`), entropy target, evaluations, checkpoints and end."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import torch
 
-from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.options import ConfigError
 from torchrl_llm.trainers.settings import TrainerConfig
 
@@ -40,29 +39,6 @@ class LearningRateSchedule:
         return {f"optim/lr_{name}": g["lr"] for name, g in zip(GROUPS, self.optimizer.param_groups, strict=False)}
 
 
-class EntropyTargetSchedule:
-    """A straight line from the ``entropy_target`` of the loss to a share of it: a run explores first, and then makes up its mind.
-
-    Args:
-        loss: the schedule scales its present target; one that has none keeps none.
-        config: ``max_steps`` and ``min_entropy_fraction``.
-    """
-
-    def __init__(self, loss: TurnPolicyLoss, config: TrainerConfig) -> None:
-        self.loss, self.config = loss, config
-        self._start = loss.entropy_target
-
-    def set(self, before: int) -> None:
-        """Set the target of an update on turns after the first ``before``."""
-        if self._start is not None:
-            done = before / self.config.max_steps
-            self.loss.entropy_target = self._start * (1 - (1 - self.config.min_entropy_fraction) * done)
-
-    def metrics(self) -> dict[str, float]:
-        """The target now."""
-        return {} if self.loss.entropy_target is None else {"optim/entropy_target": self.loss.entropy_target}
-
-
 def lr_factor(config: TrainerConfig, before: int, after: int) -> float:
     """The share of the learning rates in an update on the turns from ``before`` to ``after``.
 
@@ -76,6 +52,16 @@ def lr_factor(config: TrainerConfig, before: int, after: int) -> float:
         return 1.0
     rest = (min(1.0, began) - config.warmup_fraction) / max(1e-12, 1 - config.warmup_fraction)
     return config.min_lr_fraction + (1 - config.min_lr_fraction) * 0.5 * (1 + math.cos(math.pi * rest))
+
+
+def entropy_fraction(config: TrainerConfig, before: int) -> float:
+    """The share of the loss's ``entropy_target`` in an update on turns after the first ``before``: a straight line over ``max_steps``.
+
+    Examples:
+        >>> [entropy_fraction(TrainerConfig(max_steps=100, min_entropy_fraction=0.5), turns) for turns in (0, 50, 100, 200)]
+        [1.0, 0.75, 0.5, 0.5]
+    """
+    return 1 - (1 - config.min_entropy_fraction) * min(1.0, before / config.max_steps)
 
 
 def is_due(interval: int, iteration: int) -> bool:

@@ -20,6 +20,21 @@ ATTEMPTS = 4
 """Lengths of a step that are tried before it is taken back; each costs a scoring pass."""
 
 
+class Unbounded:
+    """Takes every optimizer step as it is."""
+
+    reached = False
+    """Whether a step was shortened, which is to be the last."""
+
+    def bound(self, step: Callable[[], T]) -> T:
+        """Take ``step``, and return what it returns."""
+        return step()
+
+    def metrics(self) -> dict[str, float]:
+        """None: nothing is measured."""
+        return {}
+
+
 class TrustRegion:
     """Shortens an optimizer step that moves the policy too far from the one that sampled, and ends the update with it.
 
@@ -50,12 +65,6 @@ class TrustRegion:
             return rows[keys.OLD_LOG_PROB]
         # Where the sampler computes other log-probs, the difference would count as a step of the policy.
         return rows[keys.SAMPLE_LOG_PROB] if self.run.logprobs_match_trainer else self._score()
-
-    @classmethod
-    def of(cls, run: TrainerBase, rows: TensorDictBase) -> TrustRegion | None:
-        """The trust region of an update on ``rows``; ``None`` without a ``target_kl``."""
-        target = run.config.target_kl
-        return None if target is None else cls(run, rows, target)
 
     @property
     def reached(self) -> bool:

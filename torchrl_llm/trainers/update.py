@@ -17,7 +17,7 @@ from torchrl_llm.trainers.base import TrainerBase
 from torchrl_llm.trainers.distributed import check_accumulation
 from torchrl_llm.trainers.fsdp import full_on_cpu
 from torchrl_llm.trainers.schedule import GROUPS
-from torchrl_llm.trainers.trust_region import TrustRegion
+from torchrl_llm.trainers.trust_region import TrustRegion, Unbounded
 
 
 class RowScorer:
@@ -123,16 +123,16 @@ class Updater:
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:
         """Take the optimizer steps of an update on rows ``[B]``; returns the means of their metrics."""
-        region = None if self.warms_up_critic else TrustRegion.of(self.run, batch)
-        steps = []
+        target, steps = self.run.config.target_kl, []
+        region = Unbounded() if target is None or self.warms_up_critic else TrustRegion(self.run, batch, target)
         for minibatch in self._passes(batch):
             metrics = self.accumulate(self.micro_batches(minibatch))
-            steps.append(metrics | (self.step() if region is None else region.bound(self.step)))
-            if region is not None and region.reached:
+            steps.append(metrics | region.bound(self.step))
+            if region.reached:
                 break
         means = {name: torch.stack([step[name] for step in steps]).mean().item() for name in steps[0]}
         means["policy/log_prob_gap"] = self.log_prob_gap(batch, steps[0])
-        return means if region is None else means | region.metrics()
+        return means | region.metrics()
 
     def _passes(self, batch: TensorDictBase) -> Iterator[TensorDictBase]:
         for _ in range(self.run.config.epochs):
