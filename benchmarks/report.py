@@ -1,24 +1,23 @@
 """Tables and plots of ``docs/results/`` from the JSON files of the benchmarks.
 
-    python benchmarks/report.py --learning runs/learning
+    python benchmarks/report.py --learning runs/learning/final-1
     python benchmarks/report.py --iteration runs/iteration
     python benchmarks/report.py --rollout runs/rollout
     python benchmarks/report.py --scaling runs/scaling.json
 
-Reads ``<learning>/*/result.json`` with their metrics, ``<iteration>/*.json``, ``<rollout>/*.json`` and ``<scaling>``; writes
-``docs/results/learning.md``, ``docs/results/learning.png``, ``docs/results/iteration.md``, ``docs/results/rollout.md``,
-``docs/results/scaling.md``, and the tables of ``README.md``.
+Reads what ``learning.py --seeds`` summarized, ``<iteration>/*.json``, ``<rollout>/*.json`` and ``<scaling>``; writes the tables and
+plots of ``docs/results/learning.md``, ``docs/results/iteration.md``, ``docs/results/rollout.md``, ``docs/results/scaling.md``, and the
+tables of ``README.md``.
 """
 
 import argparse
-import csv
 import json
 import platform
 import re
+import shutil
 from pathlib import Path
 
 import torch
-from matplotlib.figure import Figure
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results"
@@ -32,53 +31,6 @@ def machine() -> str:
         platform.processor(),
     )
     return f"{cpu}, one thread, Python {platform.python_version()}, torch {torch.__version__}"
-
-
-def learning_table(results: list[dict]) -> str:
-    """One line a run."""
-    lines = [
-        "| algorithm | seed | before | after (95 % interval) | games | iterations | CPU-s | wall s |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for r in results:
-        low, high = r["success_ci95"]
-        lines.append(
-            f"| {r['algo']} | {r['seed']} | {r['success_before']:.3f} | **{r['success_after']:.3f}** ({low:.3f} to "
-            f"{high:.3f}) | {r['episodes']:,} | {r['iterations']} | {r['cpu_s']:.0f} | {r['wall_s']:.0f} |"
-        )
-    return "\n".join(lines)
-
-
-def learning_summary(results: list[dict]) -> str:
-    """One line an algorithm."""
-    lines = ["| | before | after, by seed | games | CPU-seconds |", "|---|---|---|---|---|"]
-    for algo in ALGORITHMS:
-        runs = [r for r in results if r["algo"] == algo]
-        after = ", ".join(f"{r['success_after']:.3f}" for r in runs)
-        before = ", ".join(f"{r['success_before']:.3f}" for r in runs)
-        cpu = [r["cpu_s"] for r in runs]
-        games = sum(r["episodes"] for r in runs) / len(runs)
-        lines.append(f"| {algo} | {before} | {after} | {games:,.0f} | {min(cpu):.0f} to {max(cpu):.0f} |")
-    return "\n".join(lines)
-
-
-def plot_learning(folder: Path, path: Path) -> None:
-    """Win rate of the training batches over games, every run."""
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
-    axes = figure.subplots(1, 3, sharey=True)
-    for algo, axis in zip(ALGORITHMS, axes, strict=True):
-        for run in sorted(folder.glob(f"{algo}-*")):
-            scalars = run / "csv" / "scalars" / "rollout"
-            games = [float(row[1]) for row in csv.reader((scalars / "episodes.csv").open())]
-            wins = [float(row[1]) for row in csv.reader((scalars / "success.csv").open())]
-            smooth = [sum(wins[max(0, i - 4) : i + 1]) / len(wins[max(0, i - 4) : i + 1]) for i in range(len(wins))]
-            axis.plot(games, smooth, label=f"seed {run.name.rsplit('-', 1)[1]}", linewidth=1.2)
-        axis.axhline(0.95, color="0.6", linestyle=":", linewidth=1)
-        axis.set(title=algo, xlabel="games played", ylim=(0.4, 1.01))
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("win rate of training batches\n(mean of the last 5)")
-    axes[0].legend(frameon=False, loc="lower right")
-    figure.savefig(path, dpi=130)
 
 
 def iteration_summary(results: list[dict]) -> str:
@@ -201,12 +153,17 @@ def main() -> None:
 
 
 def write_learning(folder: Path) -> None:
-    """The page, the plot and the README's table."""
-    learning = [json.loads(path.read_text()) for path in folder.glob("*/result.json")]
-    learning.sort(key=lambda r: (ALGORITHMS.index(r["algo"]), r["seed"]))
-    plot_learning(folder, RESULTS / "learning.png")
-    (RESULTS / "learning.md").write_text(LEARNING.format(machine=machine(), table=learning_table(learning)))
-    fill(ROOT / "README.md", "learning", learning_summary(learning))
+    """The plots and tables of the page, and the README's table; of the other worlds where they are beside ``folder``."""
+    for suffix in ("", "-coins", "-key-and-door"):
+        world = folder.with_name(folder.name + suffix)
+        if not world.exists():
+            continue
+        figures, seeds = (world / "summary.md").read_text().split("\n\n")[:2]
+        shutil.copy(world / "learning.png", RESULTS / f"learning{suffix}.png")
+        fill(RESULTS / "learning.md", f"learning{suffix}", figures)
+        fill(RESULTS / "learning.md", f"seeds{suffix}", seeds.rstrip("\n"))
+        if not suffix:
+            fill(ROOT / "README.md", "learning", figures)
 
 
 def write_iteration(folder: Path) -> None:
@@ -252,29 +209,6 @@ def mean_length(result: dict) -> str:
     barrier = result["instant"]["contenders"]["barrier"]
     return f"{barrier['tokens'] / barrier['turns']:.1f}"
 
-
-LEARNING = """# Does it learn?
-
-```bash
-OMP_NUM_THREADS=1 python benchmarks/learning.py --algo LLMPPO --seed 0
-```
-
-The small model of the package on `game:GuessTheNumber-v0-easy`, settings of `examples/configs/tiny_*.yaml`. Win rate of 512 sampled
-games at temperature 1, before and after; the weights are the final ones, and no evaluation stops a run or selects weights. The seeds of these
-games are used for nothing else; the secret numbers are the same ten. CPU-seconds are those of the whole process, evaluations included.
-
-These seeds are those that the settings were chosen on. On others runs end lower now and then: of 18 runs on six other seeds three ended below 0.95, the
-lowest at 0.682. All of them were measured before 0.1.0, whose schedule differs in its first and last updates.
-
-{table}
-
-![Learning curves](learning.png)
-
-Machine: {machine}, busy with other work meanwhile, which makes CPU-seconds about half as many again. A seed fixes a run on one machine and one set of versions; elsewhere other roundings lead to other games. A run that
-ends near 0.9 has settled early on a policy that never tries one of the ten numbers: the returns of a group no longer differ, and nothing is left to compare.
-The entropy bonus of these settings, 0.005, makes that rarer: without it LLMREINFORCE's seed 0 ended at 0.895, and 3 of 12 GRPO runs
-[with vLLM](../rollouts.md#policies) at 0.89 to 0.94.
-"""
 
 ITERATION = """# How fast is an iteration?
 
