@@ -16,7 +16,7 @@ once, in ``runs/worlds`` (``benchmarks/small_models/make_worlds.py``).
 ``--seeds N`` trains with N seeds for each algorithm (``--algo``: for this one), each in a process of its own, ``--jobs`` at a
 time, and writes the distribution over seeds: ``summary.md``, ``summary.json`` and ``learning.png``. The seeds are drawn and
 not chosen: they are the 32-bit words (big-endian) of the SHA-256 of the text ``--draw``, then of that text with ``:1``,
-``:2``, ... after it. Runs that are finished are not repeated; those of other settings are an error.
+``:2``, ... after it. Finished runs are not repeated, and those of other settings are an error; interrupted ones begin again.
 """
 
 import argparse
@@ -206,6 +206,12 @@ def read(folder: Path) -> dict:
     return json.loads((folder / "result.json").read_text()) | {"wins": column("success"), "games": column("episodes")}
 
 
+def is_finished(folder: Path) -> bool:
+    """Whether a run was trained to its end and evaluated; one that was interrupted has a result without success rate."""
+    result = folder / "result.json"
+    return result.exists() and json.loads(result.read_text())["success_after"] is not None
+
+
 def train_seeds(algorithms: list[str], arguments: argparse.Namespace, overrides: list[str]) -> None:
     """Train with all seeds, in processes of their own, and write the distribution."""
     suffix = "" if arguments.world == "guess" else f"-{arguments.world}"
@@ -220,7 +226,7 @@ def train_seeds(algorithms: list[str], arguments: argparse.Namespace, overrides:
     def train(key: tuple[str, int]) -> None:
         (algo, seed), folder = key, folders[key]
         options = ["--world", arguments.world, "--algo", algo, "--seed", str(seed), "--output-dir", str(folder)]
-        if not (folder / "result.json").exists():
+        if not is_finished(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with open(folder.parent / f"{folder.name}.log", "w") as log:
                 command = [sys.executable, __file__, *options, *overrides]
@@ -228,7 +234,7 @@ def train_seeds(algorithms: list[str], arguments: argparse.Namespace, overrides:
         print(f"{algo} {seed}: {read(folder)['success_after']:.3f}", flush=True)
 
     for (algo, seed), folder in folders.items():
-        if (folder / "result.json").exists():
+        if is_finished(folder):
             check_settings(folder, settings(algo, arguments.world, seed, folder, overrides))
     with ThreadPoolExecutor(arguments.jobs) as pool:
         list(pool.map(train, folders))

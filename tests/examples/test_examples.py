@@ -216,6 +216,13 @@ class TestBenchmarks:
         with pytest.raises(SystemExit, match=r"other settings: lr_actor was 0.0015, is 0.1. Give another --output-dir"):
             script.main()
 
+    def test_an_interrupted_run_of_learning_begins_again(self, tmp_path):
+        script = load(ROOT / "benchmarks" / "learning.py")
+        assert not script.is_finished(tmp_path)
+        for after, finished in ((None, False), (0.0, True), (0.98, True)):
+            (tmp_path / "result.json").write_text(json.dumps({"success_after": after}))
+            assert script.is_finished(tmp_path) == finished
+
     def test_learning_scales_the_turns_of_a_world(self, tmp_path, monkeypatch):
         script = load(ROOT / "benchmarks" / "learning.py")
         monkeypatch.setattr(script, "make_model", lambda world: tmp_path / world)
