@@ -164,7 +164,7 @@ class EpisodeQueue:
             self.dropped[reason] += 1
             if not episode.finished:
                 self._release(episode)
-        # The rest of the group is sampled and skipped, so that groups begin where the counter of tasks says.
+        # The rest of the group is sampled and skipped: the next group starts at its own place in the sequence of tasks.
         if group == self._group and self._members < self.group_size:
             self._skipped = reason
 

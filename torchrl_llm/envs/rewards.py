@@ -72,7 +72,7 @@ class _EventLoop:
         try:
             return future.result(timeout)
         finally:
-            # After a timeout the coroutine would go on.
+            # After a timeout the coroutine would continue to run.
             future.cancel()
 
     def close(self) -> None:
