@@ -33,6 +33,7 @@ class Turn(NamedTuple):
     versions: npt.NDArray[np.int64]
 
 
+# eq=False: arrays that are compared have no single truth value. An episode equals itself only.
 @dataclass(eq=False)
 class Episode:
     """One episode, as far as it was collected.

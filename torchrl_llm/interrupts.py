@@ -57,6 +57,8 @@ class Interrupted(SystemExit):
     """
 
     def __init__(self, signum: int) -> None:
+        # A SystemExit passes the `except Exception` around evaluators and loggers. 128 + the number is what a shell
+        # reports for a process that a signal ended.
         super().__init__(128 + signum)
         self.signum, self.state, self.resumable = signum, "", True
 
@@ -95,6 +97,7 @@ class _Signals:
     def install(self) -> None:
         """Install the handler, except for signals that the process ignores (``nohup``)."""
         handlers = {signum: signal.getsignal(signum) for signum in SIGNALS}
+        # None: a handler that C code installed, which Python cannot put back.
         self._old = {signum: old for signum, old in handlers.items() if old not in (None, signal.SIG_IGN)}
         for signum in self._old:
             signal.signal(signum, self._handle)
@@ -118,6 +121,7 @@ class _Signals:
         now = time.monotonic()
         if self.received:
             if now - self._since > _ECHO:
+                # Without cleanup: an exception could be caught on the way, or wait for a process that hangs.
                 os._exit(128 + signum)
             return
         self.received, self._since = signum, now
@@ -148,6 +152,7 @@ def catch_signals(how_to_resume: str) -> Iterator[None]:
     try:
         yield
         if signals.received:
+            # The signal came where no interruptible() has met it.
             raise Interrupted(signals.received)
     except Interrupted as interrupted:
         resumable = signals.begun and interrupted.resumable
@@ -187,6 +192,7 @@ def interruptible(function: Callable[[], T], distributed: AllReduceMax | None = 
     """
     signals = _active
     here = threading.current_thread() is threading.main_thread()
+    # One process of several that stopped by itself would leave the others waiting in a collective.
     if signals is None or not here or (distributed is None and _several()):
         return function()
     outer, result = signals.drops, None
@@ -194,13 +200,16 @@ def interruptible(function: Callable[[], T], distributed: AllReduceMax | None = 
         signals.drops = True
         if not signals.received:
             result = function()
+        # Within the try, because the handler may raise up to this assignment.
         signals.drops = outer
     except BaseException as error:
         signals.drops = outer
+        # Interrupted is of an inner call, at whose end the ranks agreed already.
         if not signals.received or isinstance(error, Interrupted):
             raise
         if not isinstance(error, KeyboardInterrupt):  # an engine may fail because it got the signal of the terminal too
             logger.info("dropped with %s: %s", type(error).__name__, error)
+    # A rank without the signal stops too: it would wait for the others in its next collective.
     signum = signals.received if distributed is None else distributed.all_reduce_max(signals.received)
     if signum:
         raise Interrupted(signum)
@@ -226,6 +235,7 @@ def held() -> Iterator[Callable[[], None]]:
         yield signals.check
     finally:
         signals.drops = True
+    # After the finally, so that an error from inside is not replaced.
     signals.check()
 
 
@@ -255,6 +265,7 @@ def _several() -> bool:
 
 def _say(line: str) -> None:
     """Write a line to standard error, on rank 0. ``os.write``, because the signal may have come in the middle of a print."""
+    # The launcher's variable: a signal may come before torch.distributed knows the ranks.
     if os.environ.get("RANK", "0") == "0":
         start = "\n" if os.isatty(2) else ""  # a progress bar may have left the cursor behind it
         os.write(2, f"{start}{line}\n".encode())
@@ -267,5 +278,6 @@ def _after_fork() -> None:
         _active = None
 
 
+# A fork inherits the handlers: at a terminal's Ctrl-C every child would act as if it were the run.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)

@@ -165,6 +165,7 @@ def row_axis(name: NestedKey, value: Tensor) -> Axis:
     Raises:
         KeyError: the key is not declared, so that its second dimension may count tokens or turns.
     """
+    # The row view first: turn_ids and policy_version are in both, and count tokens of a response in the other.
     spec = ROW_VIEW.get(name) or TURN_VIEW.get(name)
     if spec is not None:
         return spec.axis

@@ -26,6 +26,7 @@ def running_ray() -> Any:
         RuntimeError: it does not run.
     """
     ray = import_ray()
+    # Ray's calls start a local Ray by themselves otherwise, also where a cluster was meant.
     if not ray.is_initialized():
         raise RuntimeError(
             "Ray is not running: call ray.init() first, or ray.init(address='auto') on a cluster. examples/multiturn_ray.py "

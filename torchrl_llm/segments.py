@@ -59,6 +59,7 @@ class Segments(NamedTuple):
         """``[B, L]`` as ``[S, width]``: each segment a row of its own, right-padded with ``fill``."""
         column = torch.arange(self.width, device=values.device)
         index = (self.rows * self.shape[1] + self.starts).unsqueeze(-1) + column
+        # The last segments may reach beyond the tensor; what they read there is filled below.
         index = index.clamp(max=values.numel() - 1)
         return values.flatten()[index].masked_fill(column >= self.lengths.unsqueeze(-1), fill)
 
@@ -72,4 +73,5 @@ class Segments(NamedTuple):
 
     def last(self) -> Tensor:
         """The last segment of each row: ``[B]`` int64. Every row has one."""
+        # nonzero() lists the segments row by row, so rows is sorted.
         return torch.searchsorted(self.rows, torch.arange(self.shape[0], device=self.rows.device), right=True) - 1

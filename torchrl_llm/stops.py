@@ -65,6 +65,8 @@ def control_tokens(tokenizer: Any) -> dict[int, AddedToken]:
 
 def token_pattern(names: Iterable[str]) -> re.Pattern[str]:
     """A pattern that finds any of these tokens, the longest first; it finds nothing if there are none."""
+    # re takes the first alternative that matches, so a token must precede its own prefixes. An empty pattern would
+    # match everywhere, (?!) nowhere.
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
 
 

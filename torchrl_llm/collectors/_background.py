@@ -35,6 +35,7 @@ class BackgroundThread:
         self._batch: list[Episode] | None = None
         self._error: BaseException | None = None
         self._last_step = time.monotonic()
+        # A daemon, so that a policy that hangs does not hold up the end of the process.
         self._thread = threading.Thread(target=self._drive, name="torchrl_llm collector", daemon=True)
         self._thread.start()
 
@@ -51,6 +52,7 @@ class BackgroundThread:
     def paused(self, timeout: float) -> Iterator[None]:
         """Block until the thread is between two steps, and hold it there."""
         with self._change:
+            # A count: pauses may be nested, such as a saved state within an evaluation.
             self._pauses += 1
         try:
             with self._change:
@@ -67,11 +69,13 @@ class BackgroundThread:
             self._stopping = True
             self._change.notify_all()
             self._wake()
+        # Outside of the lock, which the thread needs in order to end.
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
     def _wait_until(self, reached: Callable[[], bool], timeout: float) -> None:
         self._change.notify_all()
+        # As well: the thread waits either for a change, or within a step for an environment.
         self._wake()
         while not reached():
             self._check(timeout)
@@ -86,6 +90,7 @@ class BackgroundThread:
 
     def _drive(self) -> None:
         try:
+            # Gradient mode belongs to the thread: the caller's does not count here.
             with torch.no_grad(), set_exploration_type(self._exploration_type):
                 while self._may_continue():
                     self._hand_over(*self._step(self._wanted))
@@ -100,6 +105,7 @@ class BackgroundThread:
                 self._idle = True
                 self._change.notify_all()
                 self._change.wait(_POLL_INTERVAL)
+                # A pause is no step that hangs, however long an evaluation takes.
                 self._last_step = time.monotonic()
             self._idle = False
             self._last_step = time.monotonic()

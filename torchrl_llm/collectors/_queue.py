@@ -125,10 +125,12 @@ class EpisodeQueue:
             RuntimeError: tasks are missing, and no environment has failed.
         """
         oldest = version - max_staleness
+        # Nothing grows older in between, and this goes through all episodes.
         if self._version != version:
             self._version = version
             self._drop_stale([*self.episodes.values()], oldest)
         while True:
+            # In the order sampled, which the dictionary keeps: the first to finish would be the short ones.
             batch = [*islice(self.episodes.values(), size)]
             if len(batch) < size or not all(episode.finished for episode in batch):
                 return None
@@ -136,6 +138,7 @@ class EpisodeQueue:
                 break
         for episode in batch:
             del self.episodes[episode.episode_id]
+        # max_faults is for one batch.
         self.faults.recent.clear()
         return batch
 
@@ -146,6 +149,7 @@ class EpisodeQueue:
             EnvironmentFault: too many failed, see :class:`~torchrl_llm.envs.text_env.FaultCounter`.
         """
         logger.warning("%s Its group is dropped; other tasks fill the batch.", fault)
+        # Before it is counted, which raises if there were too many.
         self.drop(episode.group_id, fault.reason)
         self.faults.record(fault)
 
@@ -160,6 +164,7 @@ class EpisodeQueue:
             self.dropped[reason] += 1
             if not episode.finished:
                 self._release(episode)
+        # The rest of the group is sampled and skipped: the next group starts at its own place in the sequence of tasks.
         if group == self._group and self._members < self.group_size:
             self._skipped = reason
 

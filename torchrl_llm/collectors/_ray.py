@@ -143,10 +143,12 @@ class RayExecutor(RolloutExecutor):
         max_losses: int,
     ) -> None:
         self._ray = running_ray()
+        # Ray must not restart or retry: a new actor has no worker, and an episode would run twice.
         self._actor_class = self._ray.remote(RolloutActor).options(max_restarts=0, max_task_retries=0, **options)
         self._queue, self._make_worker = queue, make_worker
         self._task_sampler, self._weights = task_sampler, weights
         self._timeout, self._start_timeout, self._max_losses = timeout, start_timeout, max_losses
+        # Not episode ids: a task that runs again must not get the answer of its first run.
         self._serials = count()
         self._waiting: deque[Episode] = deque()  # sampled, and with no worker
         self._last_group: tuple[int, _Worker] | None = None  # the group sampled last, and its worker
@@ -159,6 +161,7 @@ class RayExecutor(RolloutExecutor):
             while any(worker.starting is not None for worker in self.workers):
                 self._collect_results(_WAIT)
         except BaseException:
+            # Workers that are up would keep their resources.
             self.close(0.0)
             raise
 
@@ -194,6 +197,7 @@ class RayExecutor(RolloutExecutor):
         if self._ray.is_initialized():
             up = [worker.actor for worker in self.workers if worker.info is not None]
             if up and timeout > 0:
+                # All at once: each may take up to the timeout.
                 closed = [actor.close.remote() for actor in up]
                 self._ray.wait(closed, num_returns=len(closed), timeout=timeout)
             for worker in self.workers:
@@ -209,6 +213,7 @@ class RayExecutor(RolloutExecutor):
         up = [worker for worker in self.workers if worker.slots and len(worker.calls) < _MAX_REQUESTS]
         while up:
             idlest = min(up, key=lambda worker: len(worker.held) / worker.slots)
+            # A quarter more than slots: a slot that is free takes the next episode without waiting for a message.
             if len(idlest.held) >= idlest.slots + max(1, idlest.slots // 4):
                 return
             episode = self._waiting.popleft() if self._waiting else self._queue.next()
@@ -227,9 +232,11 @@ class RayExecutor(RolloutExecutor):
             return
         current = self._weights()
         weights = () if current is None or current[0] == worker.version else (current[1],)
+        # When it is sent: requests are answered in order, so the worker has it before anything that comes later.
         worker.version = worker.version if current is None else current[0]
         start = [(serial, worker.held[serial].index) for serial in worker.new]
         request = WorkerRequest(self._task_sampler(), start, tuple(worker.dropped), _WORKER_INTERVAL)
+        # The timeout is for the oldest request: a second one waits behind it.
         if not worker.calls:
             worker.since = time.monotonic()
         worker.calls.append(worker.actor.run.remote(request, *weights))
@@ -270,11 +277,14 @@ class RayExecutor(RolloutExecutor):
             if not isinstance(cause, EngineError):
                 cause.add_note(f"It was raised in the {worker.name}.")
                 raise cause from error
+            # An engine that died does not come back in its process; a new worker starts another.
             self._lose(worker, cause)
 
     def _record(self, worker: _Worker, result: WorkerResult) -> None:
         for serial, finished in result.finished:
+            # None: released here while the worker ran it.
             if (episode := worker.held.pop(serial, None)) is not None:
+                # The queue has this object: it is filled, not replaced.
                 vars(episode).update(vars(finished))
                 worker.losses = 0
         if result.parity_gap is not None:
@@ -305,6 +315,7 @@ class RayExecutor(RolloutExecutor):
         worker.losses += 1
         logger.warning("The %s was lost: %s. Its %d episodes are run again.", worker.name, cause, len(worker.held))
         self._end(worker)
+        # extendleft reverses: the lowest index comes first.
         self._waiting.extendleft(sorted(worker.held.values(), key=lambda episode: -episode.index))
         worker.held, worker.new, worker.dropped, worker.info = {}, [], [], None
         worker.calls.clear()

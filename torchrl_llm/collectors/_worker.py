@@ -114,6 +114,7 @@ class RolloutWorker:
     @torch.no_grad()
     def run(self, request: WorkerRequest, weights: Any = None) -> WorkerResult:
         """Collect until an episode has ended, ``request.poll_interval`` has passed, or there is nothing to do."""
+        # First: with max_staleness=0, what starts on the old weights would be dropped.
         parity_gap = self._install(self.policy, weights) if self._install and weights is not None else None
         self.env.task_sampler = request.task_sampler
         for serial in request.cancel:
@@ -152,6 +153,7 @@ class RolloutWorker:
         del self._episodes[serial]
         cause = portable(fault.cause)
         same = cause is fault.cause
+        # A new fault, for the cause is part of how it is made and pickled.
         self._failed.append((serial, fault if same else type(fault)(fault.name, fault.task_spec, fault.turn, cause)))
 
     def count_timeout(self) -> None:
@@ -173,6 +175,7 @@ class RolloutWorker:
 def portable(error: BaseException) -> BaseException:
     """An exception, or one with its text if it could not be read in another process."""
     try:
+        # Both ways: an exception with a constructor of its own may be written and not be read again.
         cloudpickle.loads(cloudpickle.dumps(error))
     except Exception:  # noqa: BLE001 (exceptions may do anything when they are copied)
         result = RuntimeError(f"{type(error).__name__}: {error}")

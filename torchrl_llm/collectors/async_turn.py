@@ -148,6 +148,7 @@ class ThreadExecutor(RolloutExecutor):
         # A slot is free if it has no episode and no call: an episode may be released while its call still runs.
         self._slots: list[Episode | None] = [None] * env.batch_size[0]
         self._calls: dict[int, Call] = {}
+        # A quarter of the limit, so that a late call is noticed before it has taken 1.25 times as long.
         self._poll_interval = min(POLL_INTERVAL, step_timeout / 4)
         self._new_requests = 0
         self._batching_delay = self._next_check = 0.0
@@ -157,6 +158,7 @@ class ThreadExecutor(RolloutExecutor):
         return len(self._calls) + self.policy.pending
 
     def step(self) -> bool:
+        # Waits only where the policy has nothing to do.
         self._collect_env_results(0.0 if self.policy.pending or not self._calls else self._poll_interval)
         self._fill()
         self._wait_for_requests()
@@ -169,6 +171,7 @@ class ThreadExecutor(RolloutExecutor):
         if episode in self._slots:
             slot = self._slots.index(episode)
             self._slots[slot] = None
+            # With a call in the environment, the policy has nothing of this slot to cancel.
             if slot not in self._calls:
                 self.policy.cancel([slot])
 
@@ -223,6 +226,7 @@ class ThreadExecutor(RolloutExecutor):
         if not episode.awaits_reward:
             self.env.start(slot, episode.index, reply)
             episode.task_id = self.env.slots[slot].task_id
+        # Otherwise rewards of another task would be trained on.
         elif self.env.slots[slot].index != episode.index:
             raise RuntimeError(
                 f"Slot {slot} of the environment was reset by something else than this collector, which runs task "
@@ -240,6 +244,7 @@ class ThreadExecutor(RolloutExecutor):
             return
         reason, terminated = state.stop_reason, state.stop_reason in TERMINATED
         success = reason == StopReason.WON
+        # The context is a view, which the next episode of the slot overwrites.
         episode.end(context.copy(), reason, terminated=terminated, truncated=not terminated, success=success)
         self._slots[slot] = None
 

@@ -48,7 +48,7 @@ class EpisodeCollector(Checked, BaseCollector):
         runs_here: whether the policy of this process collects.
     """
 
-    init_random_frames = 0
+    init_random_frames = 0  # TorchRL's Trainer reads it
     runs_here = True
     env: Any
     policy: Any
@@ -89,6 +89,7 @@ class EpisodeCollector(Checked, BaseCollector):
         if isinstance(base, GEMEnv) and isinstance(policy, TurnPolicy):
             _check_turn_end(base, policy)
         share_stop_ids(self.env, policy)
+        # requested_frames_per_batch is the name that TorchRL's statistics read.
         self.batch_size = self.requested_frames_per_batch = batch_size
         self.max_staleness, self.background = max_staleness, background
         self.total_frames, self.total_batches = total_frames, total_batches
@@ -101,6 +102,7 @@ class EpisodeCollector(Checked, BaseCollector):
         self._thread: BackgroundThread | None = None
         self._weight_sync_schemes = weight_sync_schemes
         for model_id, scheme in (weight_sync_schemes or {}).items():
+            # In this order: connecting sends the first weights.
             if not scheme.initialized_on_sender:
                 scheme.init_on_sender(model_id=model_id, context=self)
             if not scheme.synchronized_on_sender:
@@ -231,6 +233,7 @@ class EpisodeCollector(Checked, BaseCollector):
 
     def getattr_rb(self, attr: str) -> Any:
         """An attribute of the replay buffer."""
+        # TorchRL's Trainer counts frames by this where iteration yields None.
         return getattr(self.replay_buffer, attr)
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
@@ -263,6 +266,7 @@ class EpisodeCollector(Checked, BaseCollector):
 
     def _env_state(self) -> OrderedDict:
         count = self.env.num_sampled
+        # Nothing in flight: from the start of a group that was dropped half sampled.
         first = next((episode.index for episode in self._queue.episodes.values()), count - count % self.group_size)
         return OrderedDict(task_sampler=asdict(self.env.task_sampler), num_sampled=first, slots=[])
 
@@ -281,8 +285,10 @@ class EpisodeCollector(Checked, BaseCollector):
         if self.closed:
             return
         timeout = 10.0 if timeout is None else timeout
+        # The thread first: it must not step an executor that is closed.
         stopped = self._thread is None or self._thread.stop(timeout)
         self._executor.close(timeout)
+        # Only once the thread has ended: a policy need not be safe for two threads.
         if stopped and isinstance(self.policy, TurnPolicy) and self.policy.pending:
             _cancel(self.policy)
         self.closed = True

@@ -92,6 +92,7 @@ class RayTurnCollector(EpisodeCollector):
         background: bool | None = None,
         **kwargs: Any,
     ) -> None:
+        # Before anything is made: without Ray all of it would be for nothing.
         running_ray()
         make_env = make_env or (None if isinstance(env, GEMEnv) else env)
         if make_env is None:
@@ -115,7 +116,9 @@ class RayTurnCollector(EpisodeCollector):
             self._queue,
             make_worker,
             num_workers=num_workers,
+            # Ray itself reserves a CPU for an actor only while it starts: any number would share one.
             options={"num_cpus": 1} if worker_options is None else worker_options,
+            # A function: the sampler is replaced by set_seed, and in an adaptive mixture after each batch.
             task_sampler=lambda: self.env.task_sampler,
             weights=self._weights,
             timeout=worker_timeout,
@@ -125,6 +128,7 @@ class RayTurnCollector(EpisodeCollector):
         try:
             self._check_workers()
         except ValueError:
+            # Nobody gets the collector, so nobody else could end its workers.
             self._executor.close(0.0)
             raise
 

@@ -142,6 +142,7 @@ class LockstepExecutor(RolloutExecutor):
         current = self._respond(active)
         if not active.all():
             current.set("_step", active.unsqueeze(-1).to(self._env.device))
+        # The mask is of this step: the next one has other slots.
         step = self._env.step(current).exclude("_step")
         record_turns([*active_episodes.values()], step if active.all() else step[active])
         self._current = self._env.step_mdp(step)
@@ -169,6 +170,7 @@ class LockstepExecutor(RolloutExecutor):
 
     def _fill(self) -> None:
         while (free := [i for i, episode in enumerate(self._slots) if episode is None]) and self._queue.room:
+            # No more than the batch lacks: an environment samples a task for each slot that it resets.
             chosen = free[: self._queue.room]
             self._reset(chosen)
             found = zip(chosen, new_episodes(self._current[chosen]), strict=True)

@@ -53,6 +53,7 @@ def minibatches(
 def _places(batch: TensorDictBase, process_group: dist.ProcessGroup) -> Tensor:
     """The index in ``batch`` of each row of all ranks, in the order of their episodes; -1: the row is on another rank."""
     ids: list[list[int]] = [[] for _ in range(dist.get_world_size(process_group))]
+    # As objects: ranks may have different numbers of rows, which all_gather() of tensors does not take.
     dist.all_gather_object(ids, batch[keys.EPISODE_ID].tolist(), group=process_group)
     rank = dist.get_rank(process_group)
     order = sorted((episode, owner, i) for owner, own in enumerate(ids) for i, episode in enumerate(own))
@@ -122,6 +123,7 @@ def pad_rows(rows: TensorDictBase, width: int, num_turns: int) -> TensorDictBase
     missing = {"token": width - own_width, "turn": num_turns - own_turns}
     if not any(missing.values()):
         return rows
+    # A shallow copy: the caller's rows keep their width.
     out = rows.copy()
     for key, value in list(rows.items(include_nested=True, leaves_only=True)):
         if size := missing.get(keys.row_axis(key, value), 0):
@@ -156,6 +158,7 @@ def apply_in_micro_batches(module: TensorDictModuleBase, batch: TensorDictBase, 
         ``batch``.
     """
     width = batch[keys.ATTENTION_MASK].shape[1]
+    # Only what is read is copied into micro-batches.
     inputs = batch.select(*{keys.ATTENTION_MASK, *module.in_keys})
     written: dict[keys.NestedKey, Tensor] = {}
     for index, part in _packed(inputs, max_tokens):
@@ -164,6 +167,7 @@ def apply_in_micro_batches(module: TensorDictModuleBase, batch: TensorDictBase, 
         for key in module.out_keys:
             value = part[key]
             if keys.row_axis(key, value) == "token":
+                # pad() starts from the last dimension, and a result may have others after its tokens.
                 value = torch.nn.functional.pad(value.movedim(1, -1), (0, padding)).movedim(-1, 1)
             if key not in written:
                 written[key] = value.new_zeros(batch.shape[0], *value.shape[1:])
@@ -178,10 +182,12 @@ def _packed(batch: TensorDictBase, max_tokens: int) -> Iterator[tuple[Tensor, Te
     mask = batch[keys.ATTENTION_MASK]
     # The last valid column, not the number of valid ones: a row's segments have gaps between them.
     ends = torch.where(mask.bool(), torch.arange(1, mask.shape[1] + 1, device=mask.device), 0).amax(-1)
+    # stable: rows of one length keep their order, so the cut is the same on every device.
     lengths, order = ends.sort(descending=True, stable=True)
     sizes = lengths.tolist()
     start = 0
     while start < len(sizes):
+        # A row without a token has length 0, and max_tokens is divided by it.
         longest = max(1, sizes[start])
         end = min(len(sizes), start + max(1, max_tokens // longest))
         yield order[start:end], _trim(batch[order[start:end]], longest)
@@ -189,6 +195,7 @@ def _packed(batch: TensorDictBase, max_tokens: int) -> Iterator[tuple[Tensor, Te
 
 
 def _trim(rows: TensorDictBase, longest: int) -> TensorDictBase:
+    # These rows are a copy already, indexed by a tensor: the batch keeps its width.
     for key, value in list(rows.items(include_nested=True, leaves_only=True)):
         if keys.row_axis(key, value) == "token":
             rows.set(key, value[:, :longest])

@@ -80,6 +80,7 @@ def to_grpo_keys(rows: TensorDictBase) -> TensorDict:
         _ATTENTION_MASK: _required(rows, keys.ATTENTION_MASK),
         _ASSISTANT_MASK: action,
         _LOG_PROBS: on_actions(keys.OLD_LOG_PROB if has_old else keys.SAMPLE_LOG_PROB),
+        # GRPOLoss takes advantage.shape[:-1] for the shape of the log-probs.
         keys.ADVANTAGE: on_actions(keys.ADVANTAGE).unsqueeze(-1),
         keys.TURN_IDS: rows[keys.TURN_IDS],
     }

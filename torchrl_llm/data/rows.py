@@ -76,6 +76,7 @@ def rows_from_episodes(
     width, num_turns = fitting_shape(longest, most, max_model_len, max_turns)
     rows = _empty_rows(len(episodes), width, num_turns, dtype)
     if any(episode.task_id is None for episode in episodes):
+        # With the fill value, episodes without an id would count as one task, -1.
         del rows[keys.TASK_ID]
     arrays = {key: value.numpy() for key, value in rows.items()}
     for i, episode in enumerate(episodes):
@@ -113,6 +114,7 @@ def _empty_rows(size: int, width: int, num_turns: int, dtype: torch.dtype) -> di
 def _write_tokens(row: _Row, episode: Episode) -> None:
     """Write the segments, and what belongs to the responses in them."""
     starts = np.cumsum([0, *(len(context) + 1 for context in episode.contexts)])
+    # strict=False: starts has one more, where another segment would begin.
     for start, context in zip(starts, episode.contexts, strict=False):
         row[keys.TOKENS][start : start + len(context)] = context
         row[keys.ATTENTION_MASK][start : start + len(context)] = True

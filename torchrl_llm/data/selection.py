@@ -66,6 +66,7 @@ def overlong(rows: TensorDictBase, max_response_length: int) -> Tensor:
         [True]
     """
     mask = rows[keys.TURN_MASK]
+    # GEM sets both flags at its own turn limit, which is a part of the task and cuts nothing.
     cut = (mask & rows[keys.TURN_TRUNCATED] & ~rows[keys.TURN_TERMINATED]).any(1)
     return cut | (F.turn_lengths(rows[keys.TURN_IDS], mask.shape[1]) >= max_response_length).any(1)
 

@@ -55,6 +55,7 @@ class TurnsToSequence(Transform):
         self.max_model_len = max_model_len
         self.max_turns = max_turns
 
+    # TorchRL's buffers call _inv_call() when they are written, and forward() on each sample.
     def _inv_call(self, tensordict: TensorDictBase) -> TensorDictBase:
         if not keys.is_row_view(tensordict):
             return turns_to_rows(tensordict, max_model_len=self.max_model_len, max_turns=self.max_turns)
@@ -209,6 +210,7 @@ def _check_episodes(turns: TensorDictBase, played: Tensor) -> None:
         "has a response_mask with a gap": played & (mask != (_columns(mask) < size)).any(-1),
         "skips a segment, or goes back to one": played & ((resets < 0) | (resets > (count > 0).long())),
     }
+    # One transfer from the device for all checks.
     found = torch.stack([fault.any() for fault in faults.values()]).tolist()
     for (message, fault), is_fault in zip(faults.items(), found, strict=True):
         if is_fault:

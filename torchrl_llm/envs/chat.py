@@ -30,8 +30,8 @@ CHATML = (
 )
 """A chat template that is append-only, for tokenizers with the tokens ``<|im_start|>`` and ``<|im_end|>``."""
 
-_PROBE_TURNS = 4
-_CACHED_MESSAGES = 4096
+_PROBE_TURNS = 4  # the fewest with two messages between the first and the last, which must be rendered alike
+_CACHED_MESSAGES = 4096  # members of a group share a first message, and games repeat their feedback
 
 
 class ChatTemplateError(ValueError):
@@ -179,6 +179,7 @@ class ChatFormatter(Checked):
         self._encode_plain = _without_added_tokens(self.tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
+        # Neither caches of bound methods nor local functions can be pickled.
         return {key: value for key, value in self.__dict__.items() if not key.startswith("_encode_")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -208,6 +209,7 @@ class ChatFormatter(Checked):
         """The text of a response for the environment: without the token that ended it, with everything else."""
         if len(response) and (response[-1] in self.stop_ids or response[-1] in self.end_of_turn_ids):
             response = response[:-1]
+        # Cleaning up would remove spaces before punctuation: the environment would get another text than was sampled.
         return str(self.tokenizer.decode(response, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _render_start(self, message: str) -> tuple[int, ...]:
@@ -220,6 +222,7 @@ class ChatFormatter(Checked):
 
     def _encode(self, frame: Frame, message: str) -> tuple[int, ...]:
         before, after, trims = frame
+        # JSON can spell these, so tools may return them; fast tokenizers cannot encode them.
         if surrogate := re.search("[\ud800-\udfff]", message):
             raise ValueError(
                 f"The message holds {surrogate.group()!r} at position {surrogate.start()}: half of a surrogate pair, which is "
@@ -258,10 +261,12 @@ class ChatFormatter(Checked):
         return list(filter(self._control_ids.__contains__, ids))
 
     def _with_added_tokens(self, text: str) -> tuple[int, ...]:
+        # A template writes its own BOS; the tokenizer would add another to every piece.
         return tuple(self.tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
     def _raw_frames(self) -> tuple[Frame, dict[Role, Frame]]:
         bos = self.tokenizer.bos_token_id
+        # A tokenizer may name a BOS token and not add it.
         if bos is not None and self.tokenizer.encode("a")[:1] == [bos]:
             self._bos = (bos,)
         first = Frame(f"{self.system_prompt}\n\n" if self.system_prompt else "", "\n")
@@ -277,6 +282,7 @@ class ChatFormatter(Checked):
         try:
             tool = self._probe("tool")[1]
         except ChatTemplateError:
+            # A tool role that is refused, or not append-only, is none that can be used.
             tool = user
         self._turn_end = self._find_turn_end(user)
         return first, {"user": user, "tool": tool}
@@ -302,6 +308,7 @@ class ChatFormatter(Checked):
         questions = [f'{{q{i}: "<&>\\\n{i}"}}' for i in range(_PROBE_TURNS)]
         answers = [f"a{i}\n{i}." for i in range(_PROBE_TURNS - 1)]
         if self.history == "refuse":
+            # Also with thinking, which Qwen3's template drops from earlier answers.
             for thinking in ("", "<think>\nhm\n</think>\n\n"):
                 thought = [thinking + answer for answer in answers]
                 self._check_append_only(self._render_turns(roles, questions, thought), thought)
@@ -309,6 +316,7 @@ class ChatFormatter(Checked):
 
     def _render_turns(self, roles: Sequence[str], questions: list[str], answers: list[str]) -> list[str]:
         """The prompt of each turn."""
+        # White space on both sides shows whether the template trims contents.
         asked = [{"role": role, "content": f" \n{text}\n "} for role, text in zip(roles, questions, strict=True)]
         answered = [{"role": "assistant", "content": answer} for answer in answers]
         messages = [message for pair in zip(asked, [*answered, {}], strict=True) for message in pair]

@@ -88,6 +88,7 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     """
     if not path.is_file():
         raise ValueError(f"There is no file {str(path)!r}; expected the path of a JSONL file. Load hub datasets first.")
+    # json.loads refuses the byte order mark that some programs write.
     for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if line.strip():
             place = f"{path}, line {number}"
@@ -177,7 +178,7 @@ class RowTaskSampler(TaskSampler):
         return task_spec._replace(seed=row)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=4)  # every task reads it, and tasks of two epochs may be in flight
 def _permutation(seed: int, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
@@ -344,6 +345,7 @@ class PromptDatasetEnv(GEMEnv):
         grader = Grader(reward_fn, rows, batched=batched, timeout=reward_timeout)
         env = EnvSpec(type(self).__name__, partial(Question, grader))
         super().__init__(env, tokenizer=tokenizer, num_envs=num_envs, stream=stream, **rendering, **options)
+        # GEMEnv's constructor has made these two for environments of several turns.
         self.formatter = formatter
         self.task_sampler = RowTaskSampler(**asdict(self.task_sampler), num_rows=len(rows), shuffle=shuffle)
         self._grader = grader

@@ -292,6 +292,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         rewards = torch.zeros(len(slots), 1)
         for i, reply in self._call(calls).items():
             if isinstance(reply, EnvironmentFault):
+                # The response stays in the context: the policy sampled it, whatever became of the environment.
                 reply = Reply(responses[i], stop_reason=self._contain(i, reply))
             elif reply.stop_reason != StopReason.RUNNING:
                 self._fault_counter.recent.clear()
@@ -336,6 +337,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             for i, slot in enumerate(slots)
             if slot["index"] is not None and slot["stop_reason"] == StopReason.RUNNING
         }
+        # The seed may differ: set_seed may have been called since the environment was made, here or there.
         same_seed = replace(saved, seed=self.task_sampler.seed, ids_by_seed=self.task_sampler.ids_by_seed)
         if same_seed != self.task_sampler or (running and len(slots) != len(self._slots)):
             raise ValueError(
@@ -351,6 +353,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             slot.stop_reason = StopReason(old["stop_reason"])
         self._begin({i: old["index"] for i, old in running.items()})
         for i, old in running.items():
+            # Replayed and not unpickled: environments need not be picklable, and task and responses determine them.
             for response in map(list, old["responses"]):
                 self.advance(i, response, self.answer(i, response))
 
@@ -362,5 +365,6 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         """End the threads; those of environments that hang are left behind."""
         if self._pool is not None:
             for thread in self._pool.close(_CLOSE_TIMEOUT):
+                # Otherwise every other environment of the process would wait for it.
                 revoke_global_rng(thread)
         super().close(raise_if_closed=raise_if_closed)

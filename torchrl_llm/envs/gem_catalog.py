@@ -231,6 +231,7 @@ def prepare(env: TextEnv, name: str, stream: Stream | None) -> None:
 
 def _answer_or_none(extract: Callable[[str], str | None], response: str) -> str:
     """The answer in a response; without one, where GEM would raise, an answer that is never right."""
+    # QaEnv.step of gem-llm 0.1.0 reads `is_correct` unassigned where no answer is found.
     answer = extract(response)
     return "\0" if answer is None else answer
 
@@ -246,6 +247,7 @@ def _wait_for_grader(math_env: Any, name: str) -> None:
     try:
         math_env.mp_pool.apply_async(math_env.check_correct, answer).get(timeout=_GRADER_TIMEOUT)
     except NotGraded as error:
+        # A pool starts a new process for each that ends, so one that cannot start would be started forever.
         math_env.mp_pool.terminate()
         needs = (
             f"The process that grades its answers has not started within {_GRADER_TIMEOUT:.0f} s. It imports the main script "

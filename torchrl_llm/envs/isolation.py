@@ -47,6 +47,7 @@ class _Loan:
         self.state = random.getstate(), mtrand.get_bit_generator(), np.random.get_state()
 
     def restore(self) -> None:
+        # The generator before its state: set_state writes into the generator that is global at the moment.
         python, bits, numpy = self.state
         random.setstate(python)
         mtrand.set_bit_generator(bits)
@@ -80,6 +81,7 @@ def kept_global_rng(*, for_envs: bool = False) -> Iterator[_Loan]:
             _loan.wanted = True
             if not _lending.wait(_WARN_AFTER):
                 logger.warning("Waiting for the global random generators: an environment has kept them for long.")
+        # Between environments nothing needs restoring: each begins by setting the generators.
         nested = for_envs and _loan is not None and _loan.for_envs
         if not nested:
             _loan = _Loan(_loan, for_envs=for_envs)
@@ -89,6 +91,7 @@ def kept_global_rng(*, for_envs: bool = False) -> Iterator[_Loan]:
         yield loan
     finally:
         with _lending:
+            # A revoked loan restores nothing: the generators are in use by others.
             if not (nested or loan.revoked):
                 loan.restore()
                 _loan = loan.outer
@@ -108,6 +111,7 @@ def revoke_global_rng(thread: int) -> bool:
     with _lending:
         if _loan is None or _loan.thread != thread:
             return False
+        # To the outermost loan: its state is what the thread found.
         while _loan is not None:
             _loan.revoked, last, _loan = True, _loan, _loan.outer
         last.restore()
@@ -164,12 +168,14 @@ class IsolatedEnv:
         self.env: TextEnv | None = None
         self._takes_seed = True
         self._thread_safe = False
+        # numpy lets its generator be exchanged; Python's cannot be, so its state is copied at each call.
         self._python: Any = None
         self._numpy = _new_generator(self)
 
     def reset(self, seed: int) -> str:
         """Start the task that ``seed`` names and return the first message."""
         env = self.env or self._make()
+        # A reset draws from its task alone, a step continues where the last call left the generators.
         with self._calling(seed):
             text, message = read_reset(env.reset(seed=seed) if self._takes_seed else env.reset())
             # Asked for after each reset: a wrapper may make the environment inside only then.
@@ -209,6 +215,7 @@ class IsolatedEnv:
                 self.busy_since = None
                 if loan is not None and loan.wanted and self.env is not None and time.monotonic() - start > _LONG_CALL:
                     self._hint()
+            # Not after an error: the environment is dropped then, and its state with it.
             if isolated:
                 self._python = random.getstate()
 
@@ -323,6 +330,7 @@ class Pool:
     def wait(self, calls: Mapping[int, Call], busy_since: Callable[[int], float | None], timeout: float | None) -> None:
         """Wait until all ``calls`` (slot -> call) are finished, or abandoned (see :meth:`abandon_late`)."""
         while running := {slot: call for slot, call in calls.items() if not (call.finished or call.abandoned)}:
+            # A quarter of the limit, so that a late call is noticed before it has taken 1.25 times as long.
             self.finished(POLL_INTERVAL if timeout is None else min(POLL_INTERVAL, timeout / 4))
             if timeout is not None:
                 self.abandon_late(running, busy_since, timeout)
@@ -344,6 +352,7 @@ class Pool:
         now, late = time.monotonic(), []
         for slot, call in calls.items():
             since = busy_since(slot)
+            # Abandoned before its generators are taken: a call that has just finished leaves its thread to another one.
             if since is not None and now - since > timeout and self.abandon(call):
                 revoke_global_rng(call.thread)
                 call.error = TimeoutError(f"no answer within step_timeout={timeout} s")
@@ -357,6 +366,7 @@ class Pool:
                 return False
             call.abandoned = True
             self._unfinished -= 1
+            # The thread still runs, and counts no more: another one may start in its place.
             self._threads = [thread for thread in self._threads if thread.ident != call.thread]
             self._start()
             return True
@@ -385,10 +395,12 @@ class Pool:
 
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
+            # What is queued is not called any more; a None ends the thread.
             if self._closed:
                 continue
             call.run()
             with self._lock:
+                # Its result is not reported: the slot has a new environment, or a new task, by now.
                 if call.abandoned:
                     return
                 call.finished = True

@@ -52,10 +52,13 @@ class _EventLoop:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        # One loop for all calls: an HTTP session belongs to the loop in which it was made. asyncio.run() makes a new
+        # one, and fails inside a running loop, as in a notebook.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Locks and loops cannot be pickled; a copy makes its own.
         return type(self), ()
 
     def run(self, coroutine: Coroutine[Any, Any, Any], timeout: float) -> Any:
@@ -69,6 +72,7 @@ class _EventLoop:
         try:
             return future.result(timeout)
         finally:
+            # After a timeout the coroutine would continue to run.
             future.cancel()
 
     def close(self) -> None:
@@ -119,6 +123,7 @@ class Grader:
         rewards = self._graded_within(asked, step_timeout) if asked else []
         self._ahead = defaultdict(list)
         for pair, reward in zip(asked, rewards, strict=True):
+            # A list: members of a group may give the same answer, and each was graded by itself.
             self._ahead[pair].append(reward)
         try:
             yield
@@ -128,6 +133,7 @@ class Grader:
     def _graded_within(self, asked: list[tuple[int, str]], seconds: float | None) -> list[float | RewardError]:
         if seconds is None:
             return self._graded(asked)
+        # A thread for each step: one that hangs in a reward function is left behind, with its pool.
         pool, start = Pool(1), time.monotonic()
         call = pool.submit(0, partial(self._graded, asked))
         pool.wait({0: call}, lambda _: start, seconds)
@@ -168,6 +174,7 @@ class Grader:
 
     async def _gather(self, calls: list[tuple[Any, ...]]) -> list[Any]:
         waits: list[Awaitable[Any]] = [asyncio.wait_for(self.reward_fn(*call), self.timeout) for call in calls]
+        # Otherwise the first exception would be the result of all rows.
         return await asyncio.gather(*waits, return_exceptions=True)
 
     def _checked(self, row: int, result: Any, call: object | None) -> float | RewardError:

@@ -144,6 +144,7 @@ class SuccessRule:
         return self._earned(slot.task_spec.env_id, slot.total + step.reward, step.reward) >= self.threshold
 
     def _earned(self, env_id: int, total: float, last: float) -> float:
+        # Shares of 1 need not sum to 1: ten times 0.1 is 0.9999999999999999.
         return total + 1e-6 if self._specs[env_id].success_by == "return" else last
 
     def watch(self, slot: Slot, reply: Reply) -> None:
@@ -234,7 +235,7 @@ class SlotEpisodes:
             context = self.formatter.start(env.reset(task_spec.seed))
         except EnvironmentUnavailableError:
             raise
-        except (Exception, SystemExit) as error:
+        except (Exception, SystemExit) as error:  # an environment may call sys.exit(); Ctrl-C passes
             raise self.fault(task_spec, -1, error) from error
         if len(context) + self.max_output_tokens > self.max_model_len:
             cause = ValueError(
@@ -290,6 +291,7 @@ class SlotEpisodes:
             self._prompt[slot] = 0
             self._append(slot, [*chain.from_iterable(state.pieces)])
         else:
+            # Cuts nothing while an episode runs: it ends where the next response would not fit.
             self._append(slot, reply.ids[: self.max_model_len - state.length])
 
     def first_of_each_task(self, count: int) -> list[int]:
@@ -316,11 +318,13 @@ class SlotEpisodes:
                 else:
                     self._slots[slot].envs.pop(reply.task_spec.env_id, None)
                 group = "group", self.task_sampler[indices[slot]].group_id
+                # Tasks of unknown hidden state may differ behind one first observation: each group counts.
                 seen.setdefault(task.task_id if task.known else group, indices[slot])
         return sorted(seen.values())
 
     def busy_since(self, slot: int) -> float | None:
         """``time.monotonic()`` when the slot's running call reached the environment; ``None``: no call is there."""
+        # A copy: the thread of the slot may add an environment meanwhile.
         times = [env.busy_since for env in list(self._slots[slot].envs.values())]
         return next((since for since in times if since is not None), None)
 
@@ -341,6 +345,7 @@ class SlotEpisodes:
             for slot, reply in self._open(opened).items():
                 if isinstance(reply, Reply):
                     self.start(slot, opened[slot], reply)
+                # The caller replays a saved episode, for which no other task can stand in.
                 elif indices[slot] is not None:
                     raise reply
                 else:
@@ -358,6 +363,7 @@ class SlotEpisodes:
         if self.num_threads and self._pool is None:
             self._pool = Pool(self.num_threads)
         pool = self._pool or Pool(0)
+        # One loan for the calls of all slots: the state is saved and restored once a step.
         with nullcontext() if self.num_threads else kept_global_rng(for_envs=True):
             made = {slot: pool.submit(slot, function) for slot, (_, _, function) in calls.items()}
         pool.wait(made, self.busy_since, self.step_timeout)
@@ -376,6 +382,7 @@ class SlotEpisodes:
     def _contain(self, slot: int, fault: EnvironmentFault) -> StopReason:
         """Count a failed episode and drop its environment; raise the first fault if there were too many in a row."""
         last, self.last_fault = self.last_fault, fault
+        # Its state is unknown after an error; the next task makes a new one.
         self._slots[slot].envs.pop(fault.task_spec.env_id, None)
         same_call = last is not None and fault.batched_call is not None and fault.batched_call is last.batched_call
         if not same_call:
@@ -391,6 +398,7 @@ class SlotEpisodes:
         self._slots[slot].length += len(ids)
 
     def _stop_reason(self, state: Slot, step: TextStep, length: int) -> StopReason:
+        # The environment's own end before our budgets: an episode that ends with its last turn was not cut.
         if step.terminated:
             if self._success.holds(state, step):
                 return StopReason.WON

@@ -162,6 +162,7 @@ class TaskSampler(Checked):
             [0.82, 0.5]
         """
         rates = list(self.success or (0.5,) * self.mixture_size)
+        # From the mean, in closed form: one after the other, the last episodes would count most.
         for env_id in set(env_ids):
             wins = [win for other, win in zip(env_ids, won, strict=True) if other == env_id]
             mean = sum(wins) / len(wins)
@@ -174,6 +175,7 @@ def _task_spec(task_sampler: TaskSampler, shares: tuple[float, ...] | None, inde
     local_group, member = divmod(index, task_sampler.group_size)
     group = task_sampler.worker + local_group * task_sampler.num_workers
     stream = get_args(Stream).index(task_sampler.stream)
+    # Two words: the seed does not depend on the mixture, nor on its weights.
     hashed, noise = map(int, np.random.SeedSequence(task_sampler.seed, spawn_key=(stream, group)).generate_state(2))
     # The lowest bits are the stream's, so that no two streams share a seed.
     seed = hashed & ~3 | stream
@@ -202,6 +204,7 @@ class TaskIdentity(NamedTuple):
 
 def _digest(text: str) -> bytes:
     """A hash of a text that is the same in every process, unlike ``hash``."""
+    # surrogatepass: whether a message is Unicode text is decided where it is rendered.
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
@@ -247,6 +250,7 @@ def rows_of(questions: Sequence[Any], stream: Stream) -> list[int]:
         (160, 20, 20)
     """
     names = [_digest(str(question)) for question in questions]
+    # Each question once: rows that repeat it must not be in two streams.
     order = sorted(set(names))
     if len(order) < 10:
         raise ValueError(
@@ -283,6 +287,7 @@ class SeenTasks:
 
     def add(self, tasks: Any) -> None:
         """Remember ``tasks``, an array of int64."""
+        # Hashes are uniform, so the lowest are a random sample.
         self.tasks = np.union1d(self.tasks, np.asarray(tasks, np.int64))[: self.limit]
 
     def overlap(self, tasks: Any) -> float:

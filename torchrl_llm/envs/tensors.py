@@ -66,6 +66,7 @@ def observation_of(slots: Sequence[Slot], prompt: Tensor, *, slides: bool) -> di
     if slides:
         values[keys.SEGMENT] = [slot.segment for slot in slots]
     columns = {key: torch.tensor(column).unsqueeze(-1) for key, column in values.items()}
+    # A copy as well: slots write on in `prompt`, and a collector keeps what it was given.
     return columns | {keys.PROMPT: prompt.masked_fill(columns[keys.PROMPT_LENGTH] == 0, 0)}
 
 
@@ -79,6 +80,7 @@ def done_of(slots: Sequence[Slot]) -> dict[Any, Tensor]:
 def responses_of(tensordict: TensorDictBase) -> list[list[int]]:
     """The ids of each slot's response."""
     mask = tensordict[keys.RESPONSE_MASK].bool()
+    # One transfer for all slots.
     ids = iter(tensordict[keys.RESPONSE][mask].tolist())
     return [list(islice(ids, length)) for length in mask.sum(-1).tolist()]
 

@@ -86,6 +86,7 @@ class TextStep(NamedTuple):
             raise TypeError(f"step() returned the reward {reward!r:.50}; expected a number")
         if not math.isfinite(reward):
             raise ValueError(f"step() returned the reward {reward!r}; expected a finite number")
+        # `in` compares, so NumPy's booleans pass, and 0 and 1.
         if terminated not in (True, False) or truncated not in (True, False):
             raise TypeError(f"step() returned {terminated=!r:.50}, {truncated=!r:.50}; expected booleans")
         info = info or {}
@@ -134,6 +135,7 @@ class EnvironmentUnavailableError(RuntimeError):
         self.env_id, self.needs, self.cause = env_id, needs, cause
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are pickled by their message, which this constructor does not take.
         return type(self), (self.env_id, self.needs, self.cause)
 
 
@@ -156,6 +158,7 @@ class EnvironmentFault(RuntimeError):
         self.name, self.task_spec, self.turn, self.cause = name, task_spec, turn, cause
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are pickled by their message, which this constructor does not take.
         return type(self), (self.name, self.task_spec, self.turn, self.cause)
 
     @property

@@ -129,6 +129,7 @@ class ActorCritic:
             if self.adapter is None:
                 model.save_pretrained(path / role)
             else:  # PEFT puts the adapter into a folder of its name
+                # save_embedding_layers="auto", the default, may ask the hub for the configuration of the base.
                 model.save_pretrained(str(path), selected_adapters=[role], save_embedding_layers=False)
         if self.critic is not None:
             (path / "critic").mkdir(parents=True, exist_ok=True)
@@ -379,6 +380,7 @@ def load_actor_critic(
         reference=TokenScorer(frozen, sampling, adapter=reference_adapter, frozen=True) if reference else None,
     )
     if reference == "adapter":
+        # PEFT has drawn other factors for it; with init_lora_weights=False it is not even the same function.
         models.refresh_reference()
     return models
 

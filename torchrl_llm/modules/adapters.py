@@ -24,7 +24,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torchrl_llm.modules.checks import FAILURES, run_once
 from torchrl_llm.modules.lm import backbone, causal_lm
 
-_MAX_FUSED_BYTES = 2**26
+_MAX_FUSED_BYTES = 2**26  # 64 MiB: every layer of a small model; see FusedLora
 
 State = tuple[list[str], bool]
 """The active adapters of one PEFT layer, and whether adapters are off."""
@@ -107,6 +107,7 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
     lm = causal_lm(model)
     # transformers renames this method in the 5.x series; the old name warns where the new one exists.
     enable = getattr(lm, "activation_checkpointing_enable", None) or lm.gradient_checkpointing_enable
+    # Reentrant checkpointing takes no context_fn.
     enable({"use_reentrant": False, "context_fn": lambda: recompute_contexts(model)})
 
 
@@ -241,10 +242,13 @@ def add_adapters(base: nn.Module, lora: LoraConfig, names: Sequence[str], *, see
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
             # PEFT initializes on the CPU and moves the weights afterwards, so the CPU generator alone needs a seed.
             torch.default_generator.manual_seed(seed)
+            # Copies: PEFT writes into the settings that it is given.
             model: Any = get_peft_model(base, copy.deepcopy(lora), adapter_name=names[0])
             for name in names[1:]:
                 model.add_adapter(name, copy.deepcopy(lora))
+        # PEFT lets the active adapter train, and switches the others off.
         model.set_requires_grad([name for name in names if name != "reference"], True)
+        # Some targets fail in a forward only: the routers of Llama4 and PhiMoE return tuples, which LoRA cannot add to.
         run_once(model.eval())
     except FAILURES as error:
         plain = sorted({n.rpartition(".")[2] for n, m in base.named_modules() if type(m) in (nn.Linear, Linear)})
@@ -267,6 +271,7 @@ def _within_language_model(base: nn.Module, lora: LoraConfig) -> LoraConfig:
         return lora
     given = lora.exclude_modules
     own = [] if not given else [given] if isinstance(given, str) else [rf"(.*\.)?({'|'.join(map(re.escape, given))})"]
+    # As exclude_modules, which PEFT applies to every form of target_modules, "all-linear" too.
     kept = rf"(?!{re.escape(decoder or '')}\.|{re.escape(head or '')}$).*"
     lora = copy.deepcopy(lora)
     lora.exclude_modules = "|".join(f"({pattern})" for pattern in (kept, *own))
@@ -359,6 +364,7 @@ def _fused(layer: Any, adapter: str | None) -> nn.Module:
     base = layer.base_layer
     if adapter not in layer.lora_A:
         return base
+    # On the meta device no memory is allocated, and no first weights are drawn from the global generator.
     fused = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
     fused.weight = nn.Parameter(base.weight.detach() + layer.get_delta_weight(adapter).detach(), requires_grad=False)
     fused.bias = base.bias

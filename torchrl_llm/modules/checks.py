@@ -33,6 +33,7 @@ class RandomForwardError(ValueError):
     """A forward that builds a graph computes other values than one that does not."""
 
 
+# max_window_layers and sliding_window_pattern are numbers of layers, not of tokens.
 _WINDOW = re.compile("window(?!_layers|_pattern)|local_att|chunk_size")
 _LONGEST_TRIED = 512  # windows up to here are tried when a model is loaded
 FAILURES = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError)
@@ -77,6 +78,7 @@ def check_head(model: nn.Module) -> None:
     with _probing(lm, "cannot be computed as a backbone and a head on it"):
         expected = lm(input_ids=tokens, use_cache=False).logits.float()
         logits = lm_logits(model, hidden_states(model, tokens)).float()
+    # Tiny models of the families refused differ by 2.9 and more; rounding is near 1e-6, in half precision 1e-2.
     tolerance = 1e-4 if is_full_precision(embedding_of(model).dtype) else 1e-2
     if not torch.allclose(logits, expected, rtol=0, atol=tolerance * float(expected.abs().max())):
         raise UnsupportedHeadError(
@@ -97,6 +99,7 @@ def check_rows(model: nn.Module) -> None:
     most = getattr(config, "max_position_embeddings", None) or float("inf")
     windows = [window for window in declared_windows(config) if window <= _LONGEST_TRIED and window < most]
     with _probing(lm, "fails on a batch of token ids"):
+        # Twice a window and more: the row of half the length is beyond it too.
         worst = max(_gap(model, int(min(length, most))) for length in (6, *(2 * window + 4 for window in windows)))
     if worst > (1e-3 if is_full_precision(embedding_of(model).dtype) else 5e-2):
         raise UnsupportedModelError(
@@ -166,6 +169,7 @@ def check_size(tokenizer: Any, rows: int, model: str) -> int:
     Raises:
         VocabularyMismatchError: there are more.
     """
+    # Not len(tokenizer): ids may have gaps.
     size = max(tokenizer.get_vocab().values()) + 1
     if size > rows:
         raise VocabularyMismatchError(

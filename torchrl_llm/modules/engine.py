@@ -56,6 +56,7 @@ def sync_step(name: str) -> Iterator[None]:
     """
     try:
         yield
+    # The innermost step has named the failure.
     except WeightSyncError:
         raise
     except Exception as error:
@@ -118,7 +119,7 @@ class InferenceEngine(Protocol):
     policy_version: int = 0
     owns_weights: bool = False
     loads_base: bool = False
-    check_length: int = 33
+    check_length: int = 33  # two blocks of 16 tokens, vLLM's default size, and one token
     methods: tuple[str, ...] = ("adapter", "whole")
     _broken: str | None = None
 
@@ -178,6 +179,7 @@ class InferenceEngine(Protocol):
     def updating(self, version: int) -> Iterator[None]:
         """Enter it around :meth:`load`: later tokens carry ``version``; after an error the engine refuses to sample until an
         update succeeds."""
+        # First, and undone only at the end: also after an interrupt half way nothing is sampled from mixed weights.
         self.invalidate("a weight sync began and did not end well. Sync again before sampling.")
         yield
         self.weights_changed(version)

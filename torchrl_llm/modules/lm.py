@@ -168,16 +168,19 @@ def rope_by_row(model: nn.Module, lengths: Tensor) -> Iterator[None]:
 
     def by_row(module: nn.Module, args: Any, kwargs: Any, _: Any) -> Any:
         call = signature(module.forward).bind(*args, **kwargs)
+        # Without a cache every row has the positions 0, 1, 2, ...
         positions = call.arguments["position_ids"][:1]
 
         def embeddings(size: int) -> Any:
             # Dynamic scaling keeps the frequencies of the longest input so far until it gets one that needs no scaling.
             for end in (1, size):
                 call.arguments["position_ids"] = positions[:, :end]
+                # `forward`, not the module: a call would run this hook again.
                 found = module.forward(*call.args, **call.kwargs)
             return found
 
         each = {size: embeddings(size) for size in sorted(set(sizes))}
+        # Back to no scaling, for forwards outside.
         embeddings(1)
         rows = [each[size] for size in sizes]
         if isinstance(rows[0], Tensor):

@@ -47,8 +47,10 @@ def merged_tensors(model: nn.Module, adapter: str | None = None) -> Iterator[tup
     check_adapter(model, adapter)
     lm = causal_lm(model)
     wrappers = {id(layer) for layer in adapter_layers(lm)}
+    # With both names of a module that is used twice, as in state_dict.
     layers = {name: module for name, module in lm.named_modules(remove_duplicate=False) if id(module) in wrappers}
     _check_mergeable(lm, layers, adapter)
+    # Not named_parameters, which leaves out a tied head: vLLM would keep its old one, silently, 0.6 nats off.
     for name, tensor in lm.state_dict().items():
         if not any(parent in layers for parent in _parents(name)):
             yield name, tensor
@@ -116,10 +118,12 @@ def _merged(layer: Any, adapter: str | None) -> dict[str, Tensor]:
         raise WeightsError(f"{type(layer).__name__} cannot be merged layer by layer; train it without this wrapper.")
     if adapter is None or adapter in layer.merged_adapters or adapter not in available_adapters(layer):
         return layer.get_base_layer().state_dict()
+    # Plain LoRA, which most layers are, needs no copy of the layer.
     if isinstance(layer, Linear) and adapter not in layer.lora_variant and not layer.lora_bias[adapter]:
         tensors = layer.get_base_layer().state_dict()
         delta = layer.get_delta_weight(adapter)
         return tensors | {"weight": tensors["weight"] + delta.to(tensors["weight"].dtype)}
+    # On a copy: to unmerge the live layer again would leave rounding errors in its weights.
     layer = copy.deepcopy(layer)
     if isinstance(layer, ParamWrapper):  # one for each parameter of the module, nested
         module = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=[adapter])

@@ -66,6 +66,7 @@ class TurnPolicy(TensorDictModuleBase, InferenceEngine):
         policy_version: int, stamped on every token; :meth:`weights_changed` raises it by one.
     """
 
+    # TorchRL refuses policies with these two that do not derive from TensorDictModuleBase.
     in_keys = [keys.PROMPT, keys.PROMPT_LENGTH, keys.TURN, keys.EPISODE_ID]  # noqa: RUF012 (TorchRL's idiom)
     out_keys = [keys.RESPONSE, keys.RESPONSE_MASK, keys.RESPONSE_LOG_PROBS, keys.TURN_IDS, keys.POLICY_VERSION]  # noqa: RUF012
 
@@ -179,11 +180,13 @@ class TurnPolicy(TensorDictModuleBase, InferenceEngine):
                 f"{keys.PROMPT_LENGTH} says {longest} tokens, but {keys.PROMPT} has only {prompt.shape[-1]} columns; "
                 "expected a right-padded prompt at least as wide as its longest row."
             )
+        # The observation is as wide as max_model_len; engines get the columns that are used.
         rows = prompt[slots, :longest], lengths[slots], turn[slots], episode_id[slots]
         greedy = exploration_type() in (ExplorationType.DETERMINISTIC, ExplorationType.MODE)
         generation = self.generate(*rows, slots=slots, greedy=greedy)
         valid = torch.arange(tokens.shape[-1], device=tokens.device) < generation.lengths.unsqueeze(-1)
         mask[slots] = valid
+        # What lies behind the end of a response is undefined: engines may sample on until a whole batch is finished.
         tokens[slots] = generation.tokens.masked_fill(~valid, 0)
         log_probs[slots] = generation.log_probs.masked_fill(~valid, 0.0)
         turn_ids[slots] = torch.where(valid, turn[slots].unsqueeze(-1), -1)

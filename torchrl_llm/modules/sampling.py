@@ -124,6 +124,7 @@ class SamplingProcessor:
         ]
         self._steps = transformers.LogitsProcessorList(make(value) for is_on, make, value in steps if is_on)
         self.needs_context = penalty != 1
+        # Not transformers' MinNewTokensLengthLogitsProcessor: it counts from one prompt length for the whole batch.
         self._held_back = torch.tensor(sampling.stop_ids or (), dtype=torch.int64)
         self._min_output_tokens = sampling.min_output_tokens
 
@@ -140,6 +141,7 @@ class SamplingProcessor:
             ``[n, V]`` float32 or float64, minus infinity where a token cannot be sampled.
         """
         logits = logits if logits.dtype == torch.float64 else logits.float()
+        # Before the others: top-k and top-p must not count ids that cannot be sampled.
         if index < self._min_output_tokens:
             logits = logits.index_fill(-1, self._held_back.to(logits.device), -torch.inf)
         return self._steps(context, logits) if self._steps else logits
@@ -164,8 +166,10 @@ def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         >>> ids, log_probs.exp()
         (tensor([0, 1]), tensor([0.5000, 0.5000]))
     """
+    # Not torch.multinomial: it draws for the whole batch from one generator, so a token would depend on its neighbors.
     top = logits.amax(-1, keepdim=True)
     weights = (logits - top).exp_()
+    # In float32 a weight below 6e-8 of the sum would not move it, so such tokens could not be sampled.
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     total = cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, uniform.unsqueeze(-1) * total, right=True)
@@ -205,6 +209,7 @@ def turn_noise(*, seed: int, episode_id: Sequence[int], turn: Sequence[int], wid
         >>> torch.equal(one[0], two[1, :3])
         True
     """
+    # PCG64 by name: what default_rng uses may change with NumPy, and with it every episode.
     rows = [
         np.random.Generator(np.random.PCG64(np.random.SeedSequence((seed, episode, t)))).random(width)
         for episode, t in zip(episode_id, turn, strict=True)
@@ -221,5 +226,6 @@ def turn_seed(*, seed: int, episode_id: int, turn: int) -> int:
         >>> turn_seed(seed=0, episode_id=7, turn=2) == turn_seed(seed=0, episode_id=2, turn=7)
         False
     """
+    # The spaces tell (1, 23) from (12, 3).
     digest = blake2b(f"{seed} {episode_id} {turn}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest) >> 1
+    return int.from_bytes(digest) >> 1  # 63 bits fit into a signed 64-bit integer

@@ -113,8 +113,11 @@ class TokenScorer(RowModule):
         chunks = [x.split(max(1, self.chunk_logits // vocabulary_of(self.model))) for x in (hidden, targets, early)]
         parts = []
         for chunk in zip(*chunks, strict=True):
+            # One chunk is not recomputed: backward would make its logits again, at the same size.
             if len(chunks[0]) > 1 and torch.is_grad_enabled():
+                # The head may be adapted too, and backward may run under another adapter.
                 context_fn = lambda: recompute_contexts(self.model)  # noqa: E731
+                # The reentrant variant takes no context_fn.
                 parts.append(checkpoint(self._score_chunk, *chunk, use_reentrant=False, context_fn=context_fn))
             else:
                 parts.append(self._score_chunk(*chunk))
@@ -123,11 +126,13 @@ class TokenScorer(RowModule):
     def _score_chunk(self, hidden: Tensor, targets: Tensor, early: Tensor) -> tuple[Tensor, ...]:
         """``hidden`` ``[m, H]``, ``targets`` ``[m]``, ``early`` ``[m]`` (stop ids excluded) -> scores ``[m]``."""
         logits = lm_logits(self.model, hidden)
+        # Also under autocast: the log of a ratio is a small difference of two log-probs.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if self.held_back:
             stops = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
             stops[list(self.held_back)] = True
             logits = logits.masked_fill(early.unsqueeze(-1) & stops, -torch.inf)
+        # min_output_tokens is 0 in these settings: which tokens are early differs within a chunk, and is masked above.
         logits = self._process(logits, index=0)
         if not self.entropy:
             return (-F.cross_entropy(logits, targets, reduction="none"),)

@@ -132,11 +132,13 @@ def read_model(path: Path, model: Any) -> dict[str, Tensor]:
         raise WeightsError(f"{path} does not exist.")
     _check_index(path / "model.safetensors.index.json")
     try:
+        # Not load_file: transformers renames and stacks what a checkpoint has under other names (experts of mixtures).
         loaded, info = type(model).from_pretrained(
             path, dtype=model.dtype, use_safetensors=True, output_loading_info=True, local_files_only=True
         )
     except (OSError, SafetensorError, RuntimeError) as error:
         raise WeightsError(f"The weights in {path} cannot be read: {error}") from error
+    # transformers initializes them at random, with a warning.
     if info["missing_keys"]:
         raise WeightsError(f"The weights in {path} lack {sorted(info['missing_keys'])}.")
     tensors = loaded.state_dict()
@@ -167,6 +169,7 @@ def has_weights(path: Path) -> bool:
 
 def adapter_of(model: PeftModel, name: str) -> Adapter:
     """The adapter ``name`` of ``model``; its tensors are the model's own."""
+    # save_embedding_layers="auto", the default, may ask the hub for the configuration of the base.
     tensors = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
     return Adapter(model.peft_config[name], tensors)
 
@@ -197,6 +200,7 @@ def load_adapters(model: PeftModel, sources: Mapping[str, Path], *, merge: bool 
         AdapterError: the settings differ and ``merge`` is false, or they differ in what cannot be merged; or the adapter
             is of another base model. The model is unchanged then.
     """
+    # All are read and checked before the first is changed: an error leaves the model as it is.
     found, covered = {name: read_adapter(path) for name, path in sources.items()}, True
     for name, adapter in found.items():
         live = adapter_of(model, name)
@@ -244,6 +248,7 @@ def _merged_config(model: PeftModel, found: Mapping[str, Adapter]) -> LoraConfig
     growth = rank / config.r
     alpha = config.lora_alpha * (math.sqrt(growth) if config.use_rslora else growth)
     config.r, config.lora_alpha = rank, int(alpha) if alpha == int(alpha) else alpha
+    # Full names, so no other setting may narrow them down.
     config.target_modules = {module for each in ranks for module in each}
     config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
     config.rank_pattern, config.alpha_pattern = {}, {}
@@ -259,6 +264,7 @@ def _rebuild(model: PeftModel, config: LoraConfig) -> None:
     trained = [name for name in before if trainable_parameters(model, name)]
     active, spare = model.active_adapter, "spare"
     with torch.random.fork_rng(devices=[]):
+        # PEFT draws factors, and rows of A beyond the old rank keep them: alike in every process.
         torch.default_generator.manual_seed(0)
         model.add_adapter(spare, copy.deepcopy(config))  # PEFT cannot do without any adapter
         model.set_adapter(spare)
@@ -269,6 +275,7 @@ def _rebuild(model: PeftModel, config: LoraConfig) -> None:
     model.delete_adapter(spare)
     for name, adapter in before.items():
         set_adapter_tensors(model, name, fit_adapter(adapter, adapter_of(model, name)))
+    # The calls above switch flags: PEFT lets the active adapter train, and no other.
     model.set_requires_grad(trained, True)
     model.train(model.training)  # new layers start in training mode
 

@@ -70,5 +70,6 @@ def merge(outputs: Sequence[TensorDictBase]) -> TensorDict:
     if not outputs:
         raise ValueError("merge needs the output of at least one micro-batch; got none.")
     stacked = TensorDict.stack([output.detach() for output in outputs])
+    # A process that only runs zero-weight rows has the weight 0.
     share = stacked["weight"] / stacked["weight"].sum().clamp_min(torch.finfo(torch.float32).tiny)
     return TensorDict({key: ((share * x) if key in AVERAGED else x).sum(0) for key, x in stacked.items()})

@@ -99,8 +99,10 @@ class LLMPPOLoss(TurnPolicyLoss):
         error = (value - target).square()
         clipped = torch.zeros_like(turn_ids, dtype=torch.bool)
         if self.clip_value is not None:
+            # Pooled as the new values are; otherwise values of different tokens would be compared.
             old = self._pool(self._frozen(tensordict, "value", hint), turn_ids)
             near = old + (value - old).clamp(-self.clip_value, self.clip_value)
+            # The larger error, as in OpenAI's baselines; the paper itself has no clip of values.
             error, clipped = torch.maximum(error, (near - target).square()), (value - old).abs() > self.clip_value
         out["loss_critic"] = self.critic_coeff * (weight * 0.5 * error).sum()
         out["explained_variance"] = F.explained_variance(value.detach(), target, weight)

@@ -156,9 +156,11 @@ def wilson_interval(successes: float, trials: float, z: float = 1.959964) -> tup
     """
     if not 0 <= successes <= trials or trials < 1:
         raise ValueError(f"{successes} successes of {trials} trials; expected 0 <= successes <= trials, trials >= 1.")
+    # Not the normal approximation, whose interval has no width at 0 and at 1.
     rate, z2n = successes / trials, z * z / trials
     center = (rate + z2n / 2) / (1 + z2n)
     half = z / (1 + z2n) * (rate * (1 - rate) / trials + z2n / (4 * trials)) ** 0.5
+    # Rounding may leave [0, 1] by a digit.
     return max(0.0, center - half), min(1.0, center + half)
 
 
@@ -243,6 +245,7 @@ def _rollout_metrics(rows: TensorDictBase) -> dict[str, float]:
 
 def credit_metrics(rows: TensorDictBase) -> dict[str, float]:
     """How the advantages of rows ``[B]`` are spread; with a critic, how well its values predict their targets."""
+    # -log p of sampled tokens estimates their entropy without bias, and needs no forward.
     turn_ids, surprisal = rows[keys.TURN_IDS], -rows[keys.SAMPLE_LOG_PROB].double()
     size = rows[keys.ADVANTAGE][turn_ids >= 0].double().abs().sort(descending=True).values
     top = size[: math.ceil(len(size) / 100)]

@@ -108,6 +108,7 @@ def fenced(text: str) -> str:
         ````
     """
     longest = max(map(len, re.findall("`+", text)), default=0)
+    # A text that closed its own block would act as Markdown and HTML where the report is shown.
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"
 
@@ -141,6 +142,7 @@ def draw_learning_curve(
     Returns:
         The figure, with one pair of axes.
     """
+    # Not pyplot, which keeps every figure until it is closed, and may ask for a display.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
@@ -172,5 +174,6 @@ def write_json(result: Mapping[str, Any], path: Path) -> None:
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
     new = path.with_name(f".{path.name}.new")
+    # allow_nan=False: by default json writes NaN, which is no JSON and which other readers refuse.
     new.write_text(json.dumps(clean(result), indent=2, allow_nan=False, default=str) + "\n")
     new.replace(path)

@@ -105,6 +105,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     Raises:
         ConfigError: accelerate chose another device than ``config.device``.
     """
+    # accelerate takes no device, only the wish for the CPU.
     accelerator = Accelerator(mixed_precision=_mixed_precision(config), cpu=config.device == "cpu")
     chosen = accelerator.device
     if config.device is not None:
@@ -184,12 +185,14 @@ def make_policy(
     policy: TurnPolicy
     if config.policy == "vllm" and config.collector != "ray":
         policy = _make_engine(config, tokenizer, sampling)
+        # Level 1: level 2 drops the base weights, which a sync of the adapter does not bring back.
         sync_options: Any = {"method": config.weight_sync or "auto", "sleep_level": 1 if config.sleep_mode else 0}
         return policy, EngineWeightSync(models.model, models.adapter, policy=policy, **sync_options)
     policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed)
     if config.collector != "ray":
         return policy, None
     merged = True if config.policy == "vllm" and not _serves_adapter(config) else None
+    # An engine needs room for one token after a prompt.
     length = min(_PARITY_LENGTH, config.max_model_len - 1)
     return policy, RayWeightSync(models.model, models.adapter, policy=policy, merged=merged, parity_length=length)
 
@@ -207,6 +210,7 @@ def _make_engine(config: RunConfig, tokenizer: Any, sampling: SamplingConfig) ->
         tokenizer,
         sampling,
         dtype=config.engine_dtype or config.dtype,
+        # A slot has one turn in flight at most.
         max_num_seqs=config.num_envs,
         max_lora_rank=config.lora_r if _serves_adapter(config) else 0,
         multiprocess=bool(config.engine_process),
@@ -237,6 +241,7 @@ def _worker_policy(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, 
     Args:
         lora: the settings of the adapter that is sent; ``None``: whole models are sent.
     """
+    # Ray shows what workers print: each would draw its bar into the output of the run.
     disable_progress_bar()
     if config.policy == "vllm":
         return _make_engine(config, tokenizer, sampling)
@@ -245,10 +250,12 @@ def _worker_policy(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, 
         tokenizer=tokenizer,
         lora=lora,
         sampling=sampling,
+        # A worker only samples; float32 weights are for training.
         master_weights=False,
         device="cuda" if config.ray_worker_gpus else "cpu",
         **_given(config, *_MODEL),
     )
+    # One seed for all: noise goes by episode and turn too, so it does not matter which worker samples.
     return HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed)
 
 

@@ -64,6 +64,7 @@ class ProgressBar(Callback):
 
     def on_start(self, trainer: Any) -> None:
         if trainer.iteration:
+            # To standard error, where the bar is: by default tqdm.write() takes standard output.
             tqdm.write(f"resumed at iteration {trainer.iteration}", file=sys.stderr)
         self._bar = tqdm(
             total=trainer.config.max_steps,

@@ -45,6 +45,7 @@ LINKS = ("last", "best")
 class _Rotation(CheckpointRotation):
     """TorchRL's rotation, but it deletes only files that were saved."""
 
+    # TorchRL 0.14 has no public method for what its prune() deletes with.
     def _remove_atomically(self, path: Path) -> None:
         foreign = files.foreign_files(path)
         if foreign:
@@ -162,6 +163,7 @@ class CheckpointStore:
             last = self.latest()
             rest = f"{last} is whole: resume=true continues it." if last else "There is no earlier one."
             raise CheckpointError(f"{place} could not be saved ({type(error).__name__}: {error}). {rest}") from error
+        # Not before: until the new one is whole, the old ones are what a resume has.
         self.rotation.prune()
         self.link()
         if self.on_save is not None and not early:
@@ -217,6 +219,7 @@ class CheckpointStore:
             merged: add the actor as one whole model.
         """
         shared = _shared(trainer)
+        # On all ranks, before the first one writes alone: a collective within its save would wait for ever.
         for part in shared.values():
             part.gather()
         metadata = {
@@ -275,6 +278,7 @@ class CheckpointStore:
         for old in list(self.directory.glob(".checkpoint-*.old-*")):
             if name := files.NAME.search(old.name):
                 files.recover(self.directory / name[0])
+        # Stages are of saves; TorchRL's rotation renames a checkpoint to .delete- before it deletes it.
         for pattern in (".checkpoint-*.stage-*", ".checkpoint-*.delete-*", ".last.link", ".best.link"):
             for leftover in self.directory.glob(pattern):
                 shutil.rmtree(leftover) if leftover.is_dir() and not leftover.is_symlink() else leftover.unlink()
@@ -306,6 +310,8 @@ class CheckpointStore:
                 (self.directory / name).unlink()
             return
         link = self.directory / f".{name}.link"
+        # Made beside its place and renamed, so that there is a link at every moment. Its target is relative, as the
+        # folder may be moved.
         link.unlink(missing_ok=True)
         link.symlink_to(target.name, target_is_directory=True)
         link.replace(self.directory / name)

@@ -21,6 +21,7 @@ NAME = re.compile(r"checkpoint-(\d{12})")
 """How :class:`torchrl.checkpoint.CheckpointRotation` names a checkpoint: by its iteration."""
 
 _SUMS = "sums.json"
+# By name, even where sums.json lists it: a planted pickle may come with its sum.
 _PICKLES = {".pickle", ".pkl", ".pt", ".pth", ".bin", ".ckpt", ".joblib"}
 _METADATA = {SUCCESS, "iteration", "steps", "config", "environment"}
 
@@ -45,6 +46,7 @@ def verify(path: str | Path) -> dict[str, Any]:
             f"{path} is no whole checkpoint, or one of an earlier version of this library (its weights load with init_from): "
             f"{path / _SUMS} cannot be read: {error}"
         ) from error
+    # Before the manifest is parsed, which the sums cover too.
     _check_files(path, sums)
     try:
         manifest = Checkpoint.manifest(path)
@@ -116,6 +118,7 @@ def _check_metadata(path: Path, metadata: Any) -> None:
         raise CheckpointError(
             f"{path / 'manifest.json'} lacks {lacking} in its metadata: no run of this library saved it."
         )
+    # Checkpoints are ordered and pruned by the number in their names.
     name = NAME.fullmatch(path.resolve().name)
     if name and int(name[1]) != metadata["iteration"]:
         raise CheckpointError(f"{path} was saved at iteration {metadata['iteration']}: give the folder its name back.")
@@ -123,6 +126,7 @@ def _check_metadata(path: Path, metadata: Any) -> None:
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
+        # Reads in pieces: a file of weights may be larger than the free memory.
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -139,9 +143,11 @@ def publish(place: Path, write: Callable[[Path], None]) -> None:
     check_replaceable(place)
     stage = place.parent / f".{place.name}.stage-{uuid.uuid4().hex}"
     try:
+        # Within a folder of its own, which also takes what TorchRL's save leaves beside its target after a crash.
         write(stage / place.name)
         write_sums(stage / place.name)
         old = place.parent / f".{place.name}.old-{uuid.uuid4().hex}"
+        # A folder cannot be renamed over one with files: it takes two steps, and recover() after a crash between them.
         if place.exists():
             place.replace(old)
         (stage / place.name).replace(place)

@@ -132,7 +132,9 @@ def environment() -> dict[str, Any]:
         try:
             versions[name] = version(name)
         except PackageNotFoundError:
+            # Such as this package, where it runs from a checkout and is not installed.
             continue
+    # The number of threads decides in which order floats are added.
     return {"versions": versions, "threads": torch.get_num_threads(), "git_revision": _git_revision()}
 
 

@@ -38,6 +38,7 @@ def parse_run_config(argv: Sequence[str] | None = None, *, description: str | No
         ('GRPO', 8, True)
     """
     parser = _parser(description)
+    # Not parse_args(), whose error does not name the nearest setting.
     settings, unknown = parser.parse_known_args(_underscored(sys.argv[1:] if argv is None else argv))
     if unknown:
         name = unknown[0].partition("=")[0]
@@ -251,6 +252,8 @@ def _read(name: str, node: yaml.Node | None, text: Any, hint: Any) -> Any:
 
 
 def _parser(description: str | None) -> _Parser:
+    # Defaults are RunConfig's: only flags that are given may reach it, because some of its rules ask what was given.
+    # No abbreviations: the next new setting could make one ambiguous.
     parser = _Parser(
         description=description, allow_abbrev=False, usage="%(prog)s [--config FILE] [--FIELD VALUE ...]", formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
@@ -258,6 +261,7 @@ def _parser(description: str | None) -> _Parser:
     parser.add_argument("--config", action=_File, metavar="FILE", help="a YAML file of the fields below")
     meaning = meanings(RunConfig)
     for name, option in options_of(RunConfig).items():
+        # argparse formats help with %.
         said = f"{meaning[name]} (type: {describe(option.hint)}; default: {shown_default(name)})".replace("%", "%%")
         bare: dict[str, Any] = {"nargs": "?", "const": "true"} if option.hint is bool else {}
         flag = parser.add_argument(f"--{name}", action=_Flag, metavar="VALUE", help=said, **bare)

@@ -194,12 +194,14 @@ class RunConfig(
         self.output_dir = Path(self.output_dir).expanduser()
         self.init_from = None if self.init_from is None else Path(self.init_from).expanduser()
         for name in ("clip_epsilon", "sampler_bounds"):
+            # YAML has lists only, and settings that were saved must equal those that are read again.
             if isinstance(value := getattr(self, name), list):
                 setattr(self, name, tuple(value))
         if self.resume_from is not None:
             self.resume, self.resume_from = True, Path(self.resume_from).expanduser()
         super().__post_init__()
         self.sampling()  # raises what SamplingConfig says of its fields
+        # Here too, because the loss itself is made after the models are loaded.
         check_options(LOSSES[self.algo], self.loss_options())
         self._check_estimator()
 

@@ -85,6 +85,7 @@ class Distributed:
             optimizer: of parameters of ``loss``; it has not stepped.
             *others: modules that compute with weights and are not trained; sharded with those of ``loss``.
         """
+        # accelerate's wrapper steps through the gradient scaler of float16.
         return loss, self.accelerator.prepare_optimizer(optimizer)
 
     def check_replaceable(self) -> None:
@@ -197,9 +198,11 @@ class DDP(Distributed):
 
     def equal_count(self, parts: list[TensorDictBase]) -> list[TensorDictBase]:
         missing = self.all_reduce_max(len(parts)) - len(parts)
+        # Of the last part, which has the shortest rows.
         return parts + [zero_weight_rows(parts[-1][:1])] * missing
 
     def merge_outputs(self, outputs: Sequence[TensorDictBase]) -> TensorDictBase:
+        # On the CPU: a pickled CUDA tensor is loaded onto the GPU that it came from.
         return merge(self.all_gather([merge(outputs).cpu()]))
 
     def all_gather(self, values: list[T]) -> list[T]:
@@ -247,6 +250,7 @@ class FSDP2(DDP):
         self._plugin = plugin
 
     def prepare(self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module) -> Prepared:
+        # Sharding replaces the parameters that the optimizer was made with.
         old = dict(loss.named_parameters())
         mesh = init_device_mesh(self.accelerator.device.type, (self.world_size,))
         self._root = ShardedModule(loss, *others, plugin=self._plugin, mesh=mesh)
@@ -261,6 +265,7 @@ class FSDP2(DDP):
         return nullcontext()
 
     def reach_all_parameters(self, loss: Tensor, everything: Tensor) -> Tensor:
+        # FSDP2 reduces the gradients that there are, and waits for no others.
         return loss
 
     def gathered_parameters(self) -> AbstractContextManager[None]:
@@ -275,6 +280,7 @@ class FSDP2(DDP):
         if isinstance(tree, list):
             return [self.full_state(value) for value in tree]
         full = full_on_cpu(tree)
+        # The first rank writes: the others free each tensor before the next one is gathered.
         return full if full is tree or self.is_main else full.new_empty(0)
 
 

@@ -63,6 +63,7 @@ def evaluate(
     chosen = range(episodes)
     try:
         if greedy:
+            # All tasks and not this rank's: two ranks might find the same one.
             env.task_sampler = all_tasks
             chosen = env.first_of_each_task(episodes)
             env.task_sampler = _Chosen(all_tasks, chosen[rank::count], range(episodes + rank, STREAM_IDS, count))

@@ -69,6 +69,7 @@ class ShardedModule(nn.Module):
         # A unit of its own: trainable weights of one unit must share a dtype, and a value head is float32.
         for critic in [module for module in self.modules() if isinstance(module, TurnCritic)]:
             fsdp.fully_shard(critic.value_head, mesh=mesh, reshard_after_forward=self._reshard)
+        # The root keeps its own weights after a forward, because the backward pass begins with them.
         root: Any = fsdp.fully_shard(self, mesh=mesh, mp_policy=half, reshard_after_forward=False)
         # FSDP2 takes the first module that runs for the root. Without this call that could be a layer (while scoring).
         fsdp.register_fsdp_forward_method(self, "_become_root")
@@ -91,6 +92,8 @@ class ShardedModule(nn.Module):
         """Inside, this process has all weights on its device, and forwards without a graph need no other process."""
         root: Any = self
         units = [module for module in self.modules() if isinstance(module, fsdp.FSDPModule)]
+        # Otherwise a forward drops its weights, and the next one gathers them together with ranks that may be at
+        # another turn.
         root.set_reshard_after_forward(False)
         for unit in units:
             unit.unshard()
@@ -175,4 +178,5 @@ def shard_like(parameter: Tensor, full: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor) or full.shape != parameter.shape:
         return full
     mesh = parameter.device_mesh
+    # src_data_rank=None: all ranks have the whole tensor, so nothing is sent.
     return distribute_tensor(full.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None)

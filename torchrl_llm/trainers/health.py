@@ -56,6 +56,7 @@ class HealthWatch(Callback):
                 "checkpoint with init_from, with target_kl=0.01 or a lower lr_actor.",
             )
         entropy, success = metrics.get("policy/first_turn_entropy", SETTLED), metrics["rollout/success"]
+        # A policy that wins nearly always may settle.
         if entropy < SETTLED and success < 0.9:
             yield (
                 "settled",

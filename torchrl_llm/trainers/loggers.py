@@ -17,9 +17,11 @@ def make_loggers(config: RunConfig) -> list[Logger]:
     if config.tensorboard:
         loggers.append(get_logger("tensorboard", str(where), "tensorboard"))
     if config.wandb:
+        # "allow" continues the run of this id, or begins it.
         kwargs = {"project": config.wandb_project, "id": _wandb_id(where), "resume": "allow"}
         loggers.append(get_logger("wandb", str(where), where.name, wandb_kwargs=kwargs))
     for target in loggers:
+        # As text, because TensorBoard takes no lists, dictionaries or None.
         target.log_hparams({name: str(value) for name, value in vars(config).items()})
     return loggers
 

@@ -47,6 +47,7 @@ def run_and_report(
     """
     report = RunReport(say)
     with catch_signals(resume_command(config)):
+        # Without ranks, which meet only while the run is built.
         run = interruptible(build)
         try:
             report.before = evaluate_before(run)
@@ -136,6 +137,7 @@ class RunReport:
             "stop_reason": stop_reason,
             "wall_s": round(time.perf_counter() - wall, 1),
             "cpu_s": round(time.process_time() - cpu, 1),
+            # In kilobytes on Linux.
             "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         }
 

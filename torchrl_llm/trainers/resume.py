@@ -106,6 +106,7 @@ class Opening(Callback):
 def accept_changes(config: RunConfig, trainer: LLMTrainer, saved: dict[str, Any]) -> None:
     """Apply the settings that ``config.accept_changes`` names and that the checkpoint's state has overwritten."""
     for group in trainer.optimizer.param_groups:
+        # Without the learning rates, which the schedule sets before each update.
         group |= adamw_options(config)
     if saved["seed"] != config.seed:  # a second resume finds the new seed in its checkpoint
         trainer.generator.manual_seed(config.seed)

@@ -156,6 +156,7 @@ class Run:
 
     def close(self) -> None:
         """Shut collector, environments, engine and loggers down, and release the folder; a second call does nothing."""
+        # The collector first: its threads use environments and engine.
         self.trainer.close()
         self.evaluation_env.close(raise_if_closed=False)
         if self.weight_sync is not None:
@@ -233,6 +234,7 @@ def build_run(
     )
     opening = Opening(config, folder, start)
     seen_tasks = SeenTasks()
+    # First: it locks and prepares the folder before another callback writes there.
     watchers: list[Callback] = [opening]
     if distributed.is_main:
         watchers.append(HealthWatch())

@@ -33,6 +33,7 @@ class RunSaver:
 
     def save_if_due(self, metrics: Mapping[str, float]) -> None:
         """Save the run after its last iteration, after its best evaluation, and every ``checkpoint_interval`` iterations."""
+        # Not ">": evaluate() has put this rate into best_success already.
         best = "evaluation/success" in metrics and metrics["evaluation/success"] >= self.run.best_success
         if self.run.stop_reason or best or is_due(self.run.config.checkpoint_interval, self.run.iteration):
             self.save(metrics)
@@ -52,6 +53,7 @@ class RunSaver:
         """
         try:
             yield
+        # Not Interrupted, a SystemExit: saved_if_interrupted() saves the run then.
         except Exception:
             if self.run.distributed.saves_alone:
                 self.save(metrics or {}, early=True)
@@ -66,6 +68,7 @@ class RunSaver:
         self.run.collector_state = None if self.run.rollouts.background else self.run.collector.state_dict()
         self._rng = GlobalRNGState().state_dict()
         yield
+        # No finally: after a signal or an error they stay, for the save that follows.
         self.run.collector_state = self._rng = None
 
     @contextmanager
@@ -76,6 +79,7 @@ class RunSaver:
         except Interrupted as interrupted:
             interrupted.state = f" after {self.run.iteration} iterations"
             if self._rng is not None:
+                # Before the save, which writes the generators.
                 GlobalRNGState().load_state_dict(self._rng)
             if self.run.checkpoints is None:
                 interrupted.state += ", of which nothing is saved (save_checkpoints=False)"

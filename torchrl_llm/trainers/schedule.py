@@ -26,6 +26,7 @@ class LearningRateSchedule:
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: TrainerConfig) -> None:
         self.optimizer, self.config = optimizer, config
+        # Kept here, because the rates in a checkpoint's optimizer are those of its last update, scaled.
         self._rates = [group["lr"] for group in optimizer.param_groups]
 
     def set(self, before: int, after: int) -> None:
@@ -50,6 +51,7 @@ def lr_factor(config: TrainerConfig, before: int, after: int) -> float:
         return min(1.0, ended / config.warmup_fraction)
     if config.schedule == "constant":
         return 1.0
+    # 1e-12: with warmup_fraction=1 the cosine has no length, and turns beyond max_steps come here.
     rest = (min(1.0, began) - config.warmup_fraction) / max(1e-12, 1 - config.warmup_fraction)
     return config.min_lr_fraction + (1 - config.min_lr_fraction) * 0.5 * (1 + math.cos(math.pi * rest))
 

@@ -45,6 +45,7 @@ def _located(name: str, given: str) -> str:
     path = Path(given).expanduser()
     if path.is_dir():
         return str(path)
+    # A hub's id has one slash at most.
     if path.is_absolute() or given.startswith((".", "~")) or given.count("/") > 1 or path.exists():
         beside = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
         raise ConfigError(f"{name} is {given!r}: there is no such folder.{nearest(path.name, beside)}")

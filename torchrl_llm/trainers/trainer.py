@@ -103,6 +103,7 @@ class LLMTrainer(TrainerBase):
         self.start_clock()
         self.check_options()  # again: the estimator may be another
         resume = "resume=True and else the same settings, without overwrite and resume_from"
+        # They end from right to left: the run is saved before the collector shuts down, and the handlers go last.
         with catch_signals(resume), closing(self), self._end_watched(), self.saver.saved_if_interrupted():
             for callback in self.callbacks:
                 callback.on_start(self)
@@ -117,6 +118,7 @@ class LLMTrainer(TrainerBase):
                     self.finish(self.iterate(rows))
             self.saver.save_if_new()
             logger.info("training ends: %s", self.stop_reason)
+            # A signal during the last save ends the process with its exit code too.
             self._stop_if_interrupted()
         return self.history
 
@@ -142,9 +144,11 @@ class LLMTrainer(TrainerBase):
 
     def _next_batch(self, batches: Iterator[object]) -> TensorDictBase | None:
         with self.timer("rollout"), self.policy_weights(here=self.rollouts.runs_here):
+            # All stop together: a process that continued alone would wait for the others in the update.
             if self.distributed.all_reduce_max(next(batches, _END) is _END):
                 self.stop_reason = "the collector reached its own limit"
                 return None
+            # The storage returns a lazy stack, which stacks its rows again at each access.
             batch = self.replay_buffer[:].contiguous().to(self.accelerator.device)
             self.replay_buffer.empty(empty_write_count=False)
         return batch
@@ -168,6 +172,7 @@ class LLMTrainer(TrainerBase):
         metrics["data/frac_nonzero_variance"] = num_chosen / collected.shape[0]
         metrics["data/staleness"] = staleness(collected, self.policy.policy_version)
         if num_chosen:
+            # The spare rows are a whole group, because GroupRelative refuses a part of one.
             metrics |= self.learn(self.distributed.nonempty(chosen, batch[: self.rollouts.group_size]))
         else:
             logger.warning("iteration %d: no group has an advantage; nothing to learn from", self.iteration)
@@ -183,8 +188,10 @@ class LLMTrainer(TrainerBase):
         """Score, credit and update on rows ``[B]``; then the policy gets the new weights."""
         sleeper = self.weight_sync if self.weight_sync is not None and self.weight_sync.sleep_level else None
         if sleeper is not None:
+            # Before the first forward, which needs the engine's memory.
             sleeper.sleep()
         self.scorer.score_and_credit(batch)
+        # After the credit: baselines and normalization count the episodes that are left out.
         kept = batch[~overlong(batch, self.policy.sampling.max_output_tokens)] if self.config.overlong_filter else batch
         num_kept = self.distributed.all_reduce_sum(kept.shape[0])
         kept = self.distributed.nonempty(kept, batch[: self.rollouts.group_size])
@@ -195,6 +202,7 @@ class LLMTrainer(TrainerBase):
                 metrics |= self.update(kept)
         else:
             logger.warning("iteration %d: every episode is overlong; nothing to learn from", self.iteration)
+        # The sync also wakes the engine.
         if num_kept or sleeper is not None:
             metrics |= self._send_weights()
         return metrics
@@ -237,6 +245,7 @@ class LLMTrainer(TrainerBase):
         self.saver.save_if_due(metrics)
 
     def _log(self, metrics: dict[str, float]) -> None:
+        # First: if a logger raises, the iteration that is saved has its metrics.
         self.history.append(metrics)
         for target in self.loggers:
             target.log_metrics(metrics, step=self.steps)
@@ -266,6 +275,7 @@ class LLMTrainer(TrainerBase):
         }
 
     def _check_limits(self) -> None:
+        # Clocks differ, and one of several processes must not end the run alone.
         seconds = self.distributed.broadcast(self.seconds)
         reached = limit_reached(self.config, steps=self.steps, iteration=self.iteration, seconds=seconds)
         self.stop_reason = reached or self.stop_reason

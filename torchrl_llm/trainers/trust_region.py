@@ -57,6 +57,7 @@ class TrustRegion:
         self._rows = chosen.select(*run.loss.actor_network.in_keys, keys.ATTENTION_MASK)
         self._actions = chosen[keys.TURN_IDS] >= 0
         self._parameters: list[Tensor] = run.optimizer.param_groups[0]["params"]
+        # The first share is of no step, so that `reached` can be asked before one.
         self._kl, self._shares = 0.0, [1.0]
         self._old = self._old_log_prob(chosen)
 
@@ -90,6 +91,8 @@ class TrustRegion:
         share, whole = 1.0, [after.detach() - start for after, start in zip(self._parameters, before, strict=True)]
         for _ in range(ATTEMPTS):
             # The KL grows about with the square of the length.
+            # 0.9 aims below the target. The bounds keep a bad estimate from hardly moving, or from giving up the step
+            # at once.
             share *= min(0.9, max(0.1, 0.9 * math.sqrt(self.target / self._kl))) if math.isfinite(self._kl) else 0.1
             self._move([start + share * step for start, step in zip(before, whole, strict=True)])
             if self._kl <= self.target:
@@ -100,6 +103,7 @@ class TrustRegion:
     @torch.no_grad()
     def _move(self, values: Sequence[Tensor]) -> None:
         for parameter, value in zip(self._parameters, values, strict=True):
+            # In place: the optimizer and a policy that samples with these weights hold the tensors.
             parameter.copy_(value)
         self._kl = self.kl()
 

@@ -45,6 +45,7 @@ class RowScorer:
             return (
                 not self.run.logprobs_match_trainer
                 or self.run.credit_corrects_sampler
+                # Stale tokens were sampled with other weights, however alike the computation.
                 or self.run.rollouts.max_staleness > 0
             )
         return self.run.config.old_log_probs == "scorer"
@@ -101,8 +102,10 @@ class RowScorer:
     def _nonzero_variance(self, rows: TensorDictBase) -> Tensor:
         """Which rows are of groups that the update would learn from, ``[B]`` bool: what the estimator really does decides."""
         estimator = self.estimator
+        # Forwards run only where the advantages depend on what they score.
         penalized = isinstance(estimator, TurnEstimator) and estimator.kl_coeff != 0
         scored = penalized or self.run.credit_corrects_sampler or self.run.loss.critic_network is not None
+        # In a copy: the rows that are chosen are scored and credited again, as one batch.
         return data.nonzero_variance(self.score_and_credit(rows.copy(), score=scored))
 
 
@@ -130,6 +133,7 @@ class Updater:
             steps.append(metrics | region.bound(self.step))
             if region.reached:
                 break
+        # One transfer from the device for a metric, and not one for each step.
         means = {name: torch.stack([step[name] for step in steps]).mean().item() for name in steps[0]}
         means["policy/log_prob_gap"] = self.log_prob_gap(batch, steps[0])
         return means | region.metrics()
@@ -144,6 +148,7 @@ class Updater:
         check_accumulation(run.accelerator)  # again: an Accelerator made since then may have changed it
         size = run.config.minibatch_size or int(distributed.all_reduce_sum(batch.shape[0]))
         found = data.minibatches(batch, size, generator=run.generator, process_group=distributed.process_group)
+        # One spare row will do: the credit is written, and no groups are compared any more.
         return [distributed.nonempty(rows, batch[:1]) for rows in found]
 
     def micro_batches(self, rows: TensorDictBase) -> list[TensorDictBase]:
@@ -156,6 +161,7 @@ class Updater:
         """Accumulate the gradient of one optimizer batch: losses are weighted sums, so its micro-batches ``parts`` add up."""
         outputs = []
         for i, part in enumerate(parts):
+            # DDP averages gradients once an optimizer step, with the last micro-batch.
             with self.run.distributed.no_sync(self.run.module) if i + 1 < len(parts) else nullcontext():
                 with self.run.accelerator.autocast():
                     out = self.run.module(part)

@@ -73,6 +73,7 @@ class Snapshot:
             else:
                 peft: Any = model
                 named, lora = iter(adapter_tensors(model, adapter).items()), peft.peft_config[adapter]
+            # copy: on a CPU, to() returns the live weights, which the next update changes in place.
             tensors = {name: tensor.detach().to("cpu", copy=True) for name, tensor in named}
         return cls(version, tensors, lora, parity_check)
 
@@ -87,6 +88,7 @@ class Snapshot:
 
 
 def _as_bytes(tensor: Tensor) -> tuple[npt.NDArray[np.uint8], torch.dtype, torch.Size]:
+    # As bytes, because NumPy has no bfloat16; flat, because a scalar has no view of another element size.
     return tensor.contiguous().flatten().view(torch.uint8).numpy(), tensor.dtype, tensor.shape
 
 
@@ -186,12 +188,14 @@ class RayWeightSync(WeightSync):
     install = staticmethod(install)
 
     def _sync(self) -> None:
+        # The version is raised last: a sync that fails makes none.
         self.publish(self.policy.policy_version + 1)
         self.policy.weights_changed()
 
     def publish(self, version: int) -> None:
         """Put the weights that the model has now into the object store, for tokens of ``version``; workers load them later."""
         ray, start = running_ray(), time.perf_counter()
+        # Before copying: while sharded weights are full tensors to be copied, no forward can run.
         parity_check = self._ask_model(self.parity_length)
         with self.parameter_gather.copying(self.merged or self.adapter is None):
             snapshot = Snapshot.of(

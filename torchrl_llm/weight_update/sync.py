@@ -59,6 +59,7 @@ def update_engine(
         with engine.updating(version):
             load()
         try:
+            # After updating(): an engine that is paused for the update answers nothing.
             return check()
         except BaseException as error:
             engine.cancel()
@@ -120,8 +121,10 @@ class WeightSync(WeightSyncScheme):
                 f"{type(self).__name__} sends the model that it was made with; it was given {type(weights).__name__}. Call "
                 "update_policy_weights_() without arguments."
             )
+        # Not TorchRL's own send(): its prepare_weights() silently merges a PEFT model.
         self._sync()
 
+    # Collectors call send(), and torchrl.trainers.UpdateWeights(sender=) calls update_weights().
     __call__ = update_weights = send
 
     @abstractmethod
@@ -154,6 +157,7 @@ class WeightSync(WeightSyncScheme):
         """Sync for the first time; a collector calls it when it is made."""
         del worker_idx
         self.send(weights)
+        # As TorchRL's own connect() does; its schemes refuse to send before.
         self.synchronized_on_sender = True
 
 

@@ -97,7 +97,9 @@ class CachedModel:
                 use_adapter(self.model, self.adapter),
             ):
                 self._backbone, self._logits = lm.backbone(self.model), lm.logits_function(self.model)
+                # A forward of the scorer may have left dynamic RoPE at the scaling of a longer input.
                 lm.reset_ropes(self._backbone)
+                # Before fusing: stale weights drop the fused layers too.
                 self._drop_if_stale()
                 self._fused = self._fused or FusedLora(self.model, adapter=self.adapter)
                 with self._fused.in_place():
@@ -112,6 +114,7 @@ class CachedModel:
         parameters = list(self.model.parameters())
         exact = [(id(p), p._version, p.data_ptr()) for p in parameters]
         samples = [p.detach().flatten()[:: max(1, p.numel() // _SAMPLE)] for p in parameters]
+        # float64 holds the values of every other float dtype exactly.
         sampled = torch.cat([x.to(self.device, torch.float64) for x in samples])
         if self._fingerprint is None or self._fingerprint[0] != exact or not torch.equal(self._fingerprint[1], sampled):
             self.drop()
@@ -137,6 +140,7 @@ class CachedModel:
         self._check_length(longest, room)
         prompts = prompts[:, :longest]
         self.cache.arrange(slots, longest + room)
+        # One token is always computed: the logits after a prompt are not cached.
         limit = np.minimum(self.cache.lengths[:n], lengths - 1)
         held = common_prefix(self.cache.tokens[:n, :longest], prompts, limit)
         leader = _first_equal(prompts, lengths)
@@ -182,6 +186,7 @@ class CachedModel:
         self.cache.tokens[:n, :width] = prompts
         columns = lengths[:, None] + np.arange(responses.shape[1])
         np.put_along_axis(self.cache.tokens[:n], columns, responses, axis=1)
+        # The last token of a response was sampled and never read, so it has no keys and values.
         self.cache.lengths[:n] = lengths + ends - 1
 
     # Prefill: what to read, and reading it.
@@ -320,7 +325,7 @@ class CachedModel:
                     f"{name} fails in a forward with keys and values cached by slot: {error} {_ADVICE}"
                 ) from error
         self.drop()
-        if not bool((gaps <= tolerance).all()):
+        if not bool((gaps <= tolerance).all()):  # also where a gap is NaN
             raise UnsupportedModelError(
                 f"{name} has other logits with keys and values cached by slot than without (largest difference "
                 f"{float(gaps.max()):.3g}), so log-probs would be wrong. {_ADVICE}"

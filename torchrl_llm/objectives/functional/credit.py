@@ -209,6 +209,7 @@ def turn_vtrace(
 
     decay = torch.where(acted, gamma * ratio.clamp_max(c_clip), idle)
     target = value + masked(_reverse_scan(weighted_delta(value), decay), acted)
+    # With v for V in the next state, the delta is the advantage of section 4.2; its V_k stays the critic's.
     return weighted_delta(target), target
 
 
@@ -276,6 +277,7 @@ def token_gae(
     rewards = token_rewards(reward, turn_ids, mask)
     if penalty is not None:
         rewards = rewards + penalty
+    # The recursion is the same: prompts and feedback are gaps in the mask, which cost no discount.
     return turn_gae(rewards, value, turn_ids >= 0, gamma, lmbda, bootstrap)
 
 

@@ -83,6 +83,7 @@ def _begins_differently(tokens: Tensor, turn_ids: Tensor, first: Tensor) -> Tens
     begin = torch.where(turn_ids == 0, columns, turn_ids.shape[1]).amin(1)
     responded = begin < turn_ids.shape[1]
     differs = ((tokens != tokens[first]) & (columns < begin.unsqueeze(1))).any(1) | (begin != begin[first])
+    # Of a row without a response it is not known where its first context ends.
     return differs & responded & responded[first]
 
 

@@ -31,6 +31,7 @@ Scale = Literal["std", "none"]
 Partial = Literal["error", "allow"]
 """What happens to groups of another size."""
 
+# Float32 rounds by 6e-8 of a number: sums of the same rewards in another order differ by a few times that.
 SPREAD_TOLERANCE = 1e-6
 """Numbers whose standard deviation is at most this times ``max(1, |mean|)`` count as equal."""
 
@@ -47,6 +48,7 @@ def _batch_statistics(x: Tensor, mask: Tensor, ddof: int, process_group: dist.Pr
     """Statistics over ``mask``, all ranks of the group included."""
     x = masked(x, mask)
     total, count = all_sum(torch.stack([x.sum(), mask.sum().to(x.dtype)]), process_group)
+    # Two passes: the difference of the mean square and the squared mean loses its digits in float32.
     mean = total / count.clamp_min(1.0)
     square = all_sum(masked(x - mean, mask).square().sum(), process_group)
     std = torch.where(count > ddof, square / (count - ddof).clamp_min(1.0), 0.0).sqrt()
@@ -184,6 +186,7 @@ def group_relative(
     size = counts.to(score.dtype).view(-1, *[1] * (score.ndim - 1))
     centered, std, spread = _center(score, penalty, bind(_group_statistics, index=index, size=size, ddof=ddof))
     if baseline == "leave_one_out":
+        # x - mean of the others = (x - mean) * n / (n - 1).
         return centered * (size / (size - 1).clamp_min(1.0))[index]
     return centered * torch.where(spread, std + eps, 1.0).reciprocal() if scale == "std" else centered
 

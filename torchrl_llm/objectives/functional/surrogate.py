@@ -218,6 +218,7 @@ def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: KLKind = "k3") -> 
     d = wide(ref_log_prob) - wide(log_prob)
     if kind == "k1":
         return -d
+    # expm1: for a small d, exp(d) - 1 is mostly rounding.
     return d.square() / 2 if kind == "k2" else exponent(d).expm1() - d
 
 
@@ -255,6 +256,7 @@ def loss_weights(
         raise ValueError(
             f'kind="constant", and no other, takes a constant > 0; got kind={kind!r}, constant={constant!r}.'
         )
+    # All actions of a row as turn 0 make the episode the unit.
     unit_ids = turn_ids.clamp_max(0) if kind in ("sequence", "constant") else turn_ids
     action = turn_ids >= 0
     if kind == "token":

@@ -37,6 +37,7 @@ def count_turns(turn_ids: Tensor) -> int:
 
 
 def check_turn_ids(turn_ids: Tensor, num_turns: int) -> None:
+    # On a GPU an index out of range fails an assertion in a kernel: it names nothing, and the CUDA context is lost.
     if turn_ids.numel() and int(turn_ids.max()) >= num_turns:
         raise ValueError(
             f"turn_ids holds turn {int(turn_ids.max())}, but num_turns is {num_turns}; turns count from 0."
@@ -61,6 +62,7 @@ def turn_sum(x: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
     check_shapes(x=x, turn_ids=turn_ids)
     check_turn_ids(turn_ids, num_turns)
     x = masked(x, turn_ids >= 0)
+    # Tokens off actions are 0 by now, so they may be added to turn 0.
     return x.new_zeros(x.shape[0], num_turns).scatter_add(1, turn_ids.clamp_min(0), x)
 
 
