@@ -210,6 +210,28 @@ class TestSingleTurns:
         assert policy.pending == 0
         assert not policy.llm.llm_engine.has_unfinished_requests()
 
+    @pytest.mark.parametrize("failure", [ContextLengthError, KeyboardInterrupt])
+    def test_a_batch_that_fails_leaves_no_turn_behind(self, make, words, monkeypatch, failure):
+        policy = make(max_output_tokens=20, stop_ids=())
+        expected = policy(batch_of(words, PROMPTS[:1]))[keys.RESPONSE]
+        policy.submit(request_of(words, slot=0, episode=5))
+        steps = iter([policy.step])
+
+        def step_once():
+            for step in steps:
+                return step()
+            raise KeyboardInterrupt
+
+        too_long = failure is ContextLengthError
+        monkeypatch.setattr(policy, "step", policy.step if too_long else step_once)
+        with pytest.raises(failure):
+            policy(batch_of(words, [PROMPTS[2], PROMPTS[1] * (CONTEXT if too_long else 1)]))
+        monkeypatch.undo()
+        assert policy.pending == 1
+        assert torch.equal(policy(batch_of(words, PROMPTS[:1]))[keys.RESPONSE], expected)
+        assert list(finish(policy)) == [0]
+        assert not policy.llm.llm_engine.has_unfinished_requests()
+
 
 class TestErrors:
     def test_a_full_context_is_refused_before_anything_is_sampled(self, make, words):

@@ -173,16 +173,19 @@ class VLLMPolicy(TurnPolicy):
         ids = prompt.cpu().numpy()
         rows = zip(lengths.tolist(), turn.tolist(), episode_id.tolist(), strict=True)
         with held() as leave_if_asked, self.exclusive():
-            waiting = {
-                # Negative slots: those of turns in flight are 0 and above.
-                self._start(TurnRequest(-1 - row, ids[row, :length], episode, k, greedy)): row
-                for row, (length, k, episode) in enumerate(rows)
-            }
-            while self._running.keys() & waiting.keys():
-                leave_if_asked()
-                self.step()
-            answers = {-1 - answer.slot: answer for answer in self._ready if answer.slot < 0}
-            self._ready = [answer for answer in self._ready if answer.slot >= 0]
+            try:
+                waiting = {
+                    # Negative slots: those of turns in flight are 0 and above.
+                    self._start(TurnRequest(-1 - row, ids[row, :length], episode, k, greedy))
+                    for row, (length, k, episode) in enumerate(rows)
+                }
+                while self._running.keys() & waiting:
+                    leave_if_asked()
+                    self.step()
+                answers = {-1 - answer.slot: answer for answer in self._ready if answer.slot < 0}
+            finally:
+                # After an error or an interrupt too: the next call would take the answers for those of its own rows.
+                self.cancel(range(-len(ids), 0))
         width, n = self.sampling.max_output_tokens, len(answers)
         tokens, versions = np.zeros((n, width), np.int64), np.full((n, width), -1)
         log_probs, sizes = np.zeros((n, width), np.float32), np.zeros(n, np.int64)
