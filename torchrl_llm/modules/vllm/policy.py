@@ -263,6 +263,7 @@ class VLLMPolicy(TurnPolicy):
 
         Raises:
             EngineError: the engine failed in this step, or holds unknown weights.
+            NonFiniteLogitsError: the logits of a turn were NaN; other turns that finished in this step are not lost.
         """
         self.check_usable()
         engine = self.llm.llm_engine
@@ -275,12 +276,18 @@ class VLLMPolicy(TurnPolicy):
         except Exception as error:
             self.invalidate(f"the engine died in a step: {type(error).__name__}: {error}")
             raise EngineError(self._broken) from error
-        others = []
+        others, failures = [], []
         for output in outputs:
             if output.request_id not in self._running:
                 others.append(output)
             elif output.finished:
-                self._ready.append(self._answer_of(self._running.pop(output.request_id), output))
+                try:
+                    self._ready.append(self._answer_of(self._running.pop(output.request_id), output))
+                except (EngineError, NonFiniteLogitsError) as failure:
+                    failures.append(failure)
+        # Only now: the engine does not report again what else has finished in this step.
+        if failures:
+            raise failures[0]
         return others
 
     def _kept_rng(self) -> AbstractContextManager[None]:
