@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from numpy.random.mtrand import get_bit_generator
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import Compose, RewardScaling, TransformedEnv
+from torchrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
@@ -175,8 +176,6 @@ class TestBatches:
                 assert batch[key].equal(expected[key]), key
 
     def test_greedy(self, make, streams, collect):
-        from torchrl.envs.utils import ExplorationType
-
         asked = []
         policy = streams(script)
         submit = policy.submit
@@ -589,6 +588,21 @@ class TestState:
                 break
             time.sleep(0.01)
         assert not any(thread.name == "torchrl_llm collector" for thread in threading.enumerate())
+
+    def test_in_the_background_the_exploration_type_of_the_process_is_left_alone(self, make, streams, collect):
+        kind, asked = ExplorationType.DETERMINISTIC, []
+        policy = streams(script)
+        submit = policy.submit
+        policy.submit = lambda request: (asked.append(request.greedy), submit(request))
+        with set_exploration_type(ExplorationType.RANDOM):
+            collector = collect(make(num_envs=4), policy, batch_size=2, max_staleness=2, exploration_type=kind)
+            collector.next()
+            assert collector.background
+            assert exploration_type() is ExplorationType.RANDOM
+            collector.next()
+            collector.shutdown()
+            assert exploration_type() is ExplorationType.RANDOM
+        assert all(asked)
 
     def test_after_a_shutdown_no_environment_has_the_global_generators(self, make, streams, collect):
         class Late(Dice):

@@ -14,7 +14,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl_llm import keys
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TurnRequest
 from torchrl_llm.modules.checks import VocabularyMismatchError
-from torchrl_llm.modules.engine import ContextLengthError, EngineError
+from torchrl_llm.modules.engine import ContextLengthError, EngineError, NonFiniteLogitsError
 from torchrl_llm.modules.vllm import VLLMPolicy, load_engine
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer, tiny_model_path
 from torchrl_llm.testing.tokenizers import byte_tokenizer
@@ -209,6 +209,47 @@ class TestSingleTurns:
         policy.cancel()
         assert policy.pending == 0
         assert not policy.llm.llm_engine.has_unfinished_requests()
+
+    @pytest.mark.parametrize("failure", [ContextLengthError, KeyboardInterrupt])
+    def test_a_batch_that_fails_leaves_no_turn_behind(self, make, words, monkeypatch, failure):
+        policy = make(max_output_tokens=20, stop_ids=())
+        expected = policy(batch_of(words, PROMPTS[:1]))[keys.RESPONSE]
+        policy.submit(request_of(words, slot=0, episode=5))
+        steps = iter([policy.step])
+
+        def step_once():
+            for step in steps:
+                return step()
+            raise KeyboardInterrupt
+
+        too_long = failure is ContextLengthError
+        monkeypatch.setattr(policy, "step", policy.step if too_long else step_once)
+        with pytest.raises(failure):
+            policy(batch_of(words, [PROMPTS[2], PROMPTS[1] * (CONTEXT if too_long else 1)]))
+        monkeypatch.undo()
+        assert policy.pending == 1
+        assert torch.equal(policy(batch_of(words, PROMPTS[:1]))[keys.RESPONSE], expected)
+        assert list(finish(policy)) == [0]
+        assert not policy.llm.llm_engine.has_unfinished_requests()
+
+    def test_a_turn_that_fails_costs_no_other_its_answer(self, make, words, monkeypatch):
+        policy = make(max_output_tokens=4, stop_ids=())
+        engine = policy.llm.llm_engine
+        step = engine.step
+
+        def spoil_the_first():
+            outputs = step()
+            for output in outputs[:1]:
+                output.outputs[0].logprobs.logprobs[0] = float("nan")
+            return outputs
+
+        for slot in range(3):
+            policy.submit(request_of(words, slot=slot, episode=slot))
+        monkeypatch.setattr(engine, "step", spoil_the_first)
+        with pytest.raises(NonFiniteLogitsError):
+            finish(policy)
+        monkeypatch.undo()
+        assert sorted(finish(policy)) == [1, 2]
 
 
 class TestErrors:

@@ -8,7 +8,8 @@ from typing import Union, get_args, get_origin
 import pytest
 
 from torchrl_llm.modules import SamplingConfig
-from torchrl_llm.options import options_of
+from torchrl_llm.objectives import LLMPPOLoss
+from torchrl_llm.options import fits, meanings, options_of
 from torchrl_llm.trainers import (
     ConfigError,
     RunConfig,
@@ -177,6 +178,14 @@ class TestRunConfig:
             for name, option in options_of(cls).items():
                 if name in settings and name not in different:
                     assert without_none(option.hint) == without_none(settings[name].hint), name
+
+    def test_no_bound_of_the_value_is_none_in_the_loss_and_0_as_a_setting(self):
+        for said in (meanings(LLMPPOLoss)["clip_value"], meanings(RunConfig)["clip_value"]):
+            assert "None in the loss, 0 in the settings of a run" in said
+        hint = options_of(LLMPPOLoss)["clip_value"].hint
+        assert [fits(value, hint) for value in (None, 0.0)] == [True, False]
+        assert RunConfig(clip_value=0.0).loss_options()["clip_value"] is None
+        assert "clip_value" not in RunConfig().loss_options()
 
     def test_error_is_named(self):
         with pytest.raises(ConfigError):

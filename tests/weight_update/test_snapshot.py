@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -170,6 +171,15 @@ class TestErrors:
             other.model.norm.weight.mul_(1.5)
         difference = install(make_policy(LORA, other), snapshot(make_models(tiny_model_path()), parity_check=0))
         assert difference != difference
+
+    def test_a_tolerance_of_zero_is_not_the_default(self, make_policy):
+        """The log-probs differ by one step of float32, which the default tolerates."""
+        policy, models = make_policy(), load_tiny_model()
+        seen = ParityCheck.of(models, None, temperature=TEMPERATURE)
+        seen = replace(seen, log_probs=seen.log_probs.nextafter(torch.tensor(0.0)))
+        assert 0 < seen.check(policy) < 1e-3
+        with pytest.raises(WeightSyncError, match="where 0 is the most"):
+            seen.check(policy, tolerance=0.0)
 
     def test_policies_of_other_kinds(self, words):
         policy = ScriptedPolicy(lambda *_: "hi", tokenizer=words)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from torchrl_llm.episode import Episode
 
@@ -20,15 +19,16 @@ Step = Callable[[bool], tuple[list[Episode] | None, bool]]
 class BackgroundThread:
     """Collects while the caller trains, and returns a batch when the caller waits for one.
 
+    The exploration type is the caller's: executors that run here say with each request whether decoding is greedy.
+
     Args:
         step: one step of the executor; told whether a batch is wanted, it returns the batch if that is complete, and whether
             anything is in flight.
         wake: ends a wait in ``step``.
-        exploration_type: of the policy.
     """
 
-    def __init__(self, step: Step, wake: Callable[[], None], exploration_type: ExplorationType) -> None:
-        self._step, self._wake, self._exploration_type = step, wake, exploration_type
+    def __init__(self, step: Step, wake: Callable[[], None]) -> None:
+        self._step, self._wake = step, wake
         self._change = threading.Condition()
         self._wanted = self._idle = self._stopping = False
         self._pauses = 0
@@ -90,8 +90,9 @@ class BackgroundThread:
 
     def _drive(self) -> None:
         try:
-            # Gradient mode belongs to the thread: the caller's does not count here.
-            with torch.no_grad(), set_exploration_type(self._exploration_type):
+            # Gradient mode belongs to the thread: the caller's does not count here. The exploration type belongs to the
+            # process, and rollout() sets it: a context here would end after rollout's, and restore the type that rollout had set.
+            with torch.no_grad():
                 while self._may_continue():
                     self._hand_over(*self._step(self._wanted))
         except BaseException as error:  # noqa: BLE001 (fetch raises it)

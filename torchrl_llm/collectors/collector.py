@@ -156,7 +156,7 @@ class EpisodeCollector(Checked, BaseCollector):
     def _next_batch(self) -> list[Episode]:
         if self.background:
             if self._thread is None:
-                self._thread = BackgroundThread(self._step, self._executor.wake, self.exploration_type)
+                self._thread = BackgroundThread(self._step, self._executor.wake)
             return self._thread.fetch(self.engine_timeout)
         while (batch := self._step(wanted=True)[0]) is None:
             pass

@@ -51,7 +51,7 @@ class LLMPPOLoss(TurnPolicyLoss):
     critic_coeff: NonNegative = 0.5
     """Weight of the critic's term."""
     clip_value: Positive | None = 0.2
-    """How far a value may move from the old one; 0 sets no bound."""
+    """How far a value may move from the old one; no bound: None in the loss, 0 in the settings of a run."""
     gamma: Share | None = None
     """Discount per turn."""
     lmbda: Share = 0.95

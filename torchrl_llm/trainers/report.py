@@ -6,7 +6,7 @@ The scripts in ``examples/`` are calls of :func:`run_and_report`, which builds a
 from __future__ import annotations
 
 import json
-import resource
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,6 +19,11 @@ from torchrl_llm.trainers.cli import resume_command
 from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.evaluation import Evaluation
 from torchrl_llm.trainers.run import Run
+
+try:
+    import resource
+except ImportError:  # no POSIX system
+    resource = None  # type: ignore[assignment]
 
 # Unbuffered, also into a pipe: a run is watched, and may be killed.
 _PRINT = partial(print, flush=True)
@@ -137,9 +142,17 @@ class RunReport:
             "stop_reason": stop_reason,
             "wall_s": round(time.perf_counter() - wall, 1),
             "cpu_s": round(time.process_time() - cpu, 1),
-            # In kilobytes on Linux.
-            "peak_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+            "peak_rss_mb": _peak_rss_mb(),
         }
+
+
+def _peak_rss_mb() -> int | None:
+    """The most memory that this process has held, in MB; ``None``: the system does not tell."""
+    if resource is None:
+        return None
+    # In bytes on macOS, in kilobytes elsewhere.
+    unit = 2**20 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
 
 
 def _write_conversations(run: Run, evaluation: Evaluation, when: str) -> None:

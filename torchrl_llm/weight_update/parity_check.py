@@ -63,7 +63,8 @@ class ParityCheck:
             return float("nan")
         # Measured with vLLM: the right weights differ by 1e-6 in float32 and by up to 2e-2 in bfloat16; keys and values
         # of earlier weights, or an old head, by 0.5 and more.
-        tolerance = tolerance or (1e-3 if is_full_precision(engine.dtype) else 0.1)
+        if tolerance is None:
+            tolerance = 1e-3 if is_full_precision(engine.dtype) else 0.1
         with sync_step("the parity check"):
             tokens, log_probs = engine.log_probs(self.prompts, self.temperature)
             difference = float((log_probs - self.log_probs.gather(-1, tokens)).abs().mean(-1).max())

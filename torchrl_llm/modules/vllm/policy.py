@@ -173,16 +173,19 @@ class VLLMPolicy(TurnPolicy):
         ids = prompt.cpu().numpy()
         rows = zip(lengths.tolist(), turn.tolist(), episode_id.tolist(), strict=True)
         with held() as leave_if_asked, self.exclusive():
-            waiting = {
-                # Negative slots: those of turns in flight are 0 and above.
-                self._start(TurnRequest(-1 - row, ids[row, :length], episode, k, greedy)): row
-                for row, (length, k, episode) in enumerate(rows)
-            }
-            while self._running.keys() & waiting.keys():
-                leave_if_asked()
-                self.step()
-            answers = {-1 - answer.slot: answer for answer in self._ready if answer.slot < 0}
-            self._ready = [answer for answer in self._ready if answer.slot >= 0]
+            try:
+                waiting = {
+                    # Negative slots: those of turns in flight are 0 and above.
+                    self._start(TurnRequest(-1 - row, ids[row, :length], episode, k, greedy))
+                    for row, (length, k, episode) in enumerate(rows)
+                }
+                while self._running.keys() & waiting:
+                    leave_if_asked()
+                    self.step()
+                answers = {-1 - answer.slot: answer for answer in self._ready if answer.slot < 0}
+            finally:
+                # After an error or an interrupt too: the next call would take the answers for those of its own rows.
+                self.cancel(range(-len(ids), 0))
         width, n = self.sampling.max_output_tokens, len(answers)
         tokens, versions = np.zeros((n, width), np.int64), np.full((n, width), -1)
         log_probs, sizes = np.zeros((n, width), np.float32), np.zeros(n, np.int64)
@@ -260,6 +263,7 @@ class VLLMPolicy(TurnPolicy):
 
         Raises:
             EngineError: the engine failed in this step, or holds unknown weights.
+            NonFiniteLogitsError: the logits of a turn were NaN; other turns that finished in this step are not lost.
         """
         self.check_usable()
         engine = self.llm.llm_engine
@@ -272,12 +276,18 @@ class VLLMPolicy(TurnPolicy):
         except Exception as error:
             self.invalidate(f"the engine died in a step: {type(error).__name__}: {error}")
             raise EngineError(self._broken) from error
-        others = []
+        others, failures = [], []
         for output in outputs:
             if output.request_id not in self._running:
                 others.append(output)
             elif output.finished:
-                self._ready.append(self._answer_of(self._running.pop(output.request_id), output))
+                try:
+                    self._ready.append(self._answer_of(self._running.pop(output.request_id), output))
+                except (EngineError, NonFiniteLogitsError) as failure:
+                    failures.append(failure)
+        # Only now: the engine does not report again what else has finished in this step.
+        if failures:
+            raise failures[0]
         return others
 
     def _kept_rng(self) -> AbstractContextManager[None]:
