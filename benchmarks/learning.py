@@ -149,6 +149,7 @@ def draw(results: dict[str, list[dict]], path: Path) -> None:
             )
         axes.plot(games, np.median(curves, axis=0), color="C0", label="median")
         axes.axhline(TARGET, color="0.5", linewidth=0.8, linestyle=":")
+        axes.locator_params(axis="x", nbins=5)
         axes.set(title=f"{algo}, {len(runs)} seeds", xlabel="games of training", ylim=(0.3, 1.01))
     figure.axes[0].set_ylabel(f"win rate, mean of {WINDOW} batches")
     figure.axes[0].legend(loc="lower right", frameon=False)
