@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 import pytest
+from exact_norms import exact_norms
 from hypothesis import settings
 
 from torchrl_llm.testing.tokenizers import byte_tokenizer
@@ -21,6 +22,13 @@ settings.load_profile("default_without_deadline")
 def tokenizer():
     """A byte-level tokenizer with ChatML: one token a byte."""
     return byte_tokenizer()
+
+
+@pytest.fixture(name="exact_norms")
+def _exact_norms():
+    """Norms that keep float64."""
+    with exact_norms():
+        yield
 
 
 def pytest_collection_modifyitems(items):

@@ -11,6 +11,9 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from exact_norms import exact_norms
+
 from torchrl_llm import keys
 from torchrl_llm.data import cat_rows
 from torchrl_llm.objectives import LLMReinforceLoss, ReBN
@@ -159,6 +162,7 @@ def whole_weights(trainer):
     return {name: full_on_cpu(value).clone() for name, value in trainer.loss.named_parameters() if value.requires_grad}
 
 
+@exact_norms()
 def train(out, *, callbacks=(), **settings):
     """Train; what was learned from, the metrics, and weights and optimizer at the end."""
     trainer = build(out, callbacks=callbacks, **settings).trainer
@@ -200,6 +204,7 @@ def play(out):
     return rows
 
 
+@exact_norms()
 def replay(out, rows, **settings):
     """Learn three times from this rank's groups of ``rows``; the first gradient, and the weights at the end."""
     run = build(out, **REPLAY | settings)

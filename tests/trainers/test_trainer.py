@@ -504,7 +504,7 @@ class Zero(TurnEstimator):
 
 class TestUpdate:
     @pytest.mark.parametrize("algo", ALGORITHMS)
-    def test_micro_batches_do_not_change_the_weights(self, tmp_path, algo):
+    def test_micro_batches_do_not_change_the_weights(self, tmp_path, exact_norms, algo):
         """Float64, two epochs of two optimizer steps: the same weights for one pass of all rows and for one row a pass."""
         results = []
         for max_tokens in (10**6, 1):
