@@ -201,7 +201,13 @@ class TestGroupRelative:
 
     @pytest.mark.parametrize(
         "options",
-        [{"scale": "none"}, {"baseline": "leave_one_out", "scale": "none"}, {"ddof": 0}, {"eps": 1.0}],
+        [
+            {"scale": "none"},
+            {"scale": "batch"},
+            {"baseline": "leave_one_out", "scale": "none"},
+            {"ddof": 0},
+            {"eps": 1.0},
+        ],
     )
     def test_options_reach_the_formula(self, options):
         rows, reward, mask, _, _ = rows_and_parts(group_size=3)
@@ -210,7 +216,7 @@ class TestGroupRelative:
         close(actual, expected)
         assert (actual - GroupRelative()(rows)["advantage"].amax(1)).abs().max() > 1e-3
 
-    @law(layouts(max_rows=6), st.sampled_from(["std", "none"]))
+    @law(layouts(max_rows=6), st.sampled_from(["std", "batch", "none"]))
     def test_turn_credit_compares_returns_from_there_on(self, case, scale):
         layout, seed = case
         rows, reward, mask, _, acted = rows_and_parts(seed, layout, group_size=2)
@@ -218,6 +224,9 @@ class TestGroupRelative:
         to_go = F.turn_returns(reward, mask, 0.9)
         for k in range(mask.shape[1]):
             expected = F.group_relative(to_go[:, k], rows["group_id"], scale=scale, partial="allow")
+            if scale == "batch":
+                everything = {"scale": "batch", "partial": "allow", "mask": acted}
+                expected = F.group_relative(to_go, rows["group_id"], **everything)[:, k]
             close(out["turn", "advantage"][:, k], torch.where(acted[:, k], expected, 0.0))
         close(out["turn", "value_target"], torch.where(acted, to_go, 0.0))
 

@@ -321,6 +321,9 @@ def _rank(rank: int, store: str, case: dict, out: str) -> None:
     torch.save(
         {
             "standardize": F.standardize(mine["x"], mine["mask"], process_group=group),
+            "batch": F.group_relative(
+                mine["x"], mine["group"], scale="batch", partial="allow", mask=mine["mask"], process_group=group
+            ),
             **{k: F.loss_weights(mine["ids"], k, process_group=group) for k in ("token", "turn", "sequence")},
         },
         f"{out}.{rank}",
@@ -332,18 +335,23 @@ class TestProcessGroup:
     def test_two_ranks_agree_with_one(self, tmp_path):
         rows = make_rows(LAYOUT[:5])
         reward, mask, ids, *_ = turns_of(rows)
-        case = {"x": torch.where(mask, reward, 0.0), "mask": mask, "ids": ids}
+        case = {"x": torch.where(mask, reward, 0.0), "mask": mask, "ids": ids, "group": torch.tensor([0, 0, 1, 1, 1])}
         args = (str(tmp_path / "store"), case, str(tmp_path / "out"))
         mp.start_processes(_rank, args, nprocs=2, start_method="fork")
         parts = [torch.load(tmp_path / f"out.{rank}") for rank in range(2)]
         expected = {"standardize": F.standardize(reward, mask)}
+        expected["batch"] = F.group_relative(case["x"], case["group"], scale="batch", partial="allow", mask=mask)
         expected |= {kind: F.loss_weights(ids, kind) for kind in ("token", "turn", "sequence")}
         for name, whole in expected.items():
             close(torch.cat([part[name] for part in parts]), whole)
 
 
 class TestGroupRelative:
-    @law(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.sampled_from(["std", "none", "loo"]), st.randoms())
+    @law(
+        st.lists(st.integers(1, 4), min_size=1, max_size=4),
+        st.sampled_from(["std", "batch", "none", "loo"]),
+        st.randoms(),
+    )
     def test_definition(self, sizes, variant, random):
         group_id = torch.tensor([10 * g for g, n in enumerate(sizes) for _ in range(n)])
         score = torch.tensor([random.choice([0.0, 1.0, 0.3]) for _ in group_id], dtype=DOUBLE)
@@ -358,7 +366,8 @@ class TestGroupRelative:
             elif variant == "loo":
                 expected = score[i] - (mine.sum() - score[i]) / (len(mine) - 1)
             else:
-                expected = (score[i] - mine.mean()) / (mine.std() + 1e-6 if variant == "std" else 1.0)
+                spread = {"std": mine.std() + 1e-6, "batch": score.std() + 1e-6, "none": 1.0}
+                expected = (score[i] - mine.mean()) / spread[variant]
             close(actual[i], expected)
 
     def test_ddof_and_eps(self):
@@ -379,8 +388,9 @@ class TestGroupRelative:
 
     def test_refusals(self):
         score, group = torch.arange(2.0), torch.zeros(2)
-        with pytest.raises(ValueError, match=r"leave_one_out.*std"):
-            F.group_relative(score, group, "leave_one_out", "std")
+        for scale in ("std", "batch"):
+            with pytest.raises(ValueError, match=rf"leave_one_out.*{scale}"):
+                F.group_relative(score, group, "leave_one_out", scale)
         with pytest.raises(ValueError, match="scale is 'mad'"):
             F.group_relative(score, group, scale="mad")
 
@@ -390,8 +400,11 @@ class TestGroupRelative:
         noise = torch.Generator().manual_seed(random.randrange(10**6))
         score = torch.tensor([[random.choice([0.0, 1.0]) for _ in range(3)] for _ in group_id], dtype=DOUBLE)
         penalty = torch.randn(score.shape, dtype=DOUBLE, generator=noise)
-        for scale in ("std", "none"):
-            both = F.group_relative(score, group_id, scale=scale, partial="allow", penalty=penalty)
+        mask = torch.rand(score.shape, generator=noise) < 0.7
+        mask[0, 0] = mask[-1, -1] = True
+        whole = (score + penalty)[mask].std() if mask.sum() > 1 else torch.zeros(())
+        for scale in ("std", "batch", "none"):
+            both = F.group_relative(score, group_id, scale=scale, partial="allow", penalty=penalty, mask=mask)
             for k in range(3):
                 for i, g in enumerate(group_id):
                     mine, paid = score[group_id == g, k], penalty[group_id == g, k]
@@ -400,7 +413,7 @@ class TestGroupRelative:
                     else:
                         total = mine + paid
                         expected = score[i, k] + penalty[i, k] - total.mean()
-                        expected = expected / (total.std() + 1e-6) if scale == "std" else expected
+                        expected = expected / {"std": total.std() + 1e-6, "batch": whole + 1e-6, "none": 1.0}[scale]
                     close(both[i, k], expected)
 
 

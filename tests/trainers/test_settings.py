@@ -386,6 +386,7 @@ LAW: dict[str, list[Case]] = {
     "trust_remote_code": [works(True, model_path=remote_code)],
     "gradient_checkpointing": [works(True)],
     "compile": [works(True, run=built)],
+    "share_prefixes": [works(False, batch_size=32)],
     "quantization": [idle("nf4", lora_r=2), idle("nf4")],
     "lora_r": [works(2)],
     "lora_alpha": [works(9, lora_r=2), idle(9)],
@@ -488,7 +489,11 @@ LAW: dict[str, list[Case]] = {
     "normalize_over": [works("none"), idle("none", "LLMPPO")],
     "credit": [works("turn", "GRPO", env=Guess), idle("turn")],
     "baseline": [works("leave_one_out", "GRPO", scale="none", max_grad_norm=1e3, env=Guess), idle("leave_one_out")],
-    "scale": [works("none", "GRPO", max_grad_norm=1e3, env=Guess), idle("none")],
+    "scale": [
+        works("batch", "GRPO", batch_size=8, env=Guess),
+        works("none", "GRPO", max_grad_norm=1e3, env=Guess),
+        idle("none"),
+    ],
     # the optimizer
     "lr_actor": [works(1e-3)],
     "lr_critic": [works(1e-3, "LLMPPO"), idle(1e-3)],

@@ -41,7 +41,7 @@ class LLMGRPOLoss(TurnPolicyLoss):
     baseline: F.Baseline = "mean"
     """The group's "mean", or "leave_one_out" (with scale="none")."""
     scale: F.Scale = "std"
-    """Divide by the group's "std", or "none"."""
+    """Divide by the group's "std", that of the "batch", or "none"."""
     group_size: Count | None = None
     partial: F.Partial = "error"
     kl_coeff: NonNegative = 5e-4

@@ -101,7 +101,8 @@ class GroupRelative(ReturnEstimator):
             ``"turn"`` compares, turn by turn, the returns from there on, so that a turn is not credited with what came
             before it. An episode that has ended by then counts with 0. Default: ``"episode"``.
         baseline: ``"mean"`` of the group, or ``"leave_one_out"``: the mean of the others. Default: ``"mean"``.
-        scale: divide by the group's standard deviation (``"std"``) or not (``"none"``). Default: ``"std"``.
+        scale: divide by the standard deviation of the group (``"std"``), of the batch (``"batch"``), or not (``"none"``).
+            Default: ``"std"``.
         ddof: the variance divides by ``size - ddof``. Default: 1.
         eps: added to the standard deviation. Default: 1e-6.
         group_size: episodes in a group; ``None``: as many as in the largest group of the batch.
@@ -153,4 +154,11 @@ class GroupRelative(ReturnEstimator):
         return F.turn_returns(reward, mask, self.gamma)
 
     def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:
-        return F.group_relative(score, self._get(tensordict, "group_id"), **self.options, penalty=penalty)
+        return F.group_relative(
+            score,
+            self._get(tensordict, "group_id"),
+            **self.options,
+            penalty=penalty,
+            mask=acted if score.ndim == 2 else None,
+            process_group=self.process_group,
+        )

@@ -26,7 +26,7 @@ __all__ = [
 
 Baseline = Literal["mean", "leave_one_out"]
 """What a score is compared with, see :func:`group_relative`."""
-Scale = Literal["std", "none"]
+Scale = Literal["std", "batch", "none"]
 """What centered scores are divided by."""
 Partial = Literal["error", "allow"]
 """What happens to groups of another size."""
@@ -140,24 +140,30 @@ def group_relative(
     group_size: int | None = None,
     partial: Partial = "error",
     penalty: Tensor | None = None,
+    mask: Tensor | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Score relative to the episodes of the same group (GRPO, Shao et al., 2024, arXiv:2402.03300, sec. 4.1.2).
 
     ``"leave_one_out"`` takes the mean of the others (RLOO, Ahmadian et al., 2024, arXiv:2402.14740); ``scale="none"``
-    leaves out the division (Dr. GRPO, Liu et al., 2025, arXiv:2503.20783).
+    leaves out the division (Dr. GRPO, Liu et al., 2025, arXiv:2503.20783); ``scale="batch"`` divides by the standard deviation
+    of the whole batch (Liu et al., 2025, arXiv:2508.08221), so that a rare outcome does not weigh more than others where the
+    rest of its group agrees.
 
     Args:
         score: ``[B]``, the episode's return; or ``[B, T]``, compared column by column: the return from each turn on,
             0 for an episode that is over by then.
         group_id: ``[B]`` int64.
         baseline: subtract the group's mean, or the mean of the others.
-        scale: divide by the group's standard deviation, or not.
+        scale: divide by the standard deviation of the group's scores (``"std"``), by that of all scores (``"batch"``), or not.
         ddof: the variance divides by ``size - ddof``.
         eps: added to the standard deviation.
         group_size: how many episodes a group has; ``None``: as many as the largest one in the batch.
         partial: ``"error"`` raises ``ValueError`` on a group of another size, ``"allow"`` takes what there is.
         penalty: the shape of ``score``, added to it: the return of a KL penalty in the reward. Whether there is a spread is
             judged on ``score`` alone. Where it has none it counts for 0 and the penalty enters centered but unscaled.
+        mask: bool, the shape of ``score``: those of which ``"batch"`` takes the standard deviation; ``None``: all.
+        process_group: ``"batch"`` means the rows of all ranks of this group (``None``: of this process only).
 
     Returns:
         The shape of ``score``, float32 or wider; without a penalty 0 in a group of one and where a group's scores do not
@@ -171,13 +177,20 @@ def group_relative(
         raise ValueError(
             f"Expected score [B] or [B, T] and group_id [B]; got {tuple(score.shape)} and {tuple(group_id.shape)}."
         )
-    check_shapes(score=score, penalty=penalty)
+    check_shapes(score=score, penalty=penalty, mask=mask)
     check_value("baseline", baseline, Baseline)
     check_value("scale", scale, Scale)
     check_value("partial", partial, Partial)
-    if baseline == "leave_one_out" and scale == "std":
-        raise ValueError('baseline="leave_one_out" with scale="std" is biased; use scale="none", or baseline="mean".')
+    if baseline == "leave_one_out" and scale != "none":
+        raise ValueError(
+            f'baseline="leave_one_out" with scale="{scale}" is biased; use scale="none", or baseline="mean".'
+        )
     score = wide(score)
+    if scale == "batch":
+        # Before a rank without rows returns, for which the others would wait.
+        total = score if penalty is None else score + wide(penalty)
+        counted = torch.ones_like(score, dtype=torch.bool) if mask is None else mask
+        whole = _batch_statistics(total, counted, ddof, process_group)[1]
     if score.numel() == 0:
         return score
     labels, index, counts = group_id.unique(return_inverse=True, return_counts=True)
@@ -188,7 +201,9 @@ def group_relative(
     if baseline == "leave_one_out":
         # x - mean of the others = (x - mean) * n / (n - 1).
         return centered * (size / (size - 1).clamp_min(1.0))[index]
-    return centered * torch.where(spread, std + eps, 1.0).reciprocal() if scale == "std" else centered
+    if scale == "none":
+        return centered
+    return centered / torch.where(spread, (std if scale == "std" else whole) + eps, 1.0)
 
 
 def effective_sample_size(log_ratio: Tensor, weight: Tensor) -> Tensor:
