@@ -103,6 +103,7 @@ PACKAGES = {
     "episode": (),
     "interrupts": (),
     "options": (),
+    "prefixes": (),
     "segments": (),
     "stops": (),
     "envs": (),

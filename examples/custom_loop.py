@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torchrl_llm import keys
 from torchrl_llm.data import TurnsToSequence, micro_batches
 from torchrl_llm.envs import GEMEnv
-from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer
+from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, enable_prefix_sharing
 from torchrl_llm.objectives import LLMReinforceLoss, total, write_loss_weights
 from torchrl_llm.testing.tiny import tiny_model_path
 
@@ -58,8 +58,10 @@ def main(iterations: int = 100, lr: float = 1e-3, seed: int = 0) -> list[float]:
         storage=LazyTensorStorage(NUM_ENVS), transform=TurnsToSequence(max_model_len=256), batch_size=NUM_ENVS
     )
 
-    # Learn: score the action tokens in one forward, weight them by the normalized return of their turn.
-    loss = LLMReinforceLoss(TokenScorer(model, sampling), gamma=0.9, kl_coeff=0.0)
+    # Learn: score the action tokens in one forward, in which what rows share (the rules of the game, equal turns) is computed
+    # once; weight them by the normalized return of their turn.
+    scorer = TokenScorer(model, sampling, prefixes=enable_prefix_sharing(model))
+    loss = LLMReinforceLoss(scorer, gamma=0.9, kl_coeff=0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0.0)
 
     win_rates = []
@@ -71,7 +73,7 @@ def main(iterations: int = 100, lr: float = 1e-3, seed: int = 0) -> list[float]:
             loss.value_estimator(batch)
             write_loss_weights(batch, loss)
             for _ in range(EPOCHS):
-                for part in micro_batches(batch, MAX_TOKENS):
+                for part in micro_batches(batch, MAX_TOKENS, scorer.prefix_cost):
                     total(loss(part)).backward()
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from torchrl_llm import keys
 from torchrl_llm.data import apply_in_micro_batches, micro_batches, minibatches, padding_share
 from torchrl_llm.modules import TokenScorer, TurnCritic
+from torchrl_llm.prefixes import PrefixCost
 
 
 def make_rows(lengths: list[int], width: int = 20, num_turns: int = 3) -> TensorDict:
@@ -125,3 +128,27 @@ class TestApplyInMicroBatches:
         for _ in range(2):
             apply_in_micro_batches(module, rows, 100)
         assert torch.equal(rows["log_prob"], rows[keys.TOKENS] * 2.0)
+
+
+class TestSharedPrefixes:
+    COST = PrefixCost(stage=10, context=0.0, key=0.0, key_size=0.0, longest=20)
+
+    def rows(self, length: int = 20) -> TensorDict:
+        """Four games of four rows each, dealt out in turn; the rows of a game differ in their last two tokens."""
+        rows = make_rows([length] * 16, width=length)
+        rows[keys.TOKENS][4:, : length - 2] = rows[keys.TOKENS][:4, : length - 2].repeat(3, 1)
+        return rows
+
+    def test_rows_that_share_go_together_and_count_once(self):
+        parts = micro_batches(self.rows(), 30, self.COST)
+        assert sorted((part[keys.EPISODE_ID] % 4).tolist() for part in parts) == [[game] * 4 for game in range(4)]
+        assert len(micro_batches(self.rows(), 30)) == 16
+
+    def test_rows_beyond_the_longest_are_cut_by_their_length(self):
+        assert len(micro_batches(self.rows(22), 30, self.COST)) == 16
+
+    def test_rows_that_share_too_little_are_sorted_by_length(self):
+        rows = make_rows([20, 20, 20, 20])
+        expected = [part[keys.EPISODE_ID].tolist() for part in micro_batches(rows, 40)]
+        dear = replace(self.COST, stage=100)
+        assert [part[keys.EPISODE_ID].tolist() for part in micro_batches(rows, 40, dear)] == expected

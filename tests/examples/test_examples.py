@@ -114,7 +114,7 @@ class TestCustomLoop:
 
     @pytest.mark.extra
     def test_learns(self):
-        win_rates = load(EXAMPLES / "custom_loop.py").main(iterations=25, lr=2e-3)
+        win_rates = load(EXAMPLES / "custom_loop.py").main(iterations=30)
         assert sum(win_rates[-5:]) / 5 > sum(win_rates[:5]) / 5 + 0.1
 
 

@@ -20,7 +20,6 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
-from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
 from torchrl_llm.modules.checks import UnsupportedHeadError, VocabularyMismatchError, check_head, check_vocabulary
 from torchrl_llm.modules.critic import TurnCritic
@@ -92,16 +91,6 @@ def naive_log_prob(model, rows, temperature: float = 1.0) -> torch.Tensor:
     return torch.where(rows["turn_ids"] >= 0, log_prob, 0.0)
 
 
-@pytest.fixture
-def exact_norms(monkeypatch):
-    """Qwen2's norm computes in float32 even for a float64 model; here it keeps the model's dtype."""
-
-    def forward(self, x):
-        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-
-    monkeypatch.setattr(Qwen2RMSNorm, "forward", forward)
-
-
 class TestTokenScorer:
     @pytest.mark.parametrize("temperature", [1.0, 0.7])
     def test_equals_a_full_forward_in_float32(self, temperature):
@@ -160,7 +149,9 @@ class TestTokenScorer:
 
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
                 TokenScorer(model, chunk_logits=chunk)(rows.clone())
-            kept[chunk] = sum(shape[0] for shape in saved if shape[1:] == (VOCABULARY,))
+            kept[chunk] = sum(
+                shape[0] for shape in saved if shape[1:] == (VOCABULARY,) and shape != model.lm_head.weight.T.shape
+            )
         actions = int((rows["turn_ids"] >= 0).sum())
         assert kept[2**26] >= actions
         assert kept[4 * VOCABULARY] == 0
@@ -239,7 +230,8 @@ class TestTokenScorer:
         assert actor.requires_grad
         assert not base.requires_grad
         assert not torch.allclose(actor, base)
-        assert torch.equal(base, TokenScorer(make_model())(rows)["log_prob"])
+        # Not the same bits: a head with LoRA has its logits made otherwise than a plain one.
+        torch.testing.assert_close(base, TokenScorer(make_model())(rows)["log_prob"].detach(), rtol=0, atol=1e-12)
 
     def test_chunk_recomputation_runs_under_the_adapter_of_the_forward(self):
         lora = LoraConfig(r=4, target_modules=["v_proj", "lm_head"], init_lora_weights=False)

@@ -15,6 +15,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm import keys
+from torchrl_llm.prefixes import PrefixCost, SortedRows, pack_rows
 
 
 def minibatches(
@@ -60,16 +61,19 @@ def _places(batch: TensorDictBase, process_group: dist.ProcessGroup) -> Tensor:
     return torch.tensor([i if owner == rank else -1 for _, owner, i in order], dtype=torch.int64)
 
 
-def micro_batches(batch: TensorDictBase, max_tokens: int) -> list[TensorDictBase]:
+def micro_batches(batch: TensorDictBase, max_tokens: int, cost: PrefixCost | None = None) -> list[TensorDictBase]:
     """Cut rows ``[B]`` into micro-batches of at most ``max_tokens`` tokens, padding included.
 
     Rows are sorted by length, the longest first, and each micro-batch is trimmed to its longest row. A row of more than
-    ``max_tokens`` tokens gets a micro-batch of its own.
+    ``max_tokens`` tokens gets a micro-batch of its own. With ``cost``, rows that share a prefix are put together where that
+    saves computation, and what they share counts once.
 
     Args:
         batch: rows of batch size ``[B]`` with ``"attention_mask"`` ``[B, L]``, right-padded; a row's gaps
             (:mod:`torchrl_llm.segments`) stay.
-        max_tokens: bound on rows times longest row, >= 1.
+        max_tokens: bound on rows times longest row, >= 1; with ``cost`` on the tokens that are computed, and a 16th of rows times
+            longest row.
+        cost: of a model that computes shared prefixes once; ``None``: no model here does.
 
     Returns:
         Micro-batches; the per-token keys (:data:`torchrl_llm.keys.ROW_VIEW`) are ``[b, l]`` with l <= L.
@@ -84,7 +88,7 @@ def micro_batches(batch: TensorDictBase, max_tokens: int) -> list[TensorDictBase
         >>> [(part["episode_id"].tolist(), part["attention_mask"].shape[1]) for part in micro_batches(rows, 8)]
         [([1, 2], 4), ([0], 2)]
     """
-    return [part for _, part in _packed(batch, max_tokens)]
+    return [part for _, part in _packed(batch, max_tokens, cost)]
 
 
 def cat_rows(batches: Sequence[TensorDictBase]) -> TensorDictBase:
@@ -146,13 +150,15 @@ def padding_share(parts: Sequence[TensorDictBase]) -> float:
 
 
 @torch.no_grad()
-def apply_in_micro_batches(module: TensorDictModuleBase, batch: TensorDictBase, max_tokens: int) -> TensorDictBase:
+def apply_in_micro_batches(
+    module: TensorDictModuleBase, batch: TensorDictBase, max_tokens: int, cost: PrefixCost | None = None
+) -> TensorDictBase:
     """Run a scorer or critic over rows ``[B]`` without a graph, in micro-batches, and write its ``out_keys``.
 
     Args:
         module: reads its ``in_keys`` from micro-batches ``[b, l]`` and writes its ``out_keys``: ``[b, l]`` or ``[b, ...]``.
         batch: rows of batch size ``[B]``; per-token results come back at its full width ``L``, 0 in the padding.
-        max_tokens: see :func:`micro_batches`.
+        max_tokens, cost: see :func:`micro_batches`.
 
     Returns:
         ``batch``.
@@ -161,7 +167,7 @@ def apply_in_micro_batches(module: TensorDictModuleBase, batch: TensorDictBase, 
     # Only what is read is copied into micro-batches.
     inputs = batch.select(*{keys.ATTENTION_MASK, *module.in_keys})
     written: dict[keys.NestedKey, Tensor] = {}
-    for index, part in _packed(inputs, max_tokens):
+    for index, part in _packed(inputs, max_tokens, cost):
         part = module(part)
         padding = width - part[keys.ATTENTION_MASK].shape[1]
         for key in module.out_keys:
@@ -175,7 +181,7 @@ def apply_in_micro_batches(module: TensorDictModuleBase, batch: TensorDictBase, 
     return batch.update(written)
 
 
-def _packed(batch: TensorDictBase, max_tokens: int) -> Iterator[tuple[Tensor, TensorDictBase]]:
+def _packed(batch: TensorDictBase, max_tokens: int, cost: PrefixCost | None) -> Iterator[tuple[Tensor, TensorDictBase]]:
     """The row indices and the rows of each micro-batch."""
     if max_tokens < 1:
         raise ValueError(f"max_tokens is {max_tokens}; expected at least 1.")
@@ -184,14 +190,28 @@ def _packed(batch: TensorDictBase, max_tokens: int) -> Iterator[tuple[Tensor, Te
     ends = torch.where(mask.bool(), torch.arange(1, mask.shape[1] + 1, device=mask.device), 0).amax(-1)
     # stable: rows of one length keep their order, so the cut is the same on every device.
     lengths, order = ends.sort(descending=True, stable=True)
-    sizes = lengths.tolist()
-    start = 0
+    # A row without a token has length 0, and max_tokens is divided by it.
+    sizes = lengths.clamp(min=1).tolist()
+    parts = _by_length(sizes, max_tokens)
+    if cost is not None and len(sizes) > 1 and sizes[0] <= cost.longest:
+        plain = sum(cost.rows(end - start, sizes[start]) for start, end in parts)
+        rows = SortedRows.of(batch[keys.TOKENS].cpu().numpy(), ends.clamp(min=1).cpu().numpy())
+        spans, price = pack_rows(rows, max_tokens, cost)
+        if price < plain:
+            parts, order = spans, torch.from_numpy(rows.order).to(order.device)
+            lengths = ends[order]
+    for start, end in parts:
+        yield order[start:end], _trim(batch[order[start:end]], max(1, int(lengths[start:end].max())))
+
+
+def _by_length(sizes: Sequence[int], max_tokens: int) -> list[tuple[int, int]]:
+    """Spans of rows, the longest first, each of at most ``max_tokens`` tokens with padding."""
+    spans, start = [], 0
     while start < len(sizes):
-        # A row without a token has length 0, and max_tokens is divided by it.
-        longest = max(1, sizes[start])
-        end = min(len(sizes), start + max(1, max_tokens // longest))
-        yield order[start:end], _trim(batch[order[start:end]], longest)
+        end = min(len(sizes), start + max(1, max_tokens // sizes[start]))
+        spans.append((start, end))
         start = end
+    return spans
 
 
 def _trim(rows: TensorDictBase, longest: int) -> TensorDictBase:

@@ -16,6 +16,7 @@ from torchrl_llm.modules.hf import HFPolicy
 from torchrl_llm.modules.lm import lm_logits
 from torchrl_llm.modules.policy import Generation, TurnPolicy
 from torchrl_llm.modules.positions import RowError
+from torchrl_llm.modules.prefix_attention import PrefixSharing, enable_prefix_sharing
 from torchrl_llm.modules.sampling import SamplingConfig
 from torchrl_llm.modules.scorer import TokenScorer
 from torchrl_llm.modules.vllm import MissingVLLMError, VLLMPolicy, load_engine
@@ -30,6 +31,7 @@ __all__ = [
     "InferenceEngine",
     "LoraTargetError",
     "MissingVLLMError",
+    "PrefixSharing",
     "RandomForwardError",
     "RowError",
     "SamplingConfig",
@@ -47,6 +49,7 @@ __all__ = [
     "check_head",
     "check_vocabulary",
     "enable_gradient_checkpointing",
+    "enable_prefix_sharing",
     "lm_logits",
     "load_actor_critic",
     "load_engine",

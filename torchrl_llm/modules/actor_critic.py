@@ -26,6 +26,7 @@ from torchrl_llm.modules.checks import check_head, check_repeatable, check_rows,
 from torchrl_llm.modules.critic import TurnCritic
 from torchrl_llm.modules.lm import backbone, causal_lm, generation_end_ids, vocabulary_of
 from torchrl_llm.modules.merging import merged_tensors
+from torchrl_llm.modules.prefix_attention import enable_prefix_sharing
 from torchrl_llm.modules.sampling import SamplingConfig, decide_stop_ids
 from torchrl_llm.modules.scorer import TokenScorer
 
@@ -279,6 +280,7 @@ def load_actor_critic(
     master_weights: bool = True,
     gradient_checkpointing: bool = False,
     compile: bool = False,
+    share_prefixes: bool = True,
     seed: int = 0,
 ) -> ActorCritic:
     """Actor, critic and reference on one base model.
@@ -317,6 +319,8 @@ def load_actor_critic(
         gradient_checkpointing: recompute activations in ``backward``.
         compile: ``torch.compile`` the layers for scorers and critic; generation is not compiled. Each adapter is a graph
             of its own, compiled when it is first used. Not together with ``gradient_checkpointing``.
+        share_prefixes: compute what the rows of a batch share once, for models that support it (``enable_prefix_sharing``). Changes
+            results by rounding only. Not with ``compile``. Default True.
         seed: of the adapters' initialization; the global random generators stay as they are.
 
     Raises:
@@ -351,6 +355,8 @@ def load_actor_critic(
         check_vocabulary(base, tokenizer)
     check_head(base)
     check_rows(base)
+    # Compiled layers would be traced again for every layout of prefixes.
+    sharing = enable_prefix_sharing(base) if share_prefixes and not compile else None
     sampling = sampling or SamplingConfig()
     if sampling.min_output_tokens and sampling.stop_ids is None and tokenizer is not None:
         sampling = decide_stop_ids(sampling, generation_end_ids(base), tokenizer, vocabulary=vocabulary_of(base))
@@ -375,9 +381,11 @@ def load_actor_critic(
     models = ActorCritic(
         model=actor_model,
         adapter=adapter,
-        actor=TokenScorer(actor_model, sampling, adapter=adapter, entropy=entropy),
-        critic=TurnCritic(critic_model, adapter=critic_adapter) if critic else None,
-        reference=TokenScorer(frozen, sampling, adapter=reference_adapter, frozen=True) if reference else None,
+        actor=TokenScorer(actor_model, sampling, adapter=adapter, entropy=entropy, prefixes=sharing),
+        critic=TurnCritic(critic_model, adapter=critic_adapter, prefixes=sharing) if critic else None,
+        reference=TokenScorer(frozen, sampling, adapter=reference_adapter, frozen=True, prefixes=sharing)
+        if reference
+        else None,
     )
     if reference == "adapter":
         # PEFT has drawn other factors for it; with init_lora_weights=False it is not even the same function.

@@ -35,7 +35,7 @@ class RandomForwardError(ValueError):
 
 # max_window_layers and sliding_window_pattern are numbers of layers, not of tokens.
 _WINDOW = re.compile("window(?!_layers|_pattern)|local_att|chunk_size")
-_LONGEST_TRIED = 512  # windows up to here are tried when a model is loaded
+LONGEST_TRIED = 512  # windows up to here are tried when a model is loaded
 FAILURES = (TypeError, ValueError, RuntimeError, LookupError, AttributeError, AssertionError)
 """Errors that forwards raise for a family of models that is not supported."""
 
@@ -44,6 +44,26 @@ def declared_windows(config: Any) -> list[int]:
     """Every number of a text configuration that may say how far back attention reaches, in order."""
     fields = config.to_dict().items()
     return sorted({value for name, value in fields if type(value) is int and value > 1 and _WINDOW.search(name)})
+
+
+def unusual_layers(lm: Any) -> str | None:
+    """What some layers of a model keep instead of keys and values by position, for messages; ``None``: they all keep these."""
+    kinds = set(getattr(lm.config.get_text_config(), "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
+    # `_is_stateful` is what transformers' own generate() goes by; nothing public says it.
+    if getattr(lm, "_is_stateful", False) or kinds:
+        return f"has layers that keep a state of another kind ({', '.join(sorted(kinds)) or 'recurrent'})"
+    return None
+
+
+def probe_lengths(config: Any) -> list[int]:
+    """Lengths of rows to try a model on: a short one, and one beyond each window of at most :data:`LONGEST_TRIED` tokens."""
+    most = getattr(config, "max_position_embeddings", None) or float("inf")
+    windows = [window for window in declared_windows(config) if window <= LONGEST_TRIED and window < most]
+    # Twice a window and more: the row of half the length is beyond it too.
+    return [int(min(length, most)) for length in (6, *(2 * window + 4 for window in windows))]
 
 
 def name_of(lm: Any) -> str:
@@ -95,12 +115,8 @@ def check_rows(model: nn.Module) -> None:
         UnsupportedModelError: they differ, so log-probs and values would depend on what follows and on the batch.
     """
     lm = causal_lm(model)
-    config = lm.config.get_text_config()
-    most = getattr(config, "max_position_embeddings", None) or float("inf")
-    windows = [window for window in declared_windows(config) if window <= _LONGEST_TRIED and window < most]
     with _probing(lm, "fails on a batch of token ids"):
-        # Twice a window and more: the row of half the length is beyond it too.
-        worst = max(_gap(model, int(min(length, most))) for length in (6, *(2 * window + 4 for window in windows)))
+        worst = max(_gap(model, length) for length in probe_lengths(lm.config.get_text_config()))
     if worst > (1e-3 if is_full_precision(embedding_of(model).dtype) else 5e-2):
         raise UnsupportedModelError(
             f"{name_of(lm)} computes something else for a row that other tokens follow than for the row alone (relative "

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from torchrl_llm import keys
 from torchrl_llm.modules.adapters import use_adapter
-from torchrl_llm.modules.lm import embedding_of, hidden_states
+from torchrl_llm.modules.lm import embedding_of
 from torchrl_llm.modules.positions import RowModule, action_positions
+from torchrl_llm.modules.prefix_attention import PrefixSharing, row_states
 
 
 class TurnCritic(RowModule):
@@ -30,6 +31,8 @@ class TurnCritic(RowModule):
     Args:
         model: a model of transformers, with or without its LM head, or a ``PeftModel`` around one.
         adapter: the LoRA adapter to run under; ``None``: the model itself, adapters off.
+        prefixes: what :func:`~torchrl_llm.modules.enable_prefix_sharing` returned for the model: what rows share is computed once.
+            Default ``None``: every row by itself.
         state_value_key, bootstrap_value_key: where to write.
 
     Attributes:
@@ -59,10 +62,11 @@ class TurnCritic(RowModule):
         model: nn.Module,
         *,
         adapter: str | None = None,
+        prefixes: PrefixSharing | None = None,
         state_value_key: keys.NestedKey = keys.STATE_VALUE,
         bootstrap_value_key: keys.NestedKey = keys.BOOTSTRAP_VALUE,
     ) -> None:
-        super().__init__(model, adapter, [state_value_key, bootstrap_value_key])
+        super().__init__(model, adapter, prefixes, [state_value_key, bootstrap_value_key])
         self.value_head = _zero_head(model)
 
     def value(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:
@@ -72,9 +76,10 @@ class TurnCritic(RowModule):
     def _compute_rows(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:
         positions = action_positions(attention_mask, turn_ids)
         with use_adapter(self.model, self.adapter):
-            hidden = hidden_states(self.model, tokens[:, : positions.longest], positions.lengths)
-        last = torch.arange(len(tokens), device=tokens.device) * hidden.shape[1] + positions.lengths - 1
-        states = torch.cat([positions.gather_before(hidden), hidden.flatten(0, 1).index_select(0, last)])
+            found = row_states(self.model, tokens[:, : positions.longest], positions.lengths, self.prefixes)
+        before = found.places[positions.rows, positions.columns - 1]
+        last = found.places.gather(1, positions.lengths.unsqueeze(-1) - 1).squeeze(-1)
+        states = found.states.index_select(0, torch.cat([before, last]))
         # Values are sums of rewards, not logits: autocast must not round them to half precision.
         with torch.autocast(states.device.type, enabled=False):
             values = self.value_head(states.to(self.value_head.weight.dtype)).squeeze(-1)

@@ -121,10 +121,7 @@ def logits_function(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """:func:`lm_logits` of one model, its configuration read once: for loops in which that time counts."""
     lm = causal_lm(model)
     config, head = lm.config.get_text_config(), lm.get_output_embeddings()
-    factor = getattr(config, "logit_scale", None) or 1.0
-    factor = factor * (getattr(config, "lm_head_multiplier", None) or 1.0)
-    factor = factor / (getattr(config, "logits_scaling", None) or 1.0)
-    cap = next((cap for name in _SOFT_CAPS if (cap := getattr(config, name, None))), None)
+    factor, cap = logits_factor(config), soft_cap(config)
 
     def logits_of(hidden: Tensor) -> Tensor:
         logits = head(hidden)
@@ -133,6 +130,18 @@ def logits_function(model: nn.Module) -> Callable[[Tensor], Tensor]:
         return torch.tanh(logits / cap) * cap if cap else logits
 
     return logits_of
+
+
+def logits_factor(config: Any) -> float:
+    """What a model multiplies its head's outputs by."""
+    factor = getattr(config, "logit_scale", None) or 1.0
+    factor = factor * (getattr(config, "lm_head_multiplier", None) or 1.0)
+    return factor / (getattr(config, "logits_scaling", None) or 1.0)
+
+
+def soft_cap(config: Any) -> float | None:
+    """The bound that a model's logits approach; ``None``: it has none."""
+    return next((cap for name in _SOFT_CAPS if (cap := getattr(config, name, None))), None)
 
 
 def generation_end_ids(model: nn.Module) -> int | list[int] | None:

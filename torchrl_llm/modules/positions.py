@@ -15,6 +15,9 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_llm import keys
+from torchrl_llm.modules.lm import embedding_of
+from torchrl_llm.modules.prefix_attention import PrefixSharing
+from torchrl_llm.prefixes import PrefixCost
 from torchrl_llm.segments import Segments
 
 
@@ -40,10 +43,6 @@ class ActionPositions(NamedTuple):
     longest: int
     last_action: int
     shape: torch.Size
-
-    def gather_before(self, hidden: Tensor) -> Tensor:
-        """The states ``[M, H]`` that precede the action tokens, out of ``hidden`` ``[B, L', H]``, L' >= last_action."""
-        return hidden.flatten(0, 1).index_select(0, self.rows * hidden.shape[1] + self.columns - 1)
 
     def last_actions(self) -> Tensor:
         """``[B]`` int64: the column of each row's last action token, which is the number of tokens before it; at least 1."""
@@ -118,11 +117,18 @@ class RowModule(TensorDictModuleBase):
     A gap in ``attention_mask`` starts a segment, which is computed as a row of its own (:mod:`torchrl_llm.segments`).
     """
 
-    def __init__(self, model: nn.Module, adapter: str | None, out_keys: list[keys.NestedKey]) -> None:
+    def __init__(
+        self, model: nn.Module, adapter: str | None, prefixes: PrefixSharing | None, out_keys: list[keys.NestedKey]
+    ) -> None:
         super().__init__()
-        self.model, self.adapter = model, adapter
+        self.model, self.adapter, self.prefixes = model, adapter, prefixes
         self.in_keys = [keys.TOKENS, keys.ATTENTION_MASK, keys.TURN_IDS]
         self.out_keys = out_keys
+
+    @property
+    def prefix_cost(self) -> PrefixCost | None:
+        """What decides which rows share a forward; ``None``: each is computed by itself."""
+        return None if self.prefixes is None else self.prefixes.cost(embedding_of(self.model).device)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write what is computed from ``tensordict``, batch ``[B]``, into it and return it."""
@@ -143,3 +149,9 @@ class RowModule(TensorDictModuleBase):
     @abstractmethod
     def _compute_rows(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:
         """The results ``[B, L]`` or ``[B]``, in the order of ``out_keys``, of rows ``[B, L]`` of one segment each."""
+
+
+def prefix_cost(*modules: nn.Module) -> PrefixCost | None:
+    """The :attr:`RowModule.prefix_cost` of modules that run on the same rows; ``None`` if one of them shares nothing."""
+    costs = [module.prefix_cost if isinstance(module, RowModule) else None for module in modules]
+    return None if None in costs else costs[0]

@@ -14,8 +14,10 @@ from torch.utils.checkpoint import checkpoint
 
 from torchrl_llm import keys
 from torchrl_llm.modules.adapters import recompute_contexts, use_adapter
+from torchrl_llm.modules.head import HeldBack, LinearHead, head_scores
 from torchrl_llm.modules.lm import embedding_of, hidden_states, lm_logits, vocabulary_of
-from torchrl_llm.modules.positions import ActionPositions, RowModule, action_positions
+from torchrl_llm.modules.positions import RowModule, action_positions
+from torchrl_llm.modules.prefix_attention import PrefixSharing, row_states
 from torchrl_llm.modules.sampling import SamplingConfig, SamplingProcessor
 
 
@@ -37,8 +39,9 @@ class TokenScorer(RowModule):
 
     A gap in ``attention_mask`` starts a segment, which is computed as a row of its own (:mod:`torchrl_llm.segments`).
 
-    Memory: the ``[M, V]`` logits of M action tokens are made in chunks; while training, chunks are recomputed in
-    ``backward`` as soon as there is more than one, so that only one chunk of logits is alive at a time.
+    Memory: the ``[M, V]`` logits of M action tokens are made in chunks, which ``backward`` makes again, so that only one
+    chunk of logits is alive at a time (where the head or the sampling do more than ``head_scores`` of ``modules.head``
+    covers: as soon as there is more than one).
 
     Args:
         model: a causal language model of transformers, or a ``PeftModel`` around one.
@@ -48,8 +51,10 @@ class TokenScorer(RowModule):
         truncate: apply top-k, top-p and min-p too; a token that they drop gets minus infinity.
         entropy: write the entropy as well. Costs about one more pass over the logits.
         frozen: never build a graph (a reference model).
+        prefixes: what :func:`~torchrl_llm.modules.enable_prefix_sharing` returned for the model: what rows share is computed once.
+            Default ``None``: every row by itself.
         log_prob_key, entropy_key: where to write.
-        chunk_logits: most logits (tokens times vocabulary) in one chunk; default 2**26, 256 MiB in float32.
+        chunk_logits: most logits (tokens times vocabulary) in one chunk; default 2**24, 64 MiB in float32.
 
     Raises:
         RowError: rows that are not right-padded, or have an action where none can be (from ``forward``).
@@ -76,11 +81,12 @@ class TokenScorer(RowModule):
         truncate: bool = False,
         entropy: bool = False,
         frozen: bool = False,
+        prefixes: PrefixSharing | None = None,
         log_prob_key: keys.NestedKey = keys.LOG_PROB,
         entropy_key: keys.NestedKey = keys.ENTROPY,
-        chunk_logits: int = 2**26,
+        chunk_logits: int = 2**24,
     ) -> None:
-        super().__init__(model, adapter, [log_prob_key, entropy_key] if entropy else [log_prob_key])
+        super().__init__(model, adapter, prefixes, [log_prob_key, entropy_key] if entropy else [log_prob_key])
         self.sampling = sampling or SamplingConfig()
         self.entropy = entropy
         self.frozen = frozen
@@ -88,6 +94,7 @@ class TokenScorer(RowModule):
         self.held_back = _held_back_ids(self.sampling)
         self._masked = bool(self.held_back) or (truncate and self.sampling.truncates)
         self._process = SamplingProcessor(_position_wise(self.sampling, truncate))
+        self._truncates = truncate and self.sampling.truncates
 
     def score(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:
         """``(log_prob,)`` or ``(log_prob, entropy)``, each ``[B, L]``, of tensors ``[B, L]``."""
@@ -95,22 +102,40 @@ class TokenScorer(RowModule):
 
     def _compute_rows(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:
         positions = action_positions(attention_mask, turn_ids)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen), use_adapter(self.model, self.adapter):
-            # What follows the last action token is behind everything that is scored; at least one column stays, so
-            # that rows without actions still give a graph (distributed training needs one on every rank).
-            hidden = hidden_states(self.model, tokens[:, : max(positions.last_action, 1)], positions.last_actions())
-            scores = self._score_actions(positions.gather_before(hidden), positions, tokens, turn_ids)
-        return tuple(positions.scatter(values) for values in scores)
-
-    def _score_actions(
-        self, hidden: Tensor, positions: ActionPositions, tokens: Tensor, turn_ids: Tensor
-    ) -> list[Tensor]:
-        """Scores ``[M]`` of the action tokens from the hidden states before them, chunk by chunk."""
         targets = tokens[positions.rows, positions.columns]
         early = torch.zeros_like(targets, dtype=torch.bool)
         if self.held_back:
             early = positions.index_in_turn(turn_ids) < self.sampling.min_output_tokens
-        chunks = [x.split(max(1, self.chunk_logits // vocabulary_of(self.model))) for x in (hidden, targets, early)]
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen), use_adapter(self.model, self.adapter):
+            # What follows the last action token is behind everything that is scored; at least one column stays, so
+            # that rows without actions still give a graph (distributed training needs one on every rank).
+            seen = tokens[:, : max(positions.last_action, 1)]
+            found = row_states(self.model, seen, positions.last_actions(), self.prefixes)
+            before = found.places[positions.rows, positions.columns - 1]
+            if not found.repeats:
+                scores = self._score_actions(found.states, before, targets, early)
+            else:  # what rows share is scored once
+                size = vocabulary_of(self.model)
+                # One number for the three, because torch.unique takes fifty times as long for columns.
+                codes, index = ((before * size + targets) * 2 + early).unique(return_inverse=True)
+                distinct = codes // (2 * size), codes // 2 % size, codes % 2
+                scores = [x.index_select(0, index) for x in self._score_actions(found.states, *distinct)]
+        return tuple(positions.scatter(values) for values in scores)
+
+    def _score_actions(self, states: Tensor, places: Tensor, targets: Tensor, early: Tensor) -> list[Tensor]:
+        """Scores ``[M]`` of the tokens ``targets`` from the states at ``places`` before them, chunk by chunk."""
+        hidden, rows = states.index_select(0, places), max(1, self.chunk_logits // vocabulary_of(self.model))
+        head = None if self._truncates else LinearHead.of(self.model)
+        if head is not None:
+            ids = torch.tensor(self.held_back, dtype=torch.int64, device=targets.device)
+            held_back = HeldBack(early.bool(), ids) if self.held_back else None
+            temperature, entropy = float(self.sampling.temperature), self.entropy
+            return list(
+                head_scores(
+                    hidden, targets, head, temperature=temperature, held_back=held_back, entropy=entropy, rows=rows
+                )
+            )
+        chunks = [x.split(rows) for x in (hidden, targets, early.bool())]
         parts = []
         for chunk in zip(*chunks, strict=True):
             # One chunk is not recomputed: backward would make its logits again, at the same size.

@@ -52,7 +52,7 @@ METRICS: dict[str, str] = {
     "optim/lr_critic": "learning rate of the critic",
     "optim/entropy_target": "entropy of a token up to which the bonus pays for it, nats",
     "optim/step_share": "share of an optimizer step that was kept, less than 1 where it reached target_kl",
-    "data/padding_share": "share of padding in the positions of the training forward passes",
+    "data/padding_share": "share of padding in the training micro-batches; where rows share prefixes, most of it is not computed",
     "data/frac_nonzero_variance": "share of the collected episodes that the update learns from (dynamic sampling)",
     "data/staleness": "updates between the weights a token was sampled with and those it trains, mean over tokens",
     "data/dropped": "episodes started and not delivered so far: stale (async collector), or of a group with a failed one",

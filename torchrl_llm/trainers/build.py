@@ -163,7 +163,7 @@ def load_models(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, *, 
         sampling=sampling,
         entropy=True,
         device=device,
-        **_given(config, *_MODEL, "gradient_checkpointing", "compile", "seed"),
+        **_given(config, *_MODEL, "gradient_checkpointing", "compile", "share_prefixes", "seed"),
     )
     if config.init_from is not None:
         models.load_pretrained(

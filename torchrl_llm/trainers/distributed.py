@@ -198,8 +198,8 @@ class DDP(Distributed):
 
     def equal_count(self, parts: list[TensorDictBase]) -> list[TensorDictBase]:
         missing = self.all_reduce_max(len(parts)) - len(parts)
-        # Of the last part, which has the shortest rows.
-        return parts + [zero_weight_rows(parts[-1][:1])] * missing
+        narrowest = min(parts, key=lambda part: part[keys.ATTENTION_MASK].shape[1])
+        return parts + [zero_weight_rows(narrowest[:1])] * missing
 
     def merge_outputs(self, outputs: Sequence[TensorDictBase]) -> TensorDictBase:
         # On the CPU: a pickled CUDA tensor is loaded onto the GPU that it came from.

@@ -158,6 +158,8 @@ class ModelConfig(Checked):
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False
     """torch.compile the layers for scoring and training; generation is not compiled."""
+    share_prefixes: bool = True
+    """Compute what the rows of a batch share once; changes results by rounding only. Without effect with compile."""
     quantization: Literal["nf4"] | None = None
     """"nf4" keeps the linear layers of the base in 4 bits (with LoRA and bitsandbytes)."""
     refresh_reference: Natural = 0

@@ -11,6 +11,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_llm import data, keys
+from torchrl_llm.modules.positions import prefix_cost
 from torchrl_llm.objectives.functional import kl_estimate
 from torchrl_llm.trainers.base import TrainerBase
 
@@ -117,4 +118,5 @@ class TrustRegion:
     def _score(self) -> Tensor:
         run, actor = self.run, self.run.loss.actor_network
         with run.accelerator.autocast(), run.distributed.gathered_parameters():
-            return data.apply_in_micro_batches(actor, self._rows.copy(), run.config.max_tokens)[keys.LOG_PROB]
+            rows = data.apply_in_micro_batches(actor, self._rows.copy(), run.config.max_tokens, prefix_cost(actor))
+            return rows[keys.LOG_PROB]

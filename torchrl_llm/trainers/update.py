@@ -11,6 +11,7 @@ from torch import Tensor
 from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_llm import data, keys
+from torchrl_llm.modules.positions import prefix_cost
 from torchrl_llm.objectives import TurnEstimator, total, write_loss_weights
 from torchrl_llm.record import LOSS_METRICS
 from torchrl_llm.trainers.base import TrainerBase
@@ -65,13 +66,13 @@ class RowScorer:
         """Write the inputs of the loss that need frozen weights: old and reference log-probs, values."""
         limit, loss = self.run.config.max_tokens, self.run.loss
         if self.scores_old:
-            data.apply_in_micro_batches(loss.actor_network, batch, limit)
+            data.apply_in_micro_batches(loss.actor_network, batch, limit, prefix_cost(loss.actor_network))
             batch.rename_key_(keys.LOG_PROB, keys.OLD_LOG_PROB)
         if self.run.reference is not None:
-            data.apply_in_micro_batches(self.run.reference, batch, limit)
+            data.apply_in_micro_batches(self.run.reference, batch, limit, prefix_cost(self.run.reference))
             batch.rename_key_(keys.LOG_PROB, keys.REF_LOG_PROB)
         if loss.critic_network is not None:
-            data.apply_in_micro_batches(loss.critic_network, batch, limit)
+            data.apply_in_micro_batches(loss.critic_network, batch, limit, prefix_cost(loss.critic_network))
 
     def credit(self, batch: TensorDictBase) -> TensorDictBase:
         """Shape the rewards of scored rows ``[B]`` as the settings say, and write the estimator's credit."""
@@ -154,8 +155,9 @@ class Updater:
     def micro_batches(self, rows: TensorDictBase) -> list[TensorDictBase]:
         """An optimizer batch with its loss weights, cut so that a part fits into memory; equally many on all ranks."""
         distributed = self.run.distributed
-        weighted = write_loss_weights(rows, self.run.loss, distributed.process_group)
-        return distributed.equal_count(data.micro_batches(weighted, self.run.config.max_tokens))
+        weighted, loss = write_loss_weights(rows, self.run.loss, distributed.process_group), self.run.loss
+        cost = prefix_cost(loss.actor_network, *([loss.critic_network] if loss.critic_network is not None else []))
+        return distributed.equal_count(data.micro_batches(weighted, self.run.config.max_tokens, cost))
 
     def accumulate(self, parts: list[TensorDictBase]) -> dict[str, Tensor]:
         """Accumulate the gradient of one optimizer batch: losses are weighted sums, so its micro-batches ``parts`` add up."""

@@ -17,12 +17,19 @@ from torch import Tensor, nn
 
 from torchrl_llm.modules import lm
 from torchrl_llm.modules.adapters import FusedLora, use_adapter
-from torchrl_llm.modules.checks import FAILURES, UnsupportedModelError, declared_windows, name_of, probe_ids
+from torchrl_llm.modules.checks import (
+    FAILURES,
+    UnsupportedModelError,
+    declared_windows,
+    name_of,
+    probe_ids,
+    unusual_layers,
+)
 from torchrl_llm.modules.engine import ContextLengthError
 from torchrl_llm.modules.hf._kv_cache import Ints, SlotCache, common_prefix
+from torchrl_llm.modules.prefix_attention import ATTENTION
 
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_ATTENTION = ("sdpa", "eager")
+_ATTENTION = ("sdpa", "eager", ATTENTION)
 _BORROW = 32  # tokens that are worth copying from another row instead of computing them
 _SPLIT = 16  # columns of padding that are worth another forward
 _MAX_TOKENS = 8192  # most tokens in one forward
@@ -379,12 +386,8 @@ def _check_family(model: nn.Module) -> None:
     """Refuse models whose layers keep something else than keys and values by position."""
     causal = lm.causal_lm(model)
     config = causal.config.get_text_config()
-    kinds = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     problems = {
-        # `_is_stateful` is what transformers' own generate() goes by; nothing public says it.
-        f"has layers that keep a state of another kind ({', '.join(sorted(kinds)) or 'recurrent'})": (
-            getattr(causal, "_is_stateful", False) or kinds
-        ),
+        str(unusual_layers(causal)): unusual_layers(causal),
         "is an encoder-decoder": causal.config.is_encoder_decoder,
         "attends in chunks": getattr(config, "attention_chunk_size", None) is not None,
         "has a prompt-learning adapter, which lengthens every prompt": any(

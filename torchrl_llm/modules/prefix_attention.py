@@ -1,0 +1,316 @@
+"""Forwards that compute what rows share once: :func:`row_states`, for models that :func:`enable_prefix_sharing` prepared.
+
+One call of the backbone gets the distinct tokens of all rows as a single sequence. Only attention tells prefixes apart: this
+module's function for it gives every stage of the layout (:mod:`torchrl_llm.prefixes`) its own keys and values.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import re
+import sys
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward, use_gqa_in_sdpa
+from transformers.masking_utils import sdpa_mask
+
+from torchrl_llm.modules.checks import (
+    FAILURES,
+    LONGEST_TRIED,
+    declared_windows,
+    name_of,
+    probe_ids,
+    probe_lengths,
+    unusual_layers,
+)
+from torchrl_llm.modules.lm import (
+    backbone,
+    causal_lm,
+    embedding_of,
+    hidden_states,
+    is_full_precision,
+    moving_ropes,
+    training_flags,
+)
+from torchrl_llm.prefixes import PrefixCost, PrefixPlan, plan_prefixes
+
+logger = logging.getLogger(__name__)
+
+ATTENTION = "sdpa_prefixes"
+"""The name of :func:`prefix_attention` in transformers. Without a tree it is ``"sdpa"``."""
+
+_STAGE_FLOPS = {"cpu": 1e7, "cuda": 3e10}
+"""Floating-point operations that a device does in the time that the calls of one stage take in one layer."""
+
+
+_LONGEST = 8192
+"""Rows of more tokens share nothing: the attention mask of a stage grows with their square."""
+
+_OTHER_ATTENTION = ("position_bias", "softcap", "s_aux", "indices", "cache")
+"""What some models pass to their attention function, and :func:`prefix_attention` does not know."""
+
+
+class PrefixSharing(NamedTuple):
+    """How a model computes shared prefixes once, from :func:`enable_prefix_sharing`.
+
+    Attributes:
+        hidden_size: of the model.
+        kv_share: numbers in a key, of all heads, for each number in a hidden state.
+        longest: rows of more tokens are computed one by one: attention may have a window that was not tried.
+    """
+
+    hidden_size: int
+    kv_share: float = 1.0
+    longest: float = _LONGEST
+
+    def cost(self, device: torch.device) -> PrefixCost:
+        """What decides where rows are cut, and whether. It depends on nothing measured, so that a run can be repeated."""
+        size = self.hidden_size
+        # A layer of width H does about 24 H^2 operations on a token, and 4 H for each token that it attends to.
+        flops = 24 * size**2
+        return PrefixCost(
+            stage=_STAGE_FLOPS.get(device.type, 3e10) / flops,
+            context=4 * size / flops,
+            key=4 / size * self.kv_share,
+            # Of about 16 numbers for each of a hidden state that a layer keeps for its backward, a key and a value are two.
+            key_size=self.kv_share / 8,
+            longest=self.longest,
+        )
+
+
+def enable_prefix_sharing(model: nn.Module) -> PrefixSharing | None:
+    """Prepare a model for forwards that compute shared prefixes once, after a comparison with plain rows on a few tokens.
+
+    The model's attention becomes :data:`ATTENTION`, which is ``"sdpa"`` for every other forward.
+
+    Args:
+        model: a causal language model of transformers, not yet a ``PeftModel``.
+
+    Returns:
+        ``None``, with a line in the log that says why, for models that do not support it.
+    """
+    lm = causal_lm(model)
+    problem = _problem(lm)
+    if problem is None:
+        # transformers 5 has a public setter of the implementation, and no public getter.
+        before = lm.config._attn_implementation
+        try:
+            problem = _try(model)
+        except FAILURES as error:
+            problem = str(error)
+        if problem is None:
+            return _sharing(lm.config.get_text_config())
+        lm.set_attn_implementation(before)
+    logger.warning("%s computes every row by itself, also what rows share: %s.", name_of(lm), problem)
+    return None
+
+
+def _sharing(config: Any) -> PrefixSharing:
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    untried = [window for window in declared_windows(config) if window > LONGEST_TRIED]
+    return PrefixSharing(config.hidden_size, kv_heads * head_dim / config.hidden_size, min([_LONGEST, *untried]))
+
+
+def _problem(lm: Any) -> str | None:
+    """Why a model cannot share prefixes, as far as its configuration and its code tell."""
+    attention = backbone(lm).config._attn_implementation
+    code = inspect.getsource(sys.modules[type(backbone(lm)).__module__])
+    if attention not in ("sdpa", ATTENTION):
+        return f"its attention is {attention!r}, and not 'sdpa'"
+    if moving_ropes(backbone(lm)):
+        return "the frequencies of its positions depend on a row's length"
+    if re.search(r"_attn_implementation\s*(?:==|!=|(?:not )?in\b)[^\n]*sdpa", code):
+        return "its code does something else where its attention is not called 'sdpa'"
+    return unusual_layers(lm)
+
+
+@torch.no_grad()
+def _try(model: nn.Module) -> str | None:
+    """Give a model its new attention, and say how it then fails to compute what it did."""
+    lm = causal_lm(model)
+    with training_flags(lm.modules(), False):
+        lengths = probe_lengths(lm.config.get_text_config())
+        expected = [_probe_states(model, length) for length in lengths]
+        lm.set_attn_implementation(ATTENTION)
+        if backbone(model).config._attn_implementation != ATTENTION:
+            return "transformers cannot change its attention"
+        gap = max(_gap(model, length, states) for length, states in zip(lengths, expected, strict=True))
+    limit = 1e-3 if is_full_precision(embedding_of(model).dtype) else 5e-2
+    return None if gap <= limit else f"its states would differ by {gap:.2g}"
+
+
+class PrefixTree:
+    """A :class:`~torchrl_llm.prefixes.PrefixPlan` as tensors on a device.
+
+    Attributes:
+        plan: where it comes from.
+        keys: of each stage, flat.
+    """
+
+    def __init__(self, plan: PrefixPlan, device: torch.device) -> None:
+        self.plan = plan
+        self.tokens, self.positions, self.places, *self.keys = (
+            torch.from_numpy(x).to(device)
+            for x in (plan.tokens, plan.positions, plan.places, *(stage.keys.ravel() for stage in plan.stages))
+        )
+        self._masks: dict[tuple[Any, ...], Tensor] = {}
+
+    def mask(self, stage: int, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
+        """Additive mask ``[groups * width, start + width]`` of a stage, the same for all its prefixes and all layers."""
+        key = stage, groups, window, dtype
+        if key not in self._masks:
+            start, width, _ = self.plan.stages[stage]
+            columns = torch.arange(start + width, device=self.tokens.device)
+            behind = columns[start:, None] - columns
+            hidden = (behind < 0) | (behind >= (window or start + width))
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
+            self._masks[key] = mask.repeat(groups, 1)
+        return self._masks[key]
+
+
+class RowStates(NamedTuple):
+    """The hidden states of rows ``[B, L]``, those of shared tokens once.
+
+    Attributes:
+        states: ``[N, H]``.
+        places: ``[B, L]`` where in ``states`` the state of each token is; behind a row's end, anything.
+        repeats: some places occur more than once.
+    """
+
+    states: Tensor
+    places: Tensor
+    repeats: bool
+
+
+def row_states(model: nn.Module, tokens: Tensor, lengths: Tensor, sharing: PrefixSharing | None = None) -> RowStates:
+    """Last hidden states of right-padded ``tokens`` ``[B, L]``, as :func:`~torchrl_llm.modules.lm.hidden_states`.
+
+    Args:
+        model: a causal language model or a ``PeftModel`` around one.
+        tokens: ``[B, L]``.
+        lengths: ``[B]`` the tokens of each row that matter, the most of them L.
+        sharing: of this model; ``None``: every row is computed by itself.
+    """
+    if sharing is not None and len(tokens) > 1 and tokens.shape[1] <= sharing.longest:
+        plan = plan_prefixes(tokens.cpu().numpy(), lengths.cpu().numpy(), sharing.cost(tokens.device))
+        if plan is not None:
+            tree = PrefixTree(plan, tokens.device)
+            return RowStates(tree_states(model, tree), tree.places, repeats=True)
+    hidden = hidden_states(model, tokens, lengths)
+    places = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
+    return RowStates(hidden.flatten(0, 1), places, repeats=False)
+
+
+def tree_states(model: nn.Module, tree: PrefixTree) -> Tensor:
+    """Last hidden states ``[T, H]`` of the tokens of a tree.
+
+    Raises:
+        RuntimeError: the model's attention is not :data:`ATTENTION` any more, and would see the rows as one.
+    """
+    decoder = backbone(model)
+    if decoder.config._attn_implementation != ATTENTION:
+        raise RuntimeError(
+            f"The attention of {name_of(decoder)} is {decoder.config._attn_implementation!r}; expected {ATTENTION!r}, which "
+            "enable_prefix_sharing() sets: it was changed since. Call enable_prefix_sharing() again, or set prefixes=None."
+        )
+    modules = decoder.modules() if torch.is_grad_enabled() else ()
+    checkpointing = (module for module in modules if vars(module).get("gradient_checkpointing"))
+    # transformers makes no mask where it gets one of four dimensions.
+    no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tree.tokens.device)
+    with training_flags(checkpointing, True):
+        return decoder(
+            input_ids=tree.tokens.unsqueeze(0),
+            position_ids=tree.positions.unsqueeze(0),
+            attention_mask=no_mask,
+            use_cache=False,
+            prefix_tree=tree,
+        ).last_hidden_state[0]
+
+
+def prefix_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    prefix_tree: PrefixTree | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls in every layer: ``[1, heads, T, D]`` queries, and keys and values of a divisor of these heads."""
+    if prefix_tree is None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, sliding_window=sliding_window, **kwargs
+        )
+    if unknown := [name for name in _OTHER_ATTENTION if kwargs.get(name) is not None]:
+        raise ValueError(f"its attention takes {', '.join(unknown)}")
+    # Tokens first, as they lie in memory: the tokens of a prefix are then gathered as whole rows.
+    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
+    heads, groups = key.shape[1], query.shape[1] // key.shape[1]
+    used, parts = 0, []
+    for index, (start, width, places) in enumerate(prefix_tree.plan.stages):
+        nodes, end = places.shape
+        span = slice(used, used := used + nodes * width)
+        q = query[span].view(nodes, width, heads, groups, -1)
+        k, v = (
+            (x.index_select(0, prefix_tree.keys[index]) if start else x[span])
+            .view(nodes, end, heads, -1)
+            .transpose(1, 2)
+            for x in (key, value)
+        )
+        if start == 0 and (sliding_window or end) >= end and (groups == 1 or use_gqa_in_sdpa(None, key, value)):
+            q = q.flatten(2, 3).transpose(1, 2)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+            out = out.transpose(1, 2)
+        else:
+            # The heads of a group are further queries of their key, which need not be repeated for them.
+            q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
+            mask = prefix_tree.mask(index, groups, sliding_window, q.dtype)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+            out = out.unflatten(2, (groups, width)).permute(0, 3, 1, 2, 4)
+        parts.append(out.reshape(nodes * width, heads * groups, -1))
+    return torch.cat(parts).unsqueeze(0), None
+
+
+def _probe_rows(model: nn.Module, longest: int) -> tuple[Tensor, list[int]]:
+    """Eight rows ``[8, longest]`` that fork from the first, or from one of its branches, and the columns where they do."""
+    forks = [longest] + [longest // 2] * 4 + [longest - 1] * 3
+    tokens = probe_ids(model, 1, longest).repeat(8, 1)
+    for row, fork in enumerate(forks):
+        if row > 4:
+            tokens[row] = tokens[4]
+        tokens[row, fork:] = (tokens[row, fork:] + row) % embedding_of(model).shape[0]
+    return tokens, forks
+
+
+def _probe_states(model: nn.Module, longest: int) -> Tensor:
+    tokens, _ = _probe_rows(model, longest)
+    return hidden_states(model, tokens, torch.full((8,), longest))
+
+
+def _gap(model: nn.Module, longest: int, expected: Tensor) -> float:
+    """The difference of the states of the probe's rows, behind their forks, with a tree; as a share of the largest state."""
+    tokens, forks = _probe_rows(model, longest)
+    free = PrefixCost(stage=0, context=0, key=0)
+    plan = plan_prefixes(tokens.cpu().numpy(), torch.full((8,), longest).numpy(), free)
+    if plan is None:
+        return 0.0
+    tree = PrefixTree(plan, tokens.device)
+    gaps = (tree_states(model, tree)[tree.places] - expected).abs().amax(-1).float()
+    branches = torch.stack([gaps[row, fork:].amax() for row, fork in enumerate(forks) if row])
+    # In half precision the experts of a mixture may tip over in one branch or another.
+    found = branches.max() if is_full_precision(embedding_of(model).dtype) else branches.median()
+    return float(found / expected.abs().max())
+
+
+AttentionInterface.register(ATTENTION, prefix_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

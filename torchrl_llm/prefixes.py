@@ -1,0 +1,235 @@
+"""Which tokens the rows of a batch share, and how to lay them out without repetition: :func:`plan_prefixes`.
+
+The rows form a trie over token ids. It is cut at a few columns into stages; of each stage the distinct prefixes that reach
+beyond its first column are a rectangle of tokens. Only ids are read here: :mod:`torchrl_llm.modules.prefix_attention` runs a
+model over the result, and :mod:`torchrl_llm.data.batching` chooses the rows that share a forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+_MOST_ROWS = 16
+"""Rows times the longest of them in one forward, at most this many times the bound: losses hold every row, shared or not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefixCost:
+    """What the computation of a stage costs; the unit is one token in the model's linear layers.
+
+    Attributes:
+        stage: the calls of attention kernels that a stage needs.
+        context: a token that another token attends to.
+        key: a copy of the keys and values of one token.
+        key_size: the memory of such a copy, as a share of a token's activations.
+        longest: rows of more tokens share nothing.
+    """
+
+    stage: float
+    context: float
+    key: float
+    key_size: float = 0.125
+    longest: float = float("inf")
+
+    def stages(self, nodes: Ints, start: Ints, end: int) -> Floats:
+        """The cost of a stage of so many ``nodes`` from column ``start`` to ``end``, elementwise."""
+        # What starts at column 0 copies nothing, and its kernel skips what is behind each token.
+        seen, copied = np.where(start == 0, end / 2, end), np.where(start == 0, 0, end)
+        return self.stage + nodes * ((end - start) * (1 + self.context * seen) + self.key * copied)
+
+    def rows(self, count: int, longest: int) -> float:
+        """The cost of plain rows, padded to the longest."""
+        return float(self.stages(np.array(count), np.array(0), longest))
+
+
+class SortedRows(NamedTuple):
+    """Rows in lexicographic order, in which those of a common prefix are neighbors.
+
+    Attributes:
+        order: ``[B]`` the row at each place.
+        tokens: ``[B, L]`` -1 behind the end.
+        ends: ``[B]`` the tokens of each that count.
+        shared: ``[B]`` the tokens that each shares with the next; 0 for the last.
+    """
+
+    order: Ints
+    tokens: Ints
+    ends: Ints
+    shared: Ints
+
+    @classmethod
+    def of(cls, tokens: Ints, ends: Ints) -> SortedRows:
+        """Sort ``tokens`` ``[B, L]``, of which the first ``ends`` ``[B]`` count."""
+        columns = np.arange(tokens.shape[1])
+        padded = np.where(columns < ends[:, None], tokens, -1)
+        # Big-endian bytes are compared in memory's order, which is then that of the ids. A row comes before its extensions.
+        order = np.argsort((padded + 1).astype(">u4").view(f"V{4 * tokens.shape[1]}").ravel(), kind="stable")
+        padded, ends = padded[order], ends[order]
+        differs = (padded[1:] != padded[:-1]) | (columns >= np.minimum(ends[1:], ends[:-1])[:, None])
+        shared = np.where(differs.any(1), differs.argmax(1), tokens.shape[1])
+        return cls(order, padded, ends, np.append(shared, 0))
+
+    def part(self, start: int, end: int) -> SortedRows:
+        """The rows from place ``start`` to ``end``."""
+        order, tokens, ends, shared = (x[start:end] for x in self)
+        return SortedRows(order, tokens, ends, np.append(shared[:-1], 0))
+
+
+class Cuts(NamedTuple):
+    """How sorted rows are cut into stages.
+
+    Attributes:
+        columns: ``0 = c_0 < ... < c_S``, the longest row's end.
+        nodes: ``[S]`` distinct prefixes of each stage.
+        cost: of the stages, see :class:`PrefixCost`.
+        size: the memory of a forward, in tokens: padding included, and the keys that stages copy.
+    """
+
+    columns: Ints
+    nodes: Ints
+    cost: float
+    size: float
+
+
+def choose_cuts(ends: Ints, shared: Ints, cost: PrefixCost) -> Cuts:
+    """The cuts of the least cost, by dynamic programming over the columns where rows fork or end.
+
+    Args:
+        ends, shared: ``[B]`` of :class:`SortedRows`.
+        cost: what a stage costs.
+    """
+    longest = int(ends.max())
+    columns = np.unique(np.concatenate([[0], shared, ends]))
+    # A row is a node of its own in stages that end beyond the tokens it shares with the next row. One that is a prefix of the
+    # next row never is.
+    fork = np.where(shared < ends, shared, longest)
+    first, last = np.searchsorted(columns, fork, side="right"), np.searchsorted(columns, ends)
+    count = len(columns)
+    grid = np.zeros((count + 1, count + 1), np.int64)
+    np.add.at(grid, (last, first), 1)
+    # nodes[i, j]: the rows that end behind column i and fork before column j.
+    nodes = grid[::-1].cumsum(0)[::-1].cumsum(1)[1:, :count]
+    best, previous = np.zeros(count), np.zeros(count, np.int64)
+    for j in range(1, count):
+        total = best[:j] + cost.stages(nodes[:j, j], columns[:j], int(columns[j]))
+        previous[j] = total.argmin()
+        best[j] = total[previous[j]]
+    cuts = [count - 1]
+    while cuts[-1]:
+        cuts.append(int(previous[cuts[-1]]))
+    cuts.reverse()
+    chosen, start, end = nodes[cuts[:-1], cuts[1:]], columns[cuts[:-1]], columns[cuts[1:]]
+    size = chosen * (end - start + np.where(start > 0, end, 0) * cost.key_size)
+    return Cuts(columns[cuts], chosen, float(best[-1]), float(size.sum()))
+
+
+class Stage(NamedTuple):
+    """The distinct prefixes that reach beyond a column, from there to the next cut.
+
+    Attributes:
+        start: its first column.
+        width: its columns; a prefix that ends earlier is padded.
+        keys: ``[nodes, start + width]`` the place of every token of each prefix, from column 0 on.
+    """
+
+    start: int
+    width: int
+    keys: Ints
+
+
+class PrefixPlan(NamedTuple):
+    """The tokens of rows ``[B, L]`` without repetition.
+
+    Attributes:
+        tokens: ``[T]`` ids, stage by stage, prefix by prefix.
+        positions: ``[T]`` the column of each.
+        stages: in the order of their columns.
+        places: ``[B, L]`` where in ``tokens`` the tokens of each row are; 0 behind a row's end.
+    """
+
+    tokens: Ints
+    positions: Ints
+    stages: tuple[Stage, ...]
+    places: Ints
+
+
+def plan_prefixes(tokens: Ints, ends: Ints, cost: PrefixCost) -> PrefixPlan | None:
+    """Lay out rows without repetition; ``None`` where plain rows, padded to the longest, cost no more, or are too long.
+
+    Args:
+        tokens: ``[B, L]`` ids.
+        ends: ``[B]`` the tokens of each row that count, at least 1 and at most L.
+        cost: decides where the rows are cut, and whether.
+
+    Examples:
+        >>> rows = np.array([[5, 6, 7], [5, 6, 8], [5, 6, 7]])
+        >>> plan = plan_prefixes(rows, np.array([3, 3, 3]), PrefixCost(stage=0.1, context=0, key=0))
+        >>> plan.tokens.tolist(), [(stage.start, len(stage.keys)) for stage in plan.stages]
+        ([5, 6, 7, 8], [(0, 1), (2, 2)])
+        >>> plan.places.tolist()
+        [[0, 1, 2], [0, 1, 3], [0, 1, 2]]
+    """
+    if len(ends) < 2 or ends.max() > cost.longest:
+        return None
+    rows = SortedRows.of(tokens, ends)
+    cuts = choose_cuts(rows.ends, rows.shared, cost)
+    if cuts.cost >= cost.rows(len(ends), int(cuts.columns[-1])):
+        return None
+    return _lay_out(rows, cuts)
+
+
+def _lay_out(rows: SortedRows, cuts: Cuts) -> PrefixPlan:
+    places, parts, stages, used = np.zeros_like(rows.tokens), [], [], 0
+    fork = np.where(rows.shared < rows.ends, rows.shared, cuts.columns[-1])
+    for start, end in zip(cuts.columns[:-1].tolist(), cuts.columns[1:].tolist(), strict=True):
+        alive = rows.ends > start
+        last = alive & (fork < end)  # of the rows of a node the last, which is the longest
+        node = np.cumsum(last) - last
+        heads = np.flatnonzero(last)
+        index = used + np.arange(len(heads) * (end - start)).reshape(len(heads), -1)
+        places[alive, start:end] = index[node[alive]]
+        stages.append(Stage(start, end - start, places[heads, :end]))
+        # Any id will do as padding: what is computed there is never read.
+        parts.append((rows.tokens[heads, start:end].clip(0), np.broadcast_to(np.arange(start, end), index.shape)))
+        used += index.size
+    ids, positions = (np.concatenate([part[i].ravel() for part in parts]) for i in (0, 1))
+    back = np.empty_like(rows.order)
+    back[rows.order] = np.arange(len(back))
+    return PrefixPlan(ids, positions, tuple(stages), places[back])
+
+
+def pack_rows(rows: SortedRows, max_tokens: int, cost: PrefixCost) -> tuple[list[tuple[int, int]], float]:
+    """Cut sorted rows into forwards of at most ``max_tokens`` tokens (``size`` of :class:`Cuts`) each.
+
+    With all that rows share, they are at most 16 times ``max_tokens`` positions.
+
+    Returns:
+        The first place of each forward and the one behind its last; and the cost of all. A row that is larger by itself gets a
+        forward of its own.
+    """
+    # Tokens of the trie: a row's own are those that it does not share with the one before.
+    own = np.cumsum(rows.ends - np.append(0, rows.shared[:-1]))
+    spans, price, start, last = [], 0.0, 0, len(rows.ends)
+    while start < len(rows.ends):
+        before = own[start] - rows.ends[start]
+        # As many rows as fit without padding, and not many more than last time; then fewer, until padding and copied keys fit too.
+        count = int(np.searchsorted(own, before + max_tokens, side="right")) - start
+        count = max(1, min(count, last + last // 2, len(rows.ends) - start))
+        while True:
+            part = rows.part(start, start + count)
+            cuts = choose_cuts(part.ends, part.shared, cost)
+            positions = count * int(part.ends.max()) / _MOST_ROWS
+            if max(cuts.size, positions) <= max_tokens or count == 1:
+                break
+            count = max(1, min(count - 1, int(count * max_tokens / max(cuts.size, positions))))
+        spans.append((start, start + count))
+        price += cuts.cost
+        start, last = start + count, count
+    return spans, price
