@@ -335,6 +335,11 @@ class TestFamilies:
         assert enable_prefix_sharing(make_model(torch.float32, LlamaForCausalLM, LlamaConfig)) is None
         assert "its attention takes s_aux" in caplog.text
 
+    def test_refuses_code_that_cannot_be_read(self, monkeypatch, caplog):
+        monkeypatch.setattr(LlamaForCausalLM(LlamaConfig(**TINY)).model.__class__, "__module__", "builtins")
+        assert enable_prefix_sharing(make_model(torch.float32, LlamaForCausalLM, LlamaConfig)) is None
+        assert "cannot be read" in caplog.text
+
     def test_a_model_in_training_mode(self):
         model = make_model(torch.float32, attention_dropout=0.5).train()
         assert enable_prefix_sharing(model) is not None

@@ -158,9 +158,8 @@ class _HeadScores(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ head.weight
             if grad_weight is not None:
-                grad_weight += (
-                    grad.T @ inputs
-                )  # the product in the dtype of the forward, the sum in that of the weights
+                # The product in the dtype of the forward, the sum in that of the weights.
+                grad_weight += grad.T @ inputs
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         return *grads, *(None,) * 7

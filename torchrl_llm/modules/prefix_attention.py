@@ -101,10 +101,10 @@ def enable_prefix_sharing(model: nn.Module) -> PrefixSharing | None:
         before = lm.config._attn_implementation
         try:
             problem = _try(model)
+            if problem is None:
+                return _sharing(lm.config.get_text_config())
         except FAILURES as error:
             problem = str(error)
-        if problem is None:
-            return _sharing(lm.config.get_text_config())
         lm.set_attn_implementation(before)
     logger.warning("%s computes every row by itself, also what rows share: %s.", name_of(lm), problem)
     return None
@@ -121,11 +121,14 @@ def _sharing(config: Any) -> PrefixSharing:
 def _problem(lm: Any) -> str | None:
     """Why a model cannot share prefixes, as far as its configuration and its code tell."""
     attention = backbone(lm).config._attn_implementation
-    code = inspect.getsource(sys.modules[type(backbone(lm)).__module__])
     if attention not in ("sdpa", ATTENTION):
         return f"its attention is {attention!r}, and not 'sdpa'"
     if moving_ropes(backbone(lm)):
         return "the frequencies of its positions depend on a row's length"
+    try:
+        code = inspect.getsource(sys.modules[type(backbone(lm)).__module__])
+    except (OSError, TypeError):  # a class of a notebook or of an interpreter
+        return "its code, which may ask for the name of its attention, cannot be read"
     if re.search(r"_attn_implementation\s*(?:==|!=|(?:not )?in\b)[^\n]*sdpa", code):
         return "its code does something else where its attention is not called 'sdpa'"
     return unusual_layers(lm)
