@@ -346,6 +346,13 @@ class TestSharedOptions:
         close(ALL["token"](kl_coeff=0.3)(rows)["advantage"], expected)
 
     @pytest.mark.parametrize("name", ALL)
+    def test_a_share_of_the_kl_is_that_share_of_its_weight(self, name):
+        rows, whole, share = rows_and_parts()[0], ALL[name](kl_coeff=0.1), ALL[name](kl_coeff=0.3)
+        assert share.kl_fraction == 1.0
+        share.kl_fraction = 1 / 3
+        close(share(rows.clone())["advantage"], whole(rows.clone())["advantage"])
+
+    @pytest.mark.parametrize("name", ALL)
     def test_the_reference_is_read_only_if_there_is_a_kl(self, name):
         assert "ref_log_prob" in ALL[name](kl_coeff=0.1).in_keys
         assert "ref_log_prob" not in ALL[name]().in_keys

@@ -664,6 +664,16 @@ class TestTorchRL:
         with pytest.raises(ValueError, match="not an accepted tensordict key"):
             loss.set_keys(nonsense="x")
 
+    @pytest.mark.parametrize("kind", ["k2", "k3"])
+    def test_a_share_of_the_kl_is_that_share_of_its_weight(self, kind):
+        rows = make_rows(LAYOUT)
+        whole, share = (LLMGRPOLoss(table_actor(), kl_coeff=kl_coeff, kl_kind=kind) for kl_coeff in (0.1, 0.4))
+        assert share.kl_fraction == 1.0
+        share.kl_fraction = 0.25
+        assert share.kl_weight == 0.1
+        for key, value in share(rows).items():
+            close(value, whole(rows)[key])
+
     def test_an_estimator_that_would_lose_the_kl_is_refused(self):
         loss = LLMReinforceLoss(table_actor(), kl_coeff=0.1)
         for estimator in (ReBN(), GAE(gamma=0.9, lmbda=0.9, value_network=table_critic())):

@@ -363,6 +363,7 @@ LAW: dict[str, list[Case]] = {
     "overlong_buffer": [works(2, overlong_penalty=0.5, **SHORT), idle(2), idle(6, overlong_penalty=0.5, **SHORT)],
     "max_grad_norm": [works(0.01)],
     "min_entropy_fraction": [works(1.0, entropy_coeff=0.1, entropy_target=0.1), idle(0.5)],
+    "kl_decay_fraction": [works(0.5, kl_coeff=0.1), works(0.5, "GRPO", kl_coeff=0.1), idle(0.5, kl_coeff=0)],
     "target_kl": [works(1e-4)],
     "target_kl_share": [works(1.0, target_kl=1e-4), idle(0.5)],
     "schedule": [works("constant"), idle("linear"), idle("constant", warmup_fraction=1.0)],

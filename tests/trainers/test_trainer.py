@@ -596,6 +596,31 @@ class TestUpdate:
         assert used == [metrics["optim/entropy_target"] for metrics in trainer.history]
         assert trainer.loss.entropy_target == 0.4
 
+    @pytest.mark.parametrize("kl_in", ["loss", "reward"])
+    @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+    def test_the_weight_of_the_kl_falls_in_a_straight_line(self, tmp_path, monkeypatch, fraction, kl_in):
+        """In the loss and in the reward, also where the loss gets a new estimator in the middle."""
+        settings = {"kl_coeff": 0.2, "kl_in": kl_in, "kl_decay_fraction": fraction, "max_steps": 80}
+        run, used = build_run(small_config(tmp_path, **settings)), []
+        trainer, update = run.trainer, run.trainer.update
+
+        def recorded(batch):
+            used.append((trainer.loss.kl_weight, trainer.loss.value_estimator.kl_fraction * 0.2))
+            if len(used) == 2:
+                trainer.loss.make_value_estimator()
+            return update(batch)
+
+        monkeypatch.setattr(trainer, "update", recorded)
+        trainer.train()
+        done = torch.tensor([0.0] + [metrics["rollout/steps"] / 80 for metrics in trainer.history[:-1]])
+        expected = 0.2 * (1 - done / fraction).clamp_min(0) if fraction else torch.full_like(done, 0.2)
+        assert len(used) > 3
+        for weights in zip(*used, strict=True):
+            assert weights == pytest.approx(expected.tolist())
+        if fraction:
+            assert [metrics["optim/kl_coeff"] for metrics in trainer.history] == [weight for weight, _ in used]
+        assert trainer.loss.kl_coeff == 0.2
+
     def test_truncating_sampler_is_scored_anew(self, tmp_path):
         run = build_run(small_config(tmp_path, top_p=0.8))
         rows = one_batch(run)

@@ -75,7 +75,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         weighting: what counts equally in the loss, see :func:`~torchrl_llm.objectives.functional.loss_weights`; not
             with ``unit_weight="equal"``, which decides it. Default: ``"token"``.
         weight_constant: tokens per episode of ``weighting="constant"``.
-        kl_coeff: weight of the KL to the reference policy; 0 is off. Default: 0.0.
+        kl_coeff: weight of the KL to the reference policy; 0 is off. A trainer can lower it during a run
+            (``kl_decay_fraction``). Default: 0.0.
         kl_kind: the KL in the loss: ``"k3"`` has the forward KL's gradient, ``"k2"`` the reverse KL's; ``"k1"``, whose
             gradient is zero in expectation, is refused. The term carries the (detached) ratio, so that it stays correct
             after the first epoch. Default: ``"k3"``.
@@ -185,7 +186,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         super().__init__()
         self.actor_network = actor
         self.critic_network: Any = critic  # None without one
-        self.entropy_fraction = 1.0  # of entropy_target; a trainer sets it before each update
+        # Of entropy_target and kl_coeff; a trainer sets them before each update.
+        self.entropy_fraction = self.kl_fraction = 1.0
         bounds = self.clip_epsilon
         self.clip_low, self.clip_high = bounds if isinstance(bounds, tuple | list) else (bounds, bounds)
         self._check_options()
@@ -239,6 +241,11 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
     def entropy_bound(self) -> float | None:
         """Entropy of a token, in nats, up to which the bonus pays for it now; ``None``: no bound."""
         return None if self.entropy_target is None else self.entropy_fraction * self.entropy_target
+
+    @property
+    def kl_weight(self) -> float:
+        """Weight of the KL to the reference now."""
+        return self.kl_fraction * self.kl_coeff
 
     @property
     def _writes_entropy(self) -> bool:
@@ -428,7 +435,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
     def _kl_terms(self, out: TensorDictBase, weight: Tensor, log_prob: Tensor, ref: Tensor) -> None:
         out["kl"] = (weight * F.kl_estimate(log_prob.detach(), ref, "k3")).sum()
         if self.kl_in == "loss":
-            out["loss_kl"] = self.kl_coeff * (weight * F.kl_estimate(log_prob, ref, self.kl_kind)).sum()
+            out["loss_kl"] = self.kl_weight * (weight * F.kl_estimate(log_prob, ref, self.kl_kind)).sum()
 
     @torch.no_grad()
     def _diagnose(

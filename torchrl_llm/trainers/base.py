@@ -196,6 +196,11 @@ class TrainerBase:
                 f"min_entropy_fraction={config.min_entropy_fraction} is a share of the loss's entropy_target, and it has none: set it, "
                 "or leave min_entropy_fraction out."
             )
+        if config.kl_decay_fraction and not self.loss.kl_coeff:
+            yield (
+                f"kl_decay_fraction={config.kl_decay_fraction} lowers the loss's kl_coeff, which is 0: set it, or leave "
+                "kl_decay_fraction out."
+            )
         if buffer is not None and buffer > limit:
             yield (
                 f"overlong_buffer={buffer} is more than a response has, {limit} tokens: lower it, or raise the policy's "

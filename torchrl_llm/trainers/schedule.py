@@ -1,4 +1,4 @@
-"""When things happen in a run: its learning rates (:class:`LearningRateSchedule`), entropy target, evaluations, checkpoints and end."""
+"""When things happen in a run: its learning rates (:class:`LearningRateSchedule`), entropy target, KL, evaluations, checkpoints and end."""
 
 from __future__ import annotations
 
@@ -64,6 +64,18 @@ def entropy_fraction(config: TrainerConfig, before: int) -> float:
         [1.0, 0.75, 0.5, 0.5]
     """
     return 1 - (1 - config.min_entropy_fraction) * min(1.0, before / config.max_steps)
+
+
+def kl_fraction(config: TrainerConfig, before: int) -> float:
+    """The share of the loss's ``kl_coeff`` in an update on turns after the first ``before``.
+
+    Examples:
+        >>> [kl_fraction(TrainerConfig(max_steps=100, kl_decay_fraction=0.5), turns) for turns in (0, 25, 50, 100)]
+        [1.0, 0.5, 0.0, 0.0]
+    """
+    if config.kl_decay_fraction == 0:
+        return 1.0
+    return max(0.0, 1 - before / (config.kl_decay_fraction * config.max_steps))
 
 
 def is_due(interval: int, iteration: int) -> bool:

@@ -23,7 +23,7 @@ from torchrl_llm.record.metrics import CREDIT_KEYS, ROLLOUT_KEYS
 from torchrl_llm.trainers.base import Evaluator, TrainerBase
 from torchrl_llm.trainers.evaluation import checked_metrics
 from torchrl_llm.trainers.saving import RunSaver
-from torchrl_llm.trainers.schedule import entropy_fraction, is_due, limit_reached, success_reached
+from torchrl_llm.trainers.schedule import entropy_fraction, is_due, kl_fraction, limit_reached, success_reached
 from torchrl_llm.trainers.update import RowScorer, Updater
 
 logger = logging.getLogger(__name__)
@@ -164,6 +164,7 @@ class LLMTrainer(TrainerBase):
         self.episodes += collected.shape[0]
         self.schedule.set(before, self.steps)
         self.loss.entropy_fraction = entropy_fraction(self.config, before)
+        self.loss.kl_fraction = kl_fraction(self.config, before)
         if keys.TASK_ID in collected:
             self.seen_tasks.add(collected[keys.TASK_ID].cpu())
         chosen = self.choose(batch)
@@ -269,6 +270,7 @@ class LLMTrainer(TrainerBase):
             "policy/version": float(self.policy.policy_version),
             **self.schedule.metrics(),
             **({} if self.loss.entropy_bound is None else {"optim/entropy_target": self.loss.entropy_bound}),
+            **({"optim/kl_coeff": self.loss.kl_weight} if self.config.kl_decay_fraction else {}),
             **self.rollouts.metrics(),
             **seconds,
             **throughput(collected, seconds),

@@ -120,6 +120,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
 
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
         super().__init__(value_network=value_network, value_chunk_size=self.value_chunk_size)
+        self.kl_fraction = 1.0  # of kl_coeff; a trainer sets it before each update
 
     @property
     def takes_kl(self) -> bool:
@@ -205,7 +206,8 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
             return torch.zeros_like(turn_ids, dtype=torch.float32)
         hint = "Score the reference, or set kl_coeff=0."
         old = self._get(tensordict, self._old_name(tensordict), hint)
-        return torch.where(turn_ids >= 0, -self.kl_coeff * (old - self._get(tensordict, "ref_log_prob", hint)), 0.0)
+        weight = self.kl_fraction * self.kl_coeff
+        return torch.where(turn_ids >= 0, -weight * (old - self._get(tensordict, "ref_log_prob", hint)), 0.0)
 
     def _turn_penalty(self, tensordict: TensorDictBase) -> Tensor:
         """:meth:`_kl_penalty`, summed over each turn's tokens: ``[B, T]``."""
