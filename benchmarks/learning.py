@@ -307,7 +307,7 @@ def main() -> None:
     parser.add_argument("--world", choices=list(TURNS), default="guess", help="what is learnt; default guess")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, help="train with this many drawn seeds")
-    parser.add_argument("--draw", default="final-1", help="the text that the seeds are drawn from")
+    parser.add_argument("--draw", default="final-2", help="the text that the seeds are drawn from")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time")
     parser.add_argument(
         "--output-dir",

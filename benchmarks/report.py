@@ -1,6 +1,6 @@
 """Tables and plots of ``docs/results/`` from the JSON files of the benchmarks.
 
-    python benchmarks/report.py --learning runs/learning/final-1
+    python benchmarks/report.py --learning runs/learning/final-2
     python benchmarks/report.py --iteration runs/iteration
     python benchmarks/report.py --rollout runs/rollout
     python benchmarks/report.py --scaling runs/scaling.json
