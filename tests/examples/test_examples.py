@@ -228,8 +228,8 @@ class TestBenchmarks:
         monkeypatch.setattr(script, "make_model", lambda world: tmp_path / world)
         config = CONFIGS / "tiny_grpo_multiturn.yaml"
         assert script.world_overrides("guess", config) == []
-        assert "--max-steps=83333" in script.world_overrides("coins", config)
-        assert "--max-steps=133333" in script.world_overrides("key-and-door", config)
+        assert "--max-steps=100000" in script.world_overrides("coins", config)
+        assert "--max-steps=160000" in script.world_overrides("key-and-door", config)
 
     @pytest.mark.extra
     def test_iteration(self, tmp_path, monkeypatch):
