@@ -12,8 +12,8 @@ import signal
 import sys
 from pathlib import Path
 
+from small_runs import small_config
 from test_checkpoint import CASES, RUN, digest
-from test_trainer import small_config
 
 from torchrl_llm.trainers import build_run
 

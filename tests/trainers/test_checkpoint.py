@@ -16,7 +16,7 @@ import pytest
 import torch
 from processes import Script
 from safetensors.torch import load_file
-from test_trainer import small_config
+from small_runs import small_config
 from torchrl.checkpoint import Checkpoint, CheckpointError
 
 from torchrl_llm.envs import TaskSampler

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import tensordict
 import torch
+from small_runs import small_config
 from tensordict import NonTensorData, TensorDict
 from test_checkpoint import RUN, digest
-from test_trainer import small_config
 from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.modules import load_actor_critic

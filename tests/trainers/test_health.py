@@ -53,7 +53,7 @@ def test_settled_on_one_response(caplog):
 
 
 def test_every_run_is_watched(tmp_path):
-    from test_trainer import small_config
+    from small_runs import small_config
 
     from torchrl_llm.trainers import build_run
 

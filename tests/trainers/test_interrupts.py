@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_runs import small_config
 from test_checkpoint import CASES, RUN, digest, scalars
-from test_trainer import small_config
 
 from torchrl_llm.interrupts import (
     Interrupted,

@@ -2,7 +2,7 @@
 
 import re
 
-from test_trainer import small_config
+from small_runs import small_config
 
 from torchrl_llm.trainers import build_run
 

@@ -19,9 +19,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
+from small_runs import small_config
 from test_checkpoint import RUN
 from test_checkpoint_fuzz import contents
-from test_trainer import small_config
 from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.trainers import ConfigError, Interrupted, build_run, verify

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from test_trainer import ALGORITHMS, weights
+from small_runs import ALGORITHMS, weights
 from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.envs import EnvironmentFault, GEMEnv, NotAppendOnlyError

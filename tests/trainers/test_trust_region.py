@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_trainer import one_batch, small_config, weights
+from small_runs import one_batch, small_config, weights
 
 from torchrl_llm import keys
 from torchrl_llm.objectives.functional import kl_estimate

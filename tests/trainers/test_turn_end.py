@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from test_trainer import one_batch, small_config
+from small_runs import one_batch, small_config
 from transformers import PreTrainedTokenizerFast
 
 from torchrl_llm import keys

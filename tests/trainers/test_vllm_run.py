@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_trainer import small_config, weights
+from small_runs import small_config, weights
 
 from torchrl_llm.trainers import build_run
 from torchrl_llm.weight_update import WeightSyncError
