@@ -304,7 +304,7 @@ def main() -> None:
     """Train with one seed, or with many."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--algo", choices=list(CONFIGS), help="needed for one seed; default of --seeds: all three")
-    parser.add_argument("--world", choices=list(TURNS), default="guess", help="what is learnt; default guess")
+    parser.add_argument("--world", choices=list(TURNS), default="guess", help="what is learned; default guess")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, help="train with this many drawn seeds")
     parser.add_argument("--draw", default="final-2", help="the text that the seeds are drawn from")

@@ -271,7 +271,7 @@ A random Qwen2 of 0.66 M parameters; any text is a legal guess. A response ends 
 
 ## Short responses of one length
 
-The small model of the package, which has learnt to answer in one format: {short_length} tokens on average, nearly all alike. The targets are
+The small model of the package, which has learned to answer in one format: {short_length} tokens on average, nearly all alike. The targets are
 listed for comparison; this is where they are hardest to meet. Nobody waits for a longer response, so with instant environments there is nothing that
 doing without the barrier could gain, and a turn's fixed costs are spread over few tokens.
 

@@ -38,7 +38,7 @@ def build(config: RunConfig) -> Run:
 
 
 def with_student(config: RunConfig, rows: list[dict[str, str]]) -> RunConfig:
-    """``config`` with a small model that learnt from ``rows``, made in ``output_dir`` unless a resumed run has it."""
+    """``config`` with a small model that learned from ``rows``, made in ``output_dir`` unless a resumed run has it."""
     model_path, tokenizer_path = config.output_dir / "student", config.output_dir / "student_tokenizer"
     if not (config.resume and model_path.exists()):
         model, tokenizer = make_student(rows, seed=config.seed)

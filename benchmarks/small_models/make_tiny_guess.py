@@ -57,7 +57,7 @@ class Recipe:
         corpus_games: games of each range that the tokenizer is trained on.
         vocab_size: of the BPE, without the phrases.
         hidden, intermediate, layers, heads: the Qwen2; the head dimension is ``hidden / heads``.
-        careful_steps: optimizer steps on a player that always heeds the hints: they are learnt within 200 steps so.
+        careful_steps: optimizer steps on a player that always heeds the hints: they are learned within 200 steps so.
         forgetful_steps: further steps on a player that ignores them in some guesses, for the faults and the entropy.
         forget: the probability of that.
         games: fresh games of a step.

@@ -112,7 +112,7 @@ class TestSuccess:
         for env_id, share in enumerate((1 / 8, 6 / 8, 1 / 8)):
             assert abs(sampled.count(env_id) / 4000 - share) < 0.03
 
-    def test_before_anything_is_learnt_nothing_changes(self):
+    def test_before_anything_is_learned_nothing_changes(self):
         plain, fresh = (
             TaskSampler(mixture_size=3, weights=(1, 2, 3)),
             TaskSampler(mixture_size=3, weights=(1, 2, 3), success=(0.5,) * 3),

@@ -670,9 +670,16 @@ class TestTorchRL:
         whole, share = (LLMGRPOLoss(table_actor(), kl_coeff=kl_coeff, kl_kind=kind) for kl_coeff in (0.1, 0.4))
         assert share.kl_fraction == 1.0
         share.kl_fraction = 0.25
-        assert share.kl_weight == 0.1
         for key, value in share(rows).items():
             close(value, whole(rows)[key])
+
+    def test_the_share_of_the_kl_is_the_estimators_too(self):
+        rows, loss = make_rows(LAYOUT), LLMReinforceLoss(table_actor(), kl_coeff=0.4)
+        for share in (0.25, 0.0):
+            loss.kl_fraction = share
+            expected = ReBN(gamma=loss.gamma, kl_coeff=0.4 * share)(rows.clone())["advantage"]
+            close(loss.value_estimator(rows.clone())["advantage"], expected)
+            close(loss.make_value_estimator().value_estimator(rows.clone())["advantage"], expected)
 
     def test_an_estimator_that_would_lose_the_kl_is_refused(self):
         loss = LLMReinforceLoss(table_actor(), kl_coeff=0.1)

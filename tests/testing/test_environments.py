@@ -1,4 +1,4 @@
-"""EarlyDecision, and the small vocabulary and random model it is learnt with."""
+"""EarlyDecision, and the small vocabulary and random model it is learned with."""
 
 from __future__ import annotations
 

@@ -37,7 +37,10 @@ RUN = {
     "max_steps": 700,
 }
 CASES = [
-    ("LLMPPO", {"entropy_coeff": 0.1, "entropy_target": 0.2, "target_kl": 0.01}),
+    (
+        "LLMPPO",
+        {"entropy_coeff": 0.1, "entropy_target": 0.2, "target_kl": 0.01, "kl_coeff": 0.1, "kl_decay_fraction": 0.8},
+    ),
     ("GRPO", {"lora_r": 4, "refresh_reference": 2}),
     ("LLMPPO", {"lora_r": 4}),
     ("LLMREINFORCE", {"top_p": 0.9}),

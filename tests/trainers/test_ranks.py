@@ -122,7 +122,7 @@ class TestRedealt:
         assert not [group for group in played if group >= first]
         assert all(state["iter"] == 3 for state in new)
 
-    def test_what_was_learnt_goes_on(self):
+    def test_what_was_learned_goes_on(self):
         old = collector_state(0, 1, 8)
         old["env_state_dict"]["task_sampler"]["success"] = (0.25, 0.5)
         assert sampled_further([old], collector_state(1, 2, 0))["env_state_dict"]["task_sampler"]["success"] == (

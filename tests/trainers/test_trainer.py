@@ -62,7 +62,7 @@ class Coin(Won):
 
 
 class TestAdaptiveTasks:
-    def test_what_can_be_learnt_is_dealt_most(self, tmp_path):
+    def test_what_can_be_learned_is_dealt_most(self, tmp_path):
         config = small_config(
             tmp_path, "GRPO", adaptive_mixture=True, max_iterations=12, batch_size=64, group_size=2, lr_actor=0.0
         )

@@ -126,7 +126,7 @@ GUARDS = {
 
 
 @pytest.mark.parametrize("guard", GUARDS)
-def test_one_update_undoes_what_was_learnt_whatever_bounds_the_gradient(tmp_path, guard):
+def test_one_update_undoes_what_was_learned_whatever_bounds_the_gradient(tmp_path, guard):
     """The fall in miniature: what bounds gradients does not bound Adam's step, whose length is the learning rate's."""
     assert success_after_one_update(tmp_path, **GUARDS[guard]) < 0.1
 

@@ -111,29 +111,48 @@ class TestUpdate:
         assert trainer.loss.entropy_target == 0.4
 
     @pytest.mark.parametrize("kl_in", ["loss", "reward"])
-    @pytest.mark.parametrize("fraction", [0.0, 0.5, 1.0])
+    @pytest.mark.parametrize("fraction", [None, 0.5, 1.0])
     def test_the_weight_of_the_kl_falls_in_a_straight_line(self, tmp_path, monkeypatch, fraction, kl_in):
-        """In the loss and in the reward, also where the loss gets a new estimator in the middle."""
+        """In the loss and in its estimator, also if it gets a new estimator in the middle."""
         settings = {"kl_coeff": 0.2, "kl_in": kl_in, "kl_decay_fraction": fraction, "max_steps": 80}
         run, used = build_run(small_config(tmp_path, **settings)), []
         trainer, update = run.trainer, run.trainer.update
 
         def recorded(batch):
-            used.append((trainer.loss.kl_weight, trainer.loss.value_estimator.kl_fraction * 0.2))
             if len(used) == 2:
                 trainer.loss.make_value_estimator()
+            used.append((trainer.loss.kl_fraction, trainer.loss.value_estimator.kl_fraction))
             return update(batch)
 
         monkeypatch.setattr(trainer, "update", recorded)
         trainer.train()
         done = torch.tensor([0.0] + [metrics["rollout/steps"] / 80 for metrics in trainer.history[:-1]])
-        expected = 0.2 * (1 - done / fraction).clamp_min(0) if fraction else torch.full_like(done, 0.2)
+        expected = (1 - done / fraction).clamp_min(0) if fraction else torch.ones_like(done)
         assert len(used) > 3
         for column in zip(*used, strict=True):
             assert column == pytest.approx(expected.tolist())
         if fraction:
-            assert [metrics["optim/kl_coeff"] for metrics in trainer.history] == [weight for weight, _ in used]
+            assert [metrics["optim/kl_fraction"] for metrics in trainer.history] == [share for share, _ in used]
         assert trainer.loss.kl_coeff == 0.2
+
+    @pytest.mark.parametrize("fraction", [0.5, None])
+    def test_dynamic_sampling_counts_with_the_weight_of_the_update(self, tmp_path, monkeypatch, fraction):
+        """And not with the one before: a resumed run has none before."""
+        settings = {"kl_coeff": 0.2, "kl_in": "reward", "kl_decay_fraction": fraction, "dynamic_sampling": 2}
+        run, found = build_run(small_config(tmp_path, "GRPO", max_steps=200, **settings)), []
+        trainer = run.trainer
+        count = trainer.scorer.found
+
+        def recorded(rows):
+            found.append((trainer.steps, trainer.loss.value_estimator.kl_fraction))
+            return count(rows)
+
+        monkeypatch.setattr(trainer.scorer, "found", recorded)
+        trainer.loss.kl_fraction = 0.0  # what another run with this loss left
+        trainer.train()
+        assert len(found) > 3
+        for steps, share in found:
+            assert share == pytest.approx(max(0.0, 1 - steps / 100) if fraction else 1.0)
 
     def test_truncating_sampler_is_scored_anew(self, tmp_path):
         run = build_run(small_config(tmp_path, top_p=0.8))

@@ -187,7 +187,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         self.actor_network = actor
         self.critic_network: Any = critic  # None without one
         # Of entropy_target and kl_coeff; a trainer sets them before each update.
-        self.entropy_fraction = self.kl_fraction = 1.0
+        self.entropy_fraction = self._kl_fraction = 1.0
         bounds = self.clip_epsilon
         self.clip_low, self.clip_high = bounds if isinstance(bounds, tuple | list) else (bounds, bounds)
         self._check_options()
@@ -243,9 +243,15 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         return None if self.entropy_target is None else self.entropy_fraction * self.entropy_target
 
     @property
-    def kl_weight(self) -> float:
-        """Weight of the KL to the reference now."""
-        return self.kl_fraction * self.kl_coeff
+    def kl_fraction(self) -> float:
+        """The share of ``kl_coeff`` that counts now, in the loss and in the estimator, 1 unless it is set."""
+        return self._kl_fraction
+
+    @kl_fraction.setter
+    def kl_fraction(self, share: float) -> None:
+        self._kl_fraction = share
+        if isinstance(self._value_estimator, TurnEstimator):
+            self._value_estimator.kl_fraction = share
 
     @property
     def _writes_entropy(self) -> bool:
@@ -307,6 +313,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
             value_type, hyperparams = value_type(**(given | hyperparams)), {}
         super().make_value_estimator(value_type, **hyperparams)
         self._check_estimator()
+        self.kl_fraction = self._kl_fraction  # the new estimator's too
         self._forward_value_estimator_keys()
         return self
 
@@ -435,7 +442,9 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
     def _kl_terms(self, out: TensorDictBase, weight: Tensor, log_prob: Tensor, ref: Tensor) -> None:
         out["kl"] = (weight * F.kl_estimate(log_prob.detach(), ref, "k3")).sum()
         if self.kl_in == "loss":
-            out["loss_kl"] = self.kl_weight * (weight * F.kl_estimate(log_prob, ref, self.kl_kind)).sum()
+            out["loss_kl"] = (
+                self.kl_fraction * self.kl_coeff * (weight * F.kl_estimate(log_prob, ref, self.kl_kind)).sum()
+            )
 
     @torch.no_grad()
     def _diagnose(

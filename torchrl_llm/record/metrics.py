@@ -51,7 +51,7 @@ METRICS: dict[str, str] = {
     "optim/lr_actor": "learning rate of the actor",
     "optim/lr_critic": "learning rate of the critic",
     "optim/entropy_target": "entropy of a token up to which the bonus pays for it, nats",
-    "optim/kl_coeff": "weight of the KL to the reference",
+    "optim/kl_fraction": "share of kl_coeff that counted (kl_decay_fraction)",
     "optim/step_share": "share of an optimizer step that was kept, less than 1 where it reached target_kl",
     "data/padding_share": "share of padding in the training micro-batches; where rows share prefixes, most of it is not computed",
     "data/frac_nonzero_variance": "share of the collected episodes that the update learns from (dynamic sampling)",

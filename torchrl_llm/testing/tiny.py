@@ -53,7 +53,7 @@ def random_model(
     max_length: int = 256,
     seed: int = 0,
 ) -> Qwen2ForCausalLM:
-    """A small Qwen2 that has learnt nothing: float32, embeddings apart from the head, in evaluation mode.
+    """A small Qwen2 that has learned nothing: float32, embeddings apart from the head, in evaluation mode.
 
     The global generators are left as they were.
 

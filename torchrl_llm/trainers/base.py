@@ -196,7 +196,8 @@ class TrainerBase:
                 f"min_entropy_fraction={config.min_entropy_fraction} is a share of the loss's entropy_target, and it has none: set it, "
                 "or leave min_entropy_fraction out."
             )
-        if config.kl_decay_fraction and not self.loss.kl_coeff:
+        penalized = self.loss.kl_coeff or getattr(self.loss.value_estimator, "kl_coeff", 0)
+        if config.kl_decay_fraction is not None and not penalized:
             yield (
                 f"kl_decay_fraction={config.kl_decay_fraction} lowers the loss's kl_coeff, which is 0: set it, or leave "
                 "kl_decay_fraction out."

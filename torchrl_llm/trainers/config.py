@@ -182,7 +182,6 @@ class RunConfig(
         Idle(("max_staleness",), {"collector": ("turn",)}, 'set collector to "async" or "ray"', {"max_staleness": 0}),
         Idle(("init_reference", "init_critic", "merge_lora_configs"), {"init_from": (None,)}, "say what to start from"),
         Idle(("init_reference", "refresh_reference", "kl_decay_fraction"), {"kl_coeff": (0,)}, "give the KL a weight"),
-        Idle(("min_entropy_fraction",), {"entropy_target": (None,)}, "set entropy_target"),
         Idle(("lora_alpha", "lora_targets", "merge_lora_configs"), {"lora_r": (0,)}, "give LoRA a rank"),
         Idle(("history", "chat_template_kwargs"), {"template": ("raw",)}, 'set template to "chat"'),
         Idle(("evaluation_greedy",), {"evaluation_interval": (0,)}, "set evaluation_interval to 1 or more"),

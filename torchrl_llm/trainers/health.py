@@ -61,6 +61,6 @@ class HealthWatch(Callback):
             yield (
                 "settled",
                 f"the first response is nearly always the same (policy/first_turn_entropy {entropy:.2g}) and success is {success:.2f}: "
-                "what is never tried is never learnt. Start again with kl_coeff=0.1 and kl_decay_fraction=0.8, with a higher "
-                "entropy_coeff and entropy_target, or with a lower lr_actor.",
+                "what is never tried is never learned. Start again with a KL that falls (kl_coeff=0.1, kl_kind=k2, kl_in=loss, "
+                "kl_decay_fraction=0.8), with a higher entropy_coeff and entropy_target, or with a lower lr_actor.",
             )

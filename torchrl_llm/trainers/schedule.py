@@ -73,7 +73,7 @@ def kl_fraction(config: TrainerConfig, before: int) -> float:
         >>> [kl_fraction(TrainerConfig(max_steps=100, kl_decay_fraction=0.5), turns) for turns in (0, 25, 50, 100)]
         [1.0, 0.5, 0.0, 0.0]
     """
-    if config.kl_decay_fraction == 0:
+    if config.kl_decay_fraction is None:
         return 1.0
     return max(0.0, 1 - before / (config.kl_decay_fraction * config.max_steps))
 

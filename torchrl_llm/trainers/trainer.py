@@ -130,6 +130,7 @@ class LLMTrainer(TrainerBase):
         """
         # A resumed run starts without cached contexts. Drop the cache, which may hold contexts of an evaluation, to be the same.
         self.policy.drop_cache()
+        self._weigh_terms(self.steps)  # also here: dynamic sampling asks the estimator which groups get credit
         with self.saver.droppable():
             rows = self._next_batch(batches)
             wanted = 0 if rows is None else self.scorer.wanted(rows)
@@ -163,8 +164,7 @@ class LLMTrainer(TrainerBase):
         self.steps += int(collected[keys.TURN_MASK].sum())
         self.episodes += collected.shape[0]
         self.schedule.set(before, self.steps)
-        self.loss.entropy_fraction = entropy_fraction(self.config, before)
-        self.loss.kl_fraction = kl_fraction(self.config, before)
+        self._weigh_terms(before)
         if keys.TASK_ID in collected:
             self.seen_tasks.add(collected[keys.TASK_ID].cpu())
         chosen = self.choose(batch)
@@ -180,6 +180,11 @@ class LLMTrainer(TrainerBase):
         self.iteration += 1
         self._check_limits()
         return metrics | self._progress(collected)
+
+    def _weigh_terms(self, before: int) -> None:
+        """The loss's terms that fall during a run, for an update on turns after the first ``before``."""
+        self.loss.entropy_fraction = entropy_fraction(self.config, before)
+        self.loss.kl_fraction = kl_fraction(self.config, before)
 
     def choose(self, batch: TensorDictBase) -> TensorDictBase:
         """The rows of ``batch`` to learn from: with ``config.dynamic_sampling`` only groups that get credit."""
@@ -270,7 +275,7 @@ class LLMTrainer(TrainerBase):
             "policy/version": float(self.policy.policy_version),
             **self.schedule.metrics(),
             **({} if self.loss.entropy_bound is None else {"optim/entropy_target": self.loss.entropy_bound}),
-            **({"optim/kl_coeff": self.loss.kl_weight} if self.config.kl_decay_fraction else {}),
+            **({} if self.config.kl_decay_fraction is None else {"optim/kl_fraction": self.loss.kl_fraction}),
             **self.rollouts.metrics(),
             **seconds,
             **throughput(collected, seconds),

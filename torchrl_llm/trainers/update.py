@@ -33,12 +33,10 @@ class RowScorer:
 
     @property
     def estimator(self) -> ValueEstimatorBase:
-        """The loss's value estimator, with the loss's share of the KL, which takes its statistics over all ranks if it can."""
+        """The loss's value estimator, which takes its statistics over all ranks if it can."""
         estimator = self.run.loss.value_estimator  # not kept: loss.make_value_estimator may replace it during a run
-        if isinstance(estimator, TurnEstimator):
-            estimator.kl_fraction = self.run.loss.kl_fraction
-            if estimator.process_group is None:
-                estimator.process_group = self.run.distributed.process_group
+        if isinstance(estimator, TurnEstimator) and estimator.process_group is None:
+            estimator.process_group = self.run.distributed.process_group
         return estimator
 
     @property

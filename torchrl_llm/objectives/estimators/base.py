@@ -120,7 +120,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
 
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
         super().__init__(value_network=value_network, value_chunk_size=self.value_chunk_size)
-        self.kl_fraction = 1.0  # of kl_coeff; a trainer sets it before each update
+        self.kl_fraction = 1.0  # of kl_coeff; the loss sets it
 
     @property
     def takes_kl(self) -> bool:
