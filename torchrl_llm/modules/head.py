@@ -110,13 +110,13 @@ class _HeadScores(torch.autograd.Function):
             part = slice(start, start + rows)
             logits = head.logits(hidden[part])
             ctx.dtype = logits.dtype  # not that of the inputs under autocast, which backward runs without
-            logits = _sampled_from(logits, temperature, places, ids, part)
-            normalizer = logits.logsumexp(-1)
-            log_probs = logits.sub_(normalizer.unsqueeze(-1))
+            logits, target = _sampled_from(logits, temperature, places, ids, part), targets[part].unsqueeze(-1)
+            at_target = logits.gather(-1, target)
+            log_probs = torch.log_softmax(logits, -1, out=logits)  # one pass, in the memory of the logits
+            log_prob = log_probs.gather(-1, target)
+            normalizer = (at_target - log_prob).squeeze(-1)
             kept = log_probs if len(hidden) <= rows else None  # an only chunk is cheaper to keep than to make again
-            log_prob = log_probs.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1)
-            spread = -log_probs.exp().mul_(log_probs).sum(-1) if entropy else normalizer
-            parts.append((log_prob, spread, normalizer))
+            parts.append((log_prob.squeeze(-1), _entropy(log_probs) if entropy else normalizer, normalizer))
         wide = torch.promote_types(hidden.dtype, torch.float32)
         log_prob, entropies, normalizer = (
             (torch.cat(part) for part in zip(*parts, strict=True))
@@ -134,7 +134,10 @@ class _HeadScores(torch.autograd.Function):
         hidden, weight, bias, targets, places, ids, normalizer, entropies, kept = ctx.saved_tensors
         if of_log_prob is None and of_entropy is None:
             return (None,) * 10
-        of_log_prob = torch.zeros_like(normalizer) if of_log_prob is None else of_log_prob
+        # The constants of the chain here, where they cost nothing, and not on all the logits.
+        scale = ctx.factor / ctx.temperature
+        of_log_prob = torch.zeros_like(normalizer) if of_log_prob is None else of_log_prob * scale
+        of_entropy = None if of_entropy is None else of_entropy * scale
         grads = [
             torch.zeros_like(x) if needed else None
             for x, needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
@@ -148,32 +151,49 @@ class _HeadScores(torch.autograd.Function):
                 log_probs = _sampled_from(head.logits(inputs), ctx.temperature, places, ids, part)
                 log_probs = log_probs.sub_(normalizer[part].unsqueeze(-1))
             else:
-                log_probs = kept.clone()  # autograd's, which a second backward may read
-            columns = [x[part].unsqueeze(-1) for x in (targets, of_log_prob, entropies)]
+                log_probs = kept  # autograd's, which a second backward may read
+            target, entropy, weight_of = (x[part].unsqueeze(-1) for x in (targets, entropies, of_log_prob))
             if places is not None:  # a target that is held back has a constant for a logit
-                columns[1] = columns[1].masked_fill(log_probs.gather(-1, columns[0]) < _NEVER / 2, 0.0)
+                weight_of = weight_of.masked_fill(log_probs.gather(-1, target) < _NEVER / 2, 0.0)
             last = None if of_entropy is None else of_entropy[part].unsqueeze(-1)
-            grad = _grad_logits(log_probs, columns[0], columns[1], columns[2], last)
-            grad = grad.mul_(ctx.factor / ctx.temperature).to(ctx.dtype)
+            grad = _grad_logits(log_probs, target, weight_of, entropy, last, keep=kept is not None).to(ctx.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = grad @ head.weight
             if grad_weight is not None:
-                # The product in the dtype of the forward, the sum in that of the weights.
-                grad_weight += grad.T @ inputs
+                # The product in the dtype of the forward, the sum in that of the weights: [V, H], so in place where they are one.
+                if grad_weight.dtype == grad.dtype:
+                    grad_weight.addmm_(grad.T, inputs)
+                else:
+                    grad_weight += grad.T @ inputs
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
         return *grads, *(None,) * 7
 
 
+def _entropy(log_probs: Tensor) -> Tensor:
+    """``[m]`` of ``[m, V]``, by a dot product for each row: the products are not written down."""
+    with torch.autocast(log_probs.device.type, enabled=False):  # which would round the factors
+        return -torch.bmm(log_probs.exp().unsqueeze(1), log_probs.unsqueeze(2)).flatten()
+
+
 def _grad_logits(
-    log_probs: Tensor, targets: Tensor, of_log_prob: Tensor, entropies: Tensor, of_entropy: Tensor | None
+    log_probs: Tensor,
+    targets: Tensor,
+    of_log_prob: Tensor,
+    entropies: Tensor,
+    of_entropy: Tensor | None,
+    *,
+    keep: bool,
 ) -> Tensor:
-    """The gradient ``[m, V]`` of the logits, made in the memory of ``log_probs`` ``[m, V]``; all others ``[m, 1]``."""
-    probs = log_probs.exp()
+    """The gradient ``[m, V]`` of the logits; all others ``[m, 1]``. In the memory of ``log_probs``, unless they are to be kept."""
     if of_entropy is None:
-        grad = probs.mul_(-of_log_prob)
+        grad = (log_probs.exp() if keep else log_probs.exp_()).mul_(-of_log_prob)
     else:
-        grad = log_probs.add_(entropies).mul_(of_entropy).add_(of_log_prob).neg_().mul_(probs)
+        # -p (g_l + g_H (log p + H)), by one sum for all that is the same along a row.
+        constant = -(of_log_prob + of_entropy * entropies)
+        grad = torch.addcmul(constant, log_probs, of_entropy, value=-1).mul_(
+            log_probs.exp() if keep else log_probs.exp_()
+        )
     return grad.scatter_add_(-1, targets, of_log_prob)
 
 
