@@ -35,21 +35,18 @@ KLPlace = Literal["loss", "reward"]
 class TurnPolicyLoss(Checked, RowReader, LossModule):
     """Policy loss over episodes: advantage x ratio level x clipping x weights x KL x entropy x sampler correction.
 
-    ``loss_objective = -sum(loss_weight * correction * objective(log_ratio, advantage))``, where ``log_ratio`` is the
-    new log-prob minus ``"old_log_prob"`` (or ``"sample_log_prob"`` where there is none), pooled over ``ratio_level``.
-    To try another objective, subclass and override :meth:`objective`; nothing else is needed.
+    ``loss_objective = -sum(loss_weight * correction * objective(log_ratio, advantage))``, where ``log_ratio`` is the new log-prob
+    minus ``"old_log_prob"`` (or ``"sample_log_prob"`` where there is none), pooled over ``ratio_level``. To try another objective,
+    subclass and override :meth:`objective`; nothing else is needed.
 
-    Reads rows (``[B]``, :mod:`torchrl_llm.keys`): what the actor reads, ``"turn_ids"``, ``"advantage"``,
-    ``"sample_log_prob"``, and, as options ask, ``"old_log_prob"``, ``"ref_log_prob"``, ``"loss_weight"``. Without
-    ``"loss_weight"`` the rows are taken to be the whole optimizer batch. Returns scalars, differentiable where the
-    name starts with ``loss_`` and detached otherwise:
+    Reads rows (``[B]``, :mod:`torchrl_llm.keys`): what the actor reads, ``"turn_ids"``, ``"advantage"``, ``"sample_log_prob"``,
+    and, as options ask, ``"old_log_prob"``, ``"ref_log_prob"``, ``"loss_weight"``. Without ``"loss_weight"`` the rows are taken to
+    be the whole optimizer batch. Returns scalars, differentiable where the name starts with ``loss_`` and detached otherwise:
 
-    - ``loss_objective``; ``loss_kl`` (KL in the loss); ``loss_entropy`` (``entropy_coeff`` not 0); each times its
-      coefficient;
-    - ``kl_approx``: KL from the old policy to the new one; ``log_ratio``: mean absolute log-ratio per token;
-      ``clip_fraction``: share of tokens whose clip binds;
-      ``kl``: KL from the policy to the reference (``kl_coeff`` not 0); ``entropy`` (if the actor writes it);
-      ``weight``: the sum of the weights, 1 for a whole batch (but for ``weighting="constant"``, on whose scale all
+    - ``loss_objective``; ``loss_kl`` (KL in the loss); ``loss_entropy`` (``entropy_coeff`` not 0); each times its coefficient;
+    - ``kl_approx``: KL from the old policy to the new one; ``log_ratio``: mean absolute log-ratio per token; ``clip_fraction``:
+      share of tokens whose clip binds; ``kl``: KL from the policy to the reference (``kl_coeff`` not 0); ``entropy`` (if the actor
+      writes it); ``weight``: the sum of the weights, 1 for a whole batch (but for ``weighting="constant"``, on whose scale all
       these are);
     - ``ESS``: the effective sample size of the pooled ratios, in (0, 1].
 
@@ -407,11 +404,6 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
     def _add_terms(self, out: TensorDictBase, tensordict: TensorDictBase, weights: dict[str, Tensor]) -> None:
         """Write further terms into ``out``; a subclass overrides it."""
 
-    def _frozen(self, tensordict: TensorDictBase, name: str, hint: str = "") -> Tensor:
-        """A value ``[B, L]`` without gradient, 0 off actions."""
-        action = self._get(tensordict, "turn_ids") >= 0
-        return torch.where(action, self._get(tensordict, name, hint).detach(), 0.0)
-
     def _read_weights(self, tensordict: TensorDictBase, turn_ids: Tensor) -> dict[str, Tensor]:
         """The weights in the rows; without any, the weights of the rows taken as a whole batch."""
         written = {name: tensordict.get(getattr(self.tensor_keys, name), None) for name in self._weight_names}
@@ -442,9 +434,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
     def _kl_terms(self, out: TensorDictBase, weight: Tensor, log_prob: Tensor, ref: Tensor) -> None:
         out["kl"] = (weight * F.kl_estimate(log_prob.detach(), ref, "k3")).sum()
         if self.kl_in == "loss":
-            out["loss_kl"] = (
-                self.kl_fraction * self.kl_coeff * (weight * F.kl_estimate(log_prob, ref, self.kl_kind)).sum()
-            )
+            estimate = F.kl_estimate(log_prob, ref, self.kl_kind)
+            out["loss_kl"] = self.kl_fraction * self.kl_coeff * (weight * estimate).sum()
 
     @torch.no_grad()
     def _diagnose(

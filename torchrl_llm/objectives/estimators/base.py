@@ -34,6 +34,11 @@ class RowReader:
             raise KeyError(f"{type(self).__name__} needs {key!r}, which is not in the batch. {hint}".rstrip())
         return value
 
+    def _frozen(self, tensordict: TensorDictBase, name: str, hint: str = "") -> Tensor:
+        """A value ``[B, L]`` without gradient, 0 off actions."""
+        action = self._get(tensordict, "turn_ids") >= 0
+        return torch.where(action, self._get(tensordict, name, hint).detach(), 0.0)
+
     def _old_name(self, tensordict: TensorDictBase) -> str:
         """Which log-prob is the old policy's: ``"old_log_prob"`` if it was scored, else ``"sample_log_prob"``."""
         scored = tensordict.get(self.tensor_keys.old_log_prob, None) is not None
