@@ -67,9 +67,14 @@ def test_a_target_that_is_held_back_cannot_be_sampled_and_has_no_gradient():
     assert log_prob[0] == -torch.inf
     assert log_prob[1].isfinite()
     assert entropy.isfinite().all()
-    (grad,) = torch.autograd.grad(log_prob.sum(), hidden)
+    (grad,) = torch.autograd.grad(log_prob.sum(), hidden, retain_graph=True)
     assert (grad[0] == 0).all()
     assert (grad[1] != 0).any()
+    of_entropy = [
+        torch.autograd.grad(x.sum(), hidden)[0]
+        for x in (entropy, plain(hidden, weight, bias, targets, 1.0, 1.0, held_back)[1])
+    ]
+    torch.testing.assert_close(*of_entropy)
 
 
 @pytest.mark.parametrize("entropy", [False, True])

@@ -111,10 +111,12 @@ class _HeadScores(torch.autograd.Function):
             logits = head.logits(hidden[part])
             ctx.dtype = logits.dtype  # not that of the inputs under autocast, which backward runs without
             logits, target = _sampled_from(logits, temperature, places, ids, part), targets[part].unsqueeze(-1)
+            # The difference of logits and log-probs, at the target, unless that may be held back, and the difference of two -1e30.
+            normalizer = None if places is None else logits.logsumexp(-1)
             at_target = logits.gather(-1, target)
             log_probs = torch.log_softmax(logits, -1, out=logits)  # one pass, in the memory of the logits
             log_prob = log_probs.gather(-1, target)
-            normalizer = (at_target - log_prob).squeeze(-1)
+            normalizer = (at_target - log_prob).squeeze(-1) if normalizer is None else normalizer
             kept = log_probs if len(hidden) <= rows else None  # an only chunk is cheaper to keep than to make again
             parts.append((log_prob.squeeze(-1), _entropy(log_probs) if entropy else normalizer, normalizer))
         wide = torch.promote_types(hidden.dtype, torch.float32)
