@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from test_scorer import make_model
+from tiny_models import make_model
 
 from torchrl_llm.modules.head import HeldBack, LinearHead, head_scores
 from torchrl_llm.modules.scorer import entropy_of

@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tensordict import TensorDict
+from tiny_models import TINY, VOCABULARY, make_model
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -41,19 +42,6 @@ from torchrl_llm.modules.prefix_attention import ATTENTION, PrefixSharing
 from torchrl_llm.objectives import LLMPPOLoss, total, write_loss_weights
 from torchrl_llm.prefixes import PrefixCost
 
-VOCABULARY = 48
-TINY = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
 
 
@@ -65,16 +53,6 @@ class Free(PrefixSharing):
 
     def cost(self, device: torch.device) -> PrefixCost:
         return replace(FREE, longest=self.longest)
-
-
-def make_model(dtype: torch.dtype = torch.float64, cls=Qwen2ForCausalLM, config=Qwen2Config, **fields):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = cls(config(**(TINY | fields))).to(dtype).eval()
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.data.mul_(4)
-    return model
 
 
 def shared(model) -> Free:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from tensordict import TensorDict
+from tiny_models import TINY, VOCABULARY, make_model
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -17,8 +18,6 @@ from transformers import (
     LlamaForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 from torchrl_llm.modules.checks import UnsupportedHeadError, VocabularyMismatchError, check_head, check_vocabulary
@@ -26,27 +25,6 @@ from torchrl_llm.modules.critic import TurnCritic
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.modules.positions import RowError, action_positions
 from torchrl_llm.modules.scorer import TokenScorer, entropy_of
-
-VOCABULARY = 48
-TINY = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 128,
-}
-
-
-def make_model(dtype: torch.dtype = torch.float64, cls=Qwen2ForCausalLM, config=Qwen2Config, **fields):
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = cls(config(**(TINY | fields))).to(dtype).eval()
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.data.mul_(4)  # logits that are far from uniform
-    return model
 
 
 def make_rows(batch: int = 5, length: int = 30, seed: int = 0) -> TensorDict:
@@ -287,7 +265,8 @@ def make_moving_rope(kind: str):
     cls, config, rope = ROPES[kind]
     length = 32 if kind == "dynamic" else 128
     rope = rope | {"original_max_position_embeddings": 32}
-    fields = {"pad_token_id": 0, "original_max_position_embeddings": 32, "max_position_embeddings": length}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}  # of 16 numbers each, which 8 factors are for
+    fields = heads | {"original_max_position_embeddings": 32, "max_position_embeddings": length}
     return make_model(torch.float32, cls, config, rope_parameters=rope, **fields)
 
 
