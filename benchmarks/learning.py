@@ -14,9 +14,10 @@ only the number of turns is scaled, so that the number of games stays about the 
 once, in ``runs/worlds`` (``benchmarks/small_models/make_worlds.py``).
 
 ``--seeds N`` trains with N seeds for each algorithm (``--algo``: for this one), each in a process of its own, ``--jobs`` at a
-time, and writes the distribution over seeds: ``summary.md``, ``summary.json`` and ``learning.png``. The seeds are drawn and
-not chosen: they are the 32-bit words (big-endian) of the SHA-256 of the text ``--draw``, then of that text with ``:1``,
-``:2``, ... after it. Finished runs are not repeated, and those of other settings are an error; interrupted ones begin again.
+time, and writes the distribution over seeds: ``summary.md``, ``summary.json`` and ``learning.png``, and in ``runs.json`` every
+run with its learning curve. The seeds are drawn and not chosen: they are the 32-bit words (big-endian) of the SHA-256 of the
+text ``--draw``, then of that text with ``:1``, ``:2``, ... after it. Finished runs are not repeated, and those of other settings
+are an error; interrupted ones begin again.
 """
 
 import argparse
@@ -42,7 +43,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 CONFIGS = {"LLMREINFORCE": "tiny_reinforce_llm", "LLMPPO": "tiny_ppo_llm", "GRPO": "tiny_grpo_multiturn"}
 TARGET = 0.95
 TIMEOUT = 3600.0
-"""Seconds of one run of ``--seeds``; one takes 3 to 15 minutes."""
+"""Seconds of one run of ``--seeds``; one takes 2 to 15 minutes."""
 WINDOW = 5
 """Batches of a moving mean of the win rate."""
 TURNS = {"guess": 3, "coins": 5, "key-and-door": 8}
@@ -255,8 +256,20 @@ def check_settings(folder: Path, config: "RunConfig") -> None:
         raise SystemExit(f"{folder} is a run of other settings: {listed}. Give another --output-dir, or remove it.")
 
 
+def published(result: dict) -> dict:
+    """What is published of a run: from it the table and the plot can be made again."""
+    names = ("seed", "success_before", "success_after", "episodes", "iterations", "cpu_s", "wall_s")
+    return {
+        **{name: result[name] for name in names},
+        "games": [int(games) for games in result["games"]],
+        "wins": [round(win, 4) for win in result["wins"]],
+    }
+
+
 def write_summary(results: dict[str, list[dict]], output: Path, *, optimum: float | None) -> None:
-    """Write the distribution over seeds, and say which success rate is the best possible where that is known."""
+    """Write the runs and their distribution over seeds, and which success rate is the best possible where that is known."""
+    runs = {algo: [published(result) for result in each] for algo, each in results.items()}
+    (output / "runs.json").write_text(json.dumps(runs, separators=(",", ":")) + "\n")
     summaries = {algo: summarize(runs) for algo, runs in results.items()}
     text, best = table(summaries), {}
     if optimum is not None:

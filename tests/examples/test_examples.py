@@ -209,6 +209,9 @@ class TestBenchmarks:
         assert result["env_name"] == "world:coins"
         assert result["turns_after"] == 5
         assert [each for each in summary if each != "optimum"] == ["GRPO"]
+        (published,) = json.loads((out / "runs.json").read_text())["GRPO"]
+        assert (published["seed"], published["success_after"]) == (result["seed"], result["success_after"])
+        assert len(published["wins"]) == len(published["games"]) == result["iterations"]
         times = [path.stat().st_mtime_ns for path in out.glob("GRPO-*/result.json")]
         script.main()
         assert times == [path.stat().st_mtime_ns for path in out.glob("GRPO-*/result.json")]
