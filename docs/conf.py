@@ -114,7 +114,7 @@ PACKAGES = {
     "weight_update": (),
     "trainers": ("base", "resume", "run_folder", "saving", "update"),
     "record": ("report",),
-    "testing": ("enumerable", "environments", "policies", "probes", "tiny", "tokenizers", "worlds"),
+    "testing": ("enumerable", "environments", "policies", "probes", "simulation", "tiny", "tokenizers", "worlds"),
 }
 """Each package of the library, and its modules that are documented by themselves."""
 

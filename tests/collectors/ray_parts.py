@@ -15,7 +15,7 @@ from pathlib import Path
 import ray
 from peft import LoraConfig
 
-from torchrl_llm.collectors._ray import RayExecutor, RolloutActor
+from torchrl_llm.collectors._cluster import RayCluster, RolloutActor
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig, load_actor_critic
 from torchrl_llm.testing.environments import Echo, Faulty, StopOrGo
@@ -28,13 +28,17 @@ EASY = "game:GuessTheNumber-v0-easy"
 SAMPLING = SamplingConfig(max_output_tokens=16)
 
 
-class ReusingExecutor(RayExecutor):
+class ReusingCluster(RayCluster):
     """Workers get processes that are up already, where there are some: starting one takes many seconds.
 
-    A worker that is ended while it answers leaves its process here; one that is lost does not.
+    A process that still answers when it is ended stays here; one that is lost does not.
     """
 
     spare: list = []  # noqa: RUF012
+
+    def __init__(self, options):
+        super().__init__(options)
+        self.opening = {}
 
     @classmethod
     def warm_up(cls, count):
@@ -50,20 +54,27 @@ class ReusingExecutor(RayExecutor):
         finally:
             cls.spare += kept
 
-    def _make_actor(self):
-        return self.spare.pop(0) if self.spare else super()._make_actor()
+    def make_process(self):
+        return self.spare.pop(0) if self.spare else super().make_process()
 
-    def _end(self, worker):
-        if answers(worker.actor, 0.0 if worker.starting is not None else 2.0) is None:
-            super()._end(worker)
+    def call(self, process, method, *args, **kwargs):
+        call = super().call(process, method, *args, **kwargs)
+        if method == "open":
+            self.opening[process] = call
+        return call
+
+    def end(self, process):
+        starting = not ray.wait([self.opening[process]], timeout=0)[0]
+        if answers(process, 0.0 if starting else 2.0) is None:
+            super().end(process)
         else:
-            self.spare.append(worker.actor)
+            self.spare.append(process)
 
 
-class SpendingExecutor(ReusingExecutor):
+class SpendingCluster(ReusingCluster):
     """Takes processes that are up already, and ends them as they are ended outside of tests."""
 
-    _end = RayExecutor._end
+    end = RayCluster.end
 
 
 def answers(actor, patience):

@@ -22,9 +22,9 @@ import ray_parts as parts  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 from ray_parts import (  # noqa: E402
     Doomed,
-    ReusingExecutor,
+    ReusingCluster,
     Sometimes,
-    SpendingExecutor,
+    SpendingCluster,
     Stamp,
     length,
     make_env,
@@ -34,7 +34,7 @@ from ray_parts import (  # noqa: E402
 from torchrl.data import LazyTensorStorage, RayReplayBuffer, ReplayBuffer  # noqa: E402
 
 from torchrl_llm import keys  # noqa: E402
-from torchrl_llm.collectors import RayTurnCollector, TurnCollector, WorkerLostError, ray_turn  # noqa: E402
+from torchrl_llm.collectors import RayTurnCollector, TurnCollector, WorkerLostError  # noqa: E402
 from torchrl_llm.data import TurnsToSequence  # noqa: E402
 from torchrl_llm.envs import EnvironmentFault  # noqa: E402
 from torchrl_llm.modules import TokenScorer  # noqa: E402
@@ -67,7 +67,7 @@ def cluster():
         patch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")]))
         patch.setenv("RAY_worker_niceness", "0")
         ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-        ReusingExecutor.warm_up(3)
+        ReusingCluster.warm_up(3)
         yield
         ray.shutdown()
 
@@ -91,7 +91,7 @@ def new(cluster):
 @pytest.fixture
 def collect(new, monkeypatch):
     """Makes collectors on processes that other tests have used, and shuts them down."""
-    monkeypatch.setattr(ray_turn, "RayExecutor", ReusingExecutor)
+    monkeypatch.setattr(RayTurnCollector, "_make_cluster", ReusingCluster)
     return new
 
 
@@ -455,7 +455,7 @@ class TestLosses:
     def test_without_a_replacement_the_others_continue(self, collect, monkeypatch, caplog):
         collector = collect(make_policy=partial(make_sleeper, seconds_per_step=0.01), batch_size=32)
         monkeypatch.setattr(collector._executor, "_start_timeout", 0.5)
-        with ReusingExecutor.none_spare():
+        with ReusingCluster.none_spare():
             timer = threading.Timer(0.3, os.kill, (pids(collector)[1], signal.SIGKILL))
             timer.start()
             self.play(collector, TurnCollector(make_env(), make_script(), batch_size=32))
@@ -635,7 +635,7 @@ class TestState:
         assert same(collector.rollout(), other)
 
     def test_a_shutdown_in_mid_flight_leaves_no_process(self, new, monkeypatch):
-        monkeypatch.setattr(ray_turn, "RayExecutor", SpendingExecutor)
+        monkeypatch.setattr(RayTurnCollector, "_make_cluster", SpendingCluster)
         collector = new(make_policy=partial(make_sleeper, seconds_per_step=0.05), max_staleness=2)
         collector.rollout()
         assert collector.in_flight

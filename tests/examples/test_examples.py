@@ -235,6 +235,20 @@ class TestBenchmarks:
         assert "--max-steps=160000" in script.world_overrides("key-and-door", config)
 
     @pytest.mark.extra
+    def test_capacity_knows_the_models(self):
+        """Their numbers give the parameters that their makers state, in billions."""
+        script = load(ROOT / "benchmarks" / "capacity.py")
+        stated = {"QWEN_05B": 0.49, "QWEN_7B": 7.61, "QWEN_32B": 32.5, "QWEN_72B": 72.7}
+        assert {name: getattr(script, name).parameters / 1e9 for name in stated} == pytest.approx(stated, rel=0.02)
+
+    def test_capacity_divides_gpus_so_that_nothing_waits(self):
+        script = load(ROOT / "benchmarks" / "capacity.py")
+        layout = script.layout(script.QWEN_7B, 64, 4096, staleness=1)
+        assert layout.engines + layout.learners == 64
+        assert layout.rollout_s == pytest.approx(layout.update_s, rel=0.1)
+        alone = script.layout(script.QWEN_7B, 1, 256, staleness=0)
+        assert alone.iteration_s > alone.rollout_s + alone.update_s
+
     def test_iteration(self, tmp_path, monkeypatch):
         peer = shlex.join([sys.executable, "-c", _PEER])
         arguments = ["--algo=LLMPPO", "--iterations=1", f"--output={tmp_path / 'out.json'}", f"--peer-cmd={peer}"]

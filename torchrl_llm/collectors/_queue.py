@@ -92,6 +92,7 @@ class EpisodeQueue:
         self._group, self._members = -1, 0  # the group that is being sampled
         self._skipped: str | None = None  # why the rest of it is dropped
         self._version = -1
+        self._finished = 0  # so many of the first episodes are known to have ended
 
     @property
     def room(self) -> int:
@@ -131,13 +132,13 @@ class EpisodeQueue:
             self._drop_stale([*self.episodes.values()], oldest)
         while True:
             # In the order sampled, which the dictionary keeps: the first to finish would be the short ones.
-            batch = [*islice(self.episodes.values(), size)]
-            if len(batch) < size or not all(episode.finished for episode in batch):
+            if not self._has_finished(size):
                 return None
+            batch = [*islice(self.episodes.values(), size)]
             if not self._drop_stale(batch, oldest) and not self._drop_incomplete(batch):
                 break
         for episode in batch:
-            del self.episodes[episode.episode_id]
+            self._remove(episode)
         # max_faults is for one batch.
         self.faults.recent.clear()
         return batch
@@ -160,7 +161,7 @@ class EpisodeQueue:
     def drop(self, group: int, reason: str) -> None:
         """Drop a whole group, also the members that are not sampled yet."""
         for episode in [each for each in self.episodes.values() if each.group_id == group]:
-            del self.episodes[episode.episode_id]
+            self._remove(episode)
             self.dropped[reason] += 1
             if not episode.finished:
                 self._release(episode)
@@ -171,7 +172,19 @@ class EpisodeQueue:
     def clear(self) -> None:
         """Forget all episodes."""
         self.episodes.clear()
-        self._group, self._members, self._skipped = -1, 0, None
+        self._group, self._members, self._skipped, self._finished = -1, 0, None, 0
+
+    def _remove(self, episode: Episode) -> None:
+        del self.episodes[episode.episode_id]
+        self._finished = 0
+
+    def _has_finished(self, size: int) -> bool:
+        """Whether the first ``size`` episodes have ended; asked after every step, so it goes on where it stopped."""
+        for episode in islice(self.episodes.values(), self._finished, size):
+            if not episode.finished:
+                return False
+            self._finished += 1
+        return self._finished >= size
 
     def _drop_stale(self, episodes: Sequence[Episode], oldest: int) -> bool:
         groups = {episode.group_id for episode in episodes if episode.is_stale(oldest)}

@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
 from itertools import count
 from typing import Any
 
+from torchrl_llm.collectors._cluster import Cluster, ProcessLostError
 from torchrl_llm.collectors._queue import EpisodeSource, RolloutExecutor
-from torchrl_llm.collectors._worker import RolloutWorker, WorkerInfo, WorkerRequest, WorkerResult, portable
+from torchrl_llm.collectors._worker import WorkerInfo, WorkerRequest, WorkerResult
 from torchrl_llm.envs.tasks import TaskSampler
 from torchrl_llm.episode import Episode
 from torchrl_llm.modules.engine import EngineError
-from torchrl_llm.optional import running_ray
 
 logger = logging.getLogger(__name__)
 
+_REPORT_INTERVAL = 0.02  # seconds; episodes of a worker that end so close together are reported together
 _WORKER_INTERVAL = 0.5  # seconds; workers answer at least so often, and new weights wait no longer for them
+# Both grow with the number of workers: a message costs this process more than an episode does. Read so often, they take a third of
+# its time.
+_PER_WORKER = 0.003
 _WAIT = 0.2  # seconds; so long a step waits for an answer
 _MAX_REQUESTS = 2  # that a worker has at a time: the next one is there when it has answered one
 
@@ -34,48 +37,13 @@ class WorkerLostError(RuntimeError):
     """A rollout worker was lost again and again, or did not start; the message says why and what to do."""
 
 
-@contextmanager
-def _portable_errors() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        sent = portable(error)
-        if sent is error:
-            raise
-        raise sent from None
-
-
-class RolloutActor:
-    """The actor of Ray: a process with a :class:`~torchrl_llm.collectors._worker.RolloutWorker`.
-
-    The worker is not made in ``__init__``, because Ray does not return the exceptions of that.
-    """
-
-    worker: RolloutWorker
-
-    @_portable_errors()
-    def open(self, **settings: Any) -> WorkerInfo:
-        """Make the worker."""
-        self.worker = RolloutWorker(**settings)
-        return self.worker.info()
-
-    @_portable_errors()
-    def run(self, request: WorkerRequest, weights: Any = None) -> WorkerResult:
-        """See :meth:`RolloutWorker.run`."""
-        return self.worker.run(request, weights)
-
-    def close(self) -> None:
-        """Free environment and policy."""
-        self.worker.close()
-
-
 @dataclass(eq=False)
 class _Worker:
     """The state of a worker in this process.
 
     Attributes:
         index: its number.
-        actor: Ray's handle.
+        process: where it runs, the cluster's handle.
         starting: the call that starts it; ``None`` once it is up.
         since: when the oldest unanswered call was made.
         info: how it was made; ``None`` before it is up.
@@ -83,19 +51,21 @@ class _Worker:
         new: serial numbers among them that were not requested yet.
         dropped: serial numbers of episodes to cancel, not requested yet.
         calls: requests that it has not answered.
+        reported: how many episodes its last answer had.
         version: of the weights that it was given last.
         losses: how often it was lost since it finished an episode.
     """
 
     index: int
-    actor: Any = None
-    starting: Any = None
+    process: Any = None
+    starting: Hashable | None = None
     since: float = 0.0
     info: WorkerInfo | None = None
     held: dict[int, Episode] = field(default_factory=dict)
     new: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
-    calls: deque[Any] = field(default_factory=deque)
+    calls: deque[Hashable] = field(default_factory=deque)
+    reported: int = 0
     version: int = -1
     losses: int = 0
 
@@ -105,6 +75,14 @@ class _Worker:
         return 0 if self.info is None else self.info.slots
 
     @property
+    def load(self) -> float:
+        """Its episodes, over those that it should have, which are more than its slots: a free slot waits for no message.
+
+        A quarter more, or twice as many as have ended between its last two answers if that is more.
+        """
+        return len(self.held) / (self.slots + max(1, self.slots // 4, 2 * self.reported))
+
+    @property
     def name(self) -> str:
         """For messages."""
         where = "" if self.info is None else f" (process {self.info.pid} on {self.info.host})"
@@ -112,7 +90,7 @@ class _Worker:
 
 
 class RayExecutor(RolloutExecutor):
-    """Runs episodes on workers: each has a few more than it has slots, so that no slot waits for a message.
+    """Runs episodes on workers, each of which has a few more than it has slots.
 
     A worker that dies, or does not answer for ``timeout`` seconds, is replaced; its episodes are run from their start by the
     next worker with room.
@@ -121,7 +99,7 @@ class RayExecutor(RolloutExecutor):
         queue: the episodes.
         make_worker: the arguments of :class:`~torchrl_llm.collectors._worker.RolloutWorker`.
         num_workers: how many.
-        options: of Ray's actors, such as ``{"num_cpus": 1, "num_gpus": 0.5}``.
+        cluster: where they run.
         task_sampler: returns the current tasks.
         weights: returns version and reference of the weights to sample with, or ``None``.
         timeout: seconds without an answer after which a worker counts as lost.
@@ -135,17 +113,14 @@ class RayExecutor(RolloutExecutor):
         make_worker: Mapping[str, Any],
         *,
         num_workers: int,
-        options: Mapping[str, Any],
+        cluster: Cluster,
         task_sampler: Callable[[], TaskSampler],
         weights: Callable[[], tuple[int, Any] | None],
         timeout: float,
         start_timeout: float,
         max_losses: int,
     ) -> None:
-        self._ray = running_ray()
-        # Ray must not restart or retry: a new actor has no worker, and an episode would run twice.
-        self._actor_class = self._ray.remote(RolloutActor).options(max_restarts=0, max_task_retries=0, **options)
-        self._queue, self._make_worker = queue, make_worker
+        self._cluster, self._queue, self._make_worker = cluster, queue, make_worker
         self._task_sampler, self._weights = task_sampler, weights
         self._timeout, self._start_timeout, self._max_losses = timeout, start_timeout, max_losses
         # Not episode ids: a task that runs again must not get the answer of its first run.
@@ -155,6 +130,8 @@ class RayExecutor(RolloutExecutor):
         self.lost = 0
         self.parity_gap = math.nan
         self.workers = [_Worker(index) for index in range(num_workers)]
+        least = num_workers * _PER_WORKER
+        self._intervals = max(_REPORT_INTERVAL, least), max(_WORKER_INTERVAL, least)
         try:
             for worker in self.workers:
                 self._start(worker)
@@ -194,16 +171,10 @@ class RayExecutor(RolloutExecutor):
 
     def close(self, timeout: float) -> None:
         """Let the workers close environment and policy, for ``timeout`` seconds at most; then end their processes."""
-        if self._ray.is_initialized():
-            up = [worker.actor for worker in self.workers if worker.info is not None]
-            if up and timeout > 0:
-                # All at once: each may take up to the timeout.
-                closed = [actor.close.remote() for actor in up]
-                self._ray.wait(closed, num_returns=len(closed), timeout=timeout)
-            for worker in self.workers:
-                self._end(worker)
+        self._cluster.close([worker.process for worker in self.workers if worker.info is not None], timeout)
         for worker in self.workers:
-            worker.actor = worker.info = worker.starting = None
+            self._end(worker)
+            worker.process = worker.info = worker.starting = None
             worker.calls.clear()
 
     # ------------------------------------------------------------------ requests
@@ -211,11 +182,14 @@ class RayExecutor(RolloutExecutor):
     def _assign(self) -> None:
         """Give whole groups to the worker with the least to do: their prompts are the same, so engines can share them."""
         up = [worker for worker in self.workers if worker.slots and len(worker.calls) < _MAX_REQUESTS]
-        while up:
-            idlest = min(up, key=lambda worker: len(worker.held) / worker.slots)
-            # A quarter more than slots: a slot that is free takes the next episode without waiting for a message.
-            if len(idlest.held) >= idlest.slots + max(1, idlest.slots // 4):
-                return
+        heap = [(worker.load, worker.index) for worker in up]
+        heapify(heap)
+        while heap and heap[0][0] < 1:
+            load, idlest = heap[0][0], self.workers[heap[0][1]]
+            # A group's worker gets more while others are the idlest.
+            if load != idlest.load:
+                heapreplace(heap, (idlest.load, idlest.index))
+                continue
             episode = self._waiting.popleft() if self._waiting else self._queue.next()
             if episode is None:
                 return
@@ -235,52 +209,51 @@ class RayExecutor(RolloutExecutor):
         # When it is sent: requests are answered in order, so the worker has it before anything that comes later.
         worker.version = worker.version if current is None else current[0]
         start = [(serial, worker.held[serial].index) for serial in worker.new]
-        request = WorkerRequest(self._task_sampler(), start, tuple(worker.dropped), _WORKER_INTERVAL)
+        request = WorkerRequest(self._task_sampler(), start, tuple(worker.dropped), *self._intervals)
         # The timeout is for the oldest request: a second one waits behind it.
         if not worker.calls:
-            worker.since = time.monotonic()
-        worker.calls.append(worker.actor.run.remote(request, *weights))
+            worker.since = self._cluster.time()
+        worker.calls.append(self._cluster.call(worker.process, "run", request, *weights))
         worker.new, worker.dropped = [], []
 
     # ------------------------------------------------------------------ results
 
     def _collect_results(self, seconds: float) -> None:
-        refs = [ref for worker in self.workers for ref in (*worker.calls, worker.starting) if ref is not None]
-        if refs:
+        calls = [call for worker in self.workers for call in (*worker.calls, worker.starting) if call is not None]
+        if calls:
             # Read all answers before timeouts are checked: after a long pause no worker that has answered is lost.
-            self._ray.wait(refs, num_returns=1, timeout=seconds, fetch_local=False)
-            done = set(self._ray.wait(refs, num_returns=len(refs), timeout=0, fetch_local=False)[0])
+            done = self._cluster.answered(calls, seconds)
             for worker in self.workers:
                 self._read_answers(worker, done)
-        now = time.monotonic()
+        now = self._cluster.time()
         for worker in self.workers:
             if worker.calls and now - worker.since > self._timeout:
                 self._lose(worker, TimeoutError(f"no answer for {now - worker.since:.0f} s"))
             elif worker.starting is not None and now - worker.since > self._start_timeout:
                 self._handle_late_start(worker, now)
 
-    def _read_answers(self, worker: _Worker, done: set[Any]) -> None:
-        errors = self._ray.exceptions
-        gone = (errors.RayActorError, errors.WorkerCrashedError, errors.OutOfMemoryError, errors.ObjectLostError)
-        try:
-            if worker.starting in done:
-                worker.info = self._ray.get(worker.starting)
-                worker.starting = None
-            while worker.calls and worker.calls[0] in done:
-                result = self._ray.get(worker.calls.popleft())
-                worker.since = time.monotonic()
+    def _read_answers(self, worker: _Worker, done: Collection[Hashable]) -> None:
+        if worker.starting in done and (info := self._answer(worker, worker.starting)) is not None:
+            worker.info, worker.starting = info, None
+        while worker.calls and worker.calls[0] in done:
+            if (result := self._answer(worker, worker.calls.popleft())) is not None:
+                worker.since = self._cluster.time()
                 self._record(worker, result)
-        except gone as error:
+
+    def _answer(self, worker: _Worker, call: Hashable) -> Any:
+        """What a worker answered; ``None``: it was lost, and is replaced."""
+        try:
+            return self._cluster.answer(call)
+        # An engine that died does not come back in its process; a new worker starts another.
+        except (ProcessLostError, EngineError) as error:
             self._lose(worker, error)
-        except errors.RayTaskError as error:
-            cause: BaseException = error.cause if isinstance(error.cause, BaseException) else error
-            if not isinstance(cause, EngineError):
-                cause.add_note(f"It was raised in the {worker.name}.")
-                raise cause from error
-            # An engine that died does not come back in its process; a new worker starts another.
-            self._lose(worker, cause)
+            return None
+        except Exception as error:
+            error.add_note(f"It was raised in the {worker.name}.")
+            raise
 
     def _record(self, worker: _Worker, result: WorkerResult) -> None:
+        worker.reported = len(result.finished)
         for serial, finished in result.finished:
             # None: released here while the worker ran it.
             if (episode := worker.held.pop(serial, None)) is not None:
@@ -298,16 +271,13 @@ class RayExecutor(RolloutExecutor):
     # ------------------------------------------------------------------ starts and losses
 
     def _start(self, worker: _Worker) -> None:
-        worker.actor = self._make_actor()
-        worker.starting = worker.actor.open.remote(**self._make_worker)
-        worker.since, worker.version = time.monotonic(), -1
-
-    def _make_actor(self) -> Any:
-        return self._actor_class.remote()
+        worker.process = self._cluster.make_process()
+        worker.starting = self._cluster.call(worker.process, "open", **self._make_worker)
+        worker.since, worker.version = self._cluster.time(), -1
 
     def _end(self, worker: _Worker) -> None:
-        with suppress(Exception):  # it may be gone already
-            self._ray.kill(worker.actor)
+        if worker.process is not None:
+            self._cluster.end(worker.process)
 
     def _lose(self, worker: _Worker, cause: BaseException) -> None:
         """Replace a worker; its episodes are assigned again, before any other."""
@@ -335,6 +305,6 @@ class RayExecutor(RolloutExecutor):
         up = sum(each.info is not None for each in self.workers)
         raise WorkerLostError(
             f"The {worker.name} was lost {worker.losses} times without having finished an episode, or cannot be started "
-            f"({cause}); {up} of {len(self.workers)} are up. Ray has {self._ray.available_resources()} to give. Ask for less "
+            f"({cause}); {up} of {len(self.workers)} are up. {self._cluster.resources()} is free. Ask for less "
             "by the workers' options, for fewer workers, or look at their logs (ray logs)."
         ) from cause

@@ -21,8 +21,6 @@ from torchrl_llm.episode import Episode
 from torchrl_llm.modules.policy import SamplingConfig, TurnPolicy
 from torchrl_llm.stops import share_stop_ids
 
-_MIN_CALL = 0.02  # seconds; episodes that end so close together are reported together
-
 
 class WorkerRequest(NamedTuple):
     """The next work of a worker.
@@ -31,12 +29,14 @@ class WorkerRequest(NamedTuple):
         task_sampler: what indices mean from here on.
         start: serial numbers and task indices of further episodes to run.
         cancel: serial numbers of episodes to stop.
-        poll_interval: seconds after which it answers, whether an episode has ended or not.
+        report_interval: seconds after which it answers if an episode has ended.
+        poll_interval: seconds after which it answers in any case.
     """
 
     task_sampler: TaskSampler
     start: Sequence[tuple[int, int]]
     cancel: Sequence[int]
+    report_interval: float
     poll_interval: float
 
 
@@ -113,7 +113,7 @@ class RolloutWorker:
 
     @torch.no_grad()
     def run(self, request: WorkerRequest, weights: Any = None) -> WorkerResult:
-        """Collect until an episode has ended, ``request.poll_interval`` has passed, or there is nothing to do."""
+        """Collect for the interval of the request, or until there is nothing to do."""
         # First: with max_staleness=0, what starts on the old weights would be dropped.
         parity_gap = self._install(self.policy, weights) if self._install and weights is not None else None
         self.env.task_sampler = request.task_sampler
@@ -126,7 +126,8 @@ class RolloutWorker:
         while self._episodes:
             self._executor.step()
             seconds = time.monotonic() - began
-            if seconds > request.poll_interval or (seconds > _MIN_CALL and (self._failed or self._finished())):
+            report = seconds > request.report_interval and (self._failed or self._finished())
+            if report or seconds > request.poll_interval:
                 break
         finished = self._finished()
         for serial, _ in finished:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torchrl_llm.collectors._cluster import Cluster, RayCluster
 from torchrl_llm.collectors._ray import RayExecutor, WorkerLostError
 from torchrl_llm.collectors.async_turn import STEP_TIMEOUT, check_slots
 from torchrl_llm.collectors.collector import EpisodeCollector
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.modules.policy import TurnPolicy
-from torchrl_llm.optional import running_ray
 from torchrl_llm.options import Count, Natural, Positive
 
 __all__ = ["RayTurnCollector", "WorkerLostError"]
@@ -73,6 +73,7 @@ class RayTurnCollector(EpisodeCollector):
 
     runs_here = False
     _executor: RayExecutor
+    _make_cluster: Callable[[Mapping[str, Any]], Cluster] = RayCluster
 
     def __init__(
         self,
@@ -92,8 +93,9 @@ class RayTurnCollector(EpisodeCollector):
         background: bool | None = None,
         **kwargs: Any,
     ) -> None:
-        # Before anything is made: without Ray all of it would be for nothing.
-        running_ray()
+        # Ray itself reserves a CPU for an actor only while it starts: any number would share one. Before anything else is made:
+        # without Ray all of it would be for nothing.
+        cluster = self._make_cluster({"num_cpus": 1} if worker_options is None else worker_options)
         make_env = make_env or (None if isinstance(env, GEMEnv) else env)
         if make_env is None:
             raise ValueError(
@@ -116,8 +118,7 @@ class RayTurnCollector(EpisodeCollector):
             self._queue,
             make_worker,
             num_workers=num_workers,
-            # Ray itself reserves a CPU for an actor only while it starts: any number would share one.
-            options={"num_cpus": 1} if worker_options is None else worker_options,
+            cluster=cluster,
             # A function: the sampler is replaced by set_seed, and in an adaptive mixture after each batch.
             task_sampler=lambda: self.env.task_sampler,
             weights=self._weights,
