@@ -58,8 +58,8 @@ class Costs:
     env: float = 0.0
     install: float = 0.0
     message: float = 0.001
-    call: float = 0.001
-    episode: float = 0.0004
+    call: float = 0.0013
+    episode: float = 0.0003
 
 
 def uniform_lengths(turns: tuple[int, int], tokens: tuple[int, int]) -> Lengths:
