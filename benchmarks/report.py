@@ -160,7 +160,7 @@ def write_learning(folder: Path) -> None:
             continue
         figures, seeds = (world / "summary.md").read_text().split("\n\n")[:2]
         shutil.copy(world / "learning.png", RESULTS / f"learning{suffix}.png")
-        shutil.copy(world / "runs.json", RESULTS / "runs" / f"{world.name}.json")
+        shutil.copy(world / "runs.json", RESULTS / "data" / f"{world.name}.json")
         fill(RESULTS / "learning.md", f"learning{suffix}", figures)
         fill(RESULTS / "learning.md", f"seeds{suffix}", seeds.rstrip("\n"))
         if not suffix:

@@ -1,4 +1,4 @@
-"""Does a type of model work here? :func:`check` tries sampler, scorer, critic and LoRA on a tiny random one of it.
+"""Does a type of model work here? :func:`check` tries sampler, scorer, critic, LoRA and shared prefixes on a tiny random one.
 
 ``python benchmarks/small_models/architectures.py`` tries every causal language model type of the installed transformers and
 writes the table of ``docs/results/architectures.md``; ``make test-models`` runs it. Each type has a process of its own,
@@ -8,11 +8,13 @@ so that one that crashes or hangs does not end the sweep.
 from __future__ import annotations
 
 import argparse
+import logging
 import multiprocessing
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -30,9 +32,11 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from torchrl_llm import keys
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, TurnCritic, load_actor_critic
 from torchrl_llm.modules.lm import backbone, reset_ropes
+from torchrl_llm.modules.prefix_attention import PrefixSharing
+from torchrl_llm.prefixes import PrefixCost
 
-PARTS = ("sampler", "scorer", "LoRA")
-"""What is tried: :class:`HFPolicy`; :class:`TokenScorer` and :class:`TurnCritic`; ``all-linear`` adapters."""
+PARTS = ("sampler", "scorer", "LoRA", "shared")
+"""What is tried: :class:`HFPolicy`; :class:`TokenScorer` and :class:`TurnCritic`; ``all-linear`` adapters; shared prefixes."""
 
 VOCABULARY, END = 128, 1
 WINDOW, POSITIONS = 16, 128
@@ -130,17 +134,31 @@ class Finding:
     """What one part of the library does with one type of model.
 
     Attributes:
-        status: ``"agrees"`` with a plain forward; ``"refused"`` by an error of this library; ``"wrong"`` log-probs, values
-            or gradients; ``"error"``: one of somebody else; ``"unbuilt"``: there is no tiny model of this type.
+        status: ``"agrees"`` with a plain forward; ``"rows"``: agrees because nothing is shared; ``"refused"`` by an error of
+            this library; ``"wrong"`` log-probs, values or gradients; ``"error"``: one of somebody else; ``"unbuilt"``: there is no
+            tiny model of this type.
         note: how wrong, or the error's message.
     """
 
-    status: Literal["agrees", "refused", "wrong", "error", "unbuilt"]
+    status: Literal["agrees", "rows", "refused", "wrong", "error", "unbuilt"]
     note: str = ""
 
 
 class Disagreement(AssertionError):
     """Two computations of the same number differ."""
+
+
+class NothingSharedError(Exception):
+    """The model computes every row by itself; the message is the library's reason."""
+
+
+class _Cut(PrefixSharing):
+    """Cuts wherever rows fork, whatever it costs."""
+
+    __slots__ = ()
+
+    def cost(self, device: torch.device) -> PrefixCost:
+        return PrefixCost(stage=0, context=0, key=0)
 
 
 def model_types() -> list[str]:
@@ -343,6 +361,57 @@ def check_lora(config: PreTrainedConfig) -> None:
         raise Disagreement("the adapters change nothing")
 
 
+def check_shared(config: PreTrainedConfig) -> None:
+    """Rows that share prefixes, up to more than a window: log-probs, values and gradients are those of the rows one by one."""
+    with _first_warning("torchrl_llm.modules.prefix_attention") as warned:
+        models = load_actor_critic(tiny_model(config), lora=LoraConfig(r=2, target_modules="all-linear"), critic=True)
+    assert models.critic is not None
+    sharing = models.actor.prefixes
+    if sharing is None:
+        raise NothingSharedError(warned[0].rpartition("share: ")[2] if warned else "")
+    generator = torch.Generator().manual_seed(1)
+    parameters = models.actor_parameters() + models.critic_parameters()
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    common, forks = _random_ids(WINDOW + 9, seed=0), _random_ids(11, seed=1)
+    rows = [
+        common + forks,
+        common + forks[:6] + _random_ids(9, seed=2),
+        common + _random_ids(4, seed=3),
+        _random_ids(13, seed=4),
+    ]
+    td = _rows(rows, [[(8, 12), (len(row) - 3, len(row))] for row in rows])
+    there = td[keys.TURN_IDS] >= 0
+    results = []
+    for prefixes in (None, _Cut(*sharing)):
+        models.actor.prefixes = models.critic.prefixes = prefixes
+        scores, values = models.actor(td.clone())[keys.LOG_PROB], models.critic(td.clone())
+        values = torch.cat([values[keys.STATE_VALUE][there], values[keys.BOOTSTRAP_VALUE].flatten()])
+        weights = torch.linspace(-1, 1, int(there.sum()))
+        gradients = torch.autograd.grad((weights * scores[there]).sum() + values.sum(), parameters, allow_unused=True)
+        flat = torch.cat([torch.zeros(1) if gradient is None else gradient.flatten() for gradient in gradients])
+        results.append((scores[there].detach(), values.detach(), flat))
+    (scores, values, gradient), (shared_scores, shared_values, shared_gradient) = results
+    _agree("log-probs with shared prefixes", shared_scores, scores)
+    _agree("values with shared prefixes", shared_values, values)
+    _agree("gradients with shared prefixes", shared_gradient / gradient.norm(), gradient / gradient.norm())
+
+
+@contextmanager
+def _first_warning(name: str) -> Iterator[list[str]]:
+    """What a logger warns of inside."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger(name)
+    logger.addHandler(handler)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+
+
 def check(name: str) -> dict[str, Finding]:
     """What each of :data:`PARTS` does with a tiny random model.
 
@@ -351,7 +420,7 @@ def check(name: str) -> dict[str, Finding]:
 
     Examples:
         >>> {part: finding.status for part, finding in check("qwen2").items()}
-        {'sampler': 'agrees', 'scorer': 'agrees', 'LoRA': 'agrees'}
+        {'sampler': 'agrees', 'scorer': 'agrees', 'LoRA': 'agrees', 'shared': 'agrees'}
     """
     try:
         config = tiny_config(name)
@@ -369,7 +438,7 @@ def check(name: str) -> dict[str, Finding]:
         assert models.critic is not None
         check_scorer(models.actor, models.critic, model)
 
-    parts: tuple[Callable[[], None], ...] = (sampler, scorer, lambda: check_lora(config))
+    parts: tuple[Callable[[], None], ...] = (sampler, scorer, lambda: check_lora(config), lambda: check_shared(config))
     return {part: _finding(run) for part, run in zip(PARTS, parts, strict=True)}
 
 
@@ -378,6 +447,8 @@ def _finding(run: Callable[[], None]) -> Finding:
         run()
     except Disagreement as error:
         return Finding("wrong", str(error))
+    except NothingSharedError as error:
+        return Finding("rows", str(error))
     except Exception as error:  # noqa: BLE001 - what is caught is reported
         ours = type(error).__module__.startswith("torchrl_llm")
         return Finding("refused" if ours else "error", _message(error))
@@ -429,13 +500,15 @@ def table(found: dict[str, dict[str, Finding]]) -> str:
         "each row alone.",
         '- **LoRA**: with `target_modules="all-linear"` and perturbed adapters the reference is the untouched base, and the '
         "critic's gradient stays out of the actor.",
+        "- **shared**: log-probs, values and gradients of rows that fork are those of the rows one by one. Where a type is said to "
+        "compute *rows*, nothing is shared, which the library says when it loads the model.",
         "",
         "Refused means an error that says why, before anything is computed with. A type that is refused as a sampler "
         "only can be trained with a vLLM policy. Not built: the tiny configuration does not fit this type, so nothing "
         f"was tried. Written by `make test-models` (peft {peft.__version__}, torch {torch.__version__.partition('+')[0]}).",
         "",
-        "| type | sampler | scorer | LoRA | why |",
-        "|---|---|---|---|---|",
+        "| type | sampler | scorer | LoRA | shared | why |",
+        "|---|---|---|---|---|---|",
     ]
     for name, parts in sorted(found.items()):
         notes = dict.fromkeys(_short(finding.note) for finding in parts.values() if finding.note)
@@ -450,9 +523,14 @@ _WORDS = {"unbuilt": "not built", "wrong": "**wrong**", "error": "**error**"}
 def _verdict(parts: dict[str, Finding]) -> str:
     statuses = {finding.status for finding in parts.values()}
     if statuses == {"agrees"}:
-        return "agree in all three"
-    worst = next(status for status in ("wrong", "error", "unbuilt", "refused") if status in statuses)
-    return {"unbuilt": "could not be built", "refused": "are refused in one or more"}.get(worst, f"are {worst}")
+        return "agree in all four"
+    worst = next(status for status in ("wrong", "error", "unbuilt", "refused", "rows") if status in statuses)
+    words = {
+        "unbuilt": "could not be built",
+        "refused": "are refused in one or more",
+        "rows": "agree and share nothing",
+    }
+    return words.get(worst, f"are {worst}")
 
 
 def _short(note: str) -> str:
