@@ -10,7 +10,7 @@ import pytest
 from architectures import PARTS, Finding, check, model_types, sweep, table
 from peft.tuners.tuners_utils import BaseTunerLayer
 
-from torchrl_llm.modules import adapters, lm
+from torchrl_llm.modules import adapters, lm, prefix_attention
 from torchrl_llm.modules.hf import _cached_model
 
 MIXTURES = ("mixtral", "olmoe", "qwen3_moe", "deepseek_v3", "glm4_moe", "minimax_m2", "ernie4_5_moe")
@@ -28,12 +28,16 @@ def statuses(name: str) -> dict[str, str]:
 
 
 class TestSample:
-    @pytest.mark.parametrize(
-        "name", [*MIXTURES, "gemma3_text", "moshi", "opt", "llama, dynamic RoPE", "phi3, longrope"]
-    )
+    @pytest.mark.parametrize("name", [*MIXTURES, "gemma3_text", "moshi", "opt"])
     def test_agrees(self, name):
         found = check(name)
         assert found == dict.fromkeys(PARTS, Finding("agrees"))
+
+    @pytest.mark.parametrize("name", ["llama, dynamic RoPE", "phi3, longrope"])
+    def test_agrees_and_shares_nothing(self, name):
+        found = check(name)
+        assert found.pop("shared") == Finding("rows", "the frequencies of its positions depend on a row's length.")
+        assert set(found.values()) == {Finding("agrees")}
 
     @pytest.mark.parametrize("name", REFUSED)
     def test_is_refused_by_name(self, name):
@@ -59,7 +63,7 @@ class TestFaults:
             return found
 
         monkeypatch.setattr(adapters, "adapter_layers", outermost)
-        assert statuses("mixtral") == {"sampler": "agrees", "scorer": "agrees", "LoRA": "wrong"}
+        assert statuses("mixtral") == dict.fromkeys(PARTS, "agrees") | {"LoRA": "wrong"}
 
     @pytest.mark.parametrize("name", ["gpt_neo", "moshi"])
     def test_windows_that_are_not_tried(self, monkeypatch, name):
@@ -74,6 +78,18 @@ class TestFaults:
 
         monkeypatch.setattr(lm, "rope_by_row", of_the_batch)
         assert statuses(name)["scorer"] == "wrong"
+
+    def test_stages_without_windows(self, monkeypatch):
+        """The library's own comparison, which would refuse such a model, is switched off."""
+        mask = prefix_attention.PrefixTree.mask
+        monkeypatch.setattr(
+            prefix_attention.PrefixTree,
+            "mask",
+            lambda self, stage, groups, window, dtype: mask(self, stage, groups, None, dtype),
+        )
+        assert statuses("gemma3_text")["shared"] == "rows"
+        monkeypatch.setattr(prefix_attention, "_gap", lambda *_: 0.0)
+        assert statuses("gemma3_text")["shared"] == "wrong"
 
 
 class TestSweep:
@@ -95,8 +111,8 @@ class TestSweep:
             "two": dict.fromkeys(PARTS, Finding("refused", "A|B: no")),
         }
         text = table(found)
-        assert "| one | agrees | agrees | agrees |  |" in text
-        assert "| two | refused | refused | refused | A\\|B: no |" in text
+        assert "| one | agrees | agrees | agrees | agrees |  |" in text
+        assert "| two | refused | refused | refused | refused | A\\|B: no |" in text
 
     def test_all_types_of_transformers_are_there(self):
         assert {"qwen2", "llama", "gpt2", *MIXTURES} <= set(model_types())
