@@ -87,7 +87,7 @@ QWEN_72B = Model("Qwen2.5-72B", 80, 8192, 29_568, 64, 8, 128, 152_064)
 
 @dataclass(frozen=True)
 class Game:
-    """Conversations: turns and tokens of a response are drawn evenly up to twice their mean, and answers have ``feedback`` tokens."""
+    """Conversations: turns and tokens of a response are drawn evenly up to twice their mean."""
 
     prompt: int = 400
     turns: int = 8
@@ -163,8 +163,8 @@ class Layout:
 
     @cached_property
     def sync_bytes(self) -> int:
-        """Of the adapter."""
-        return 2 * self.model.adapter
+        """Of the adapter, whose weights are float32."""
+        return 4 * self.model.adapter
 
     @cached_property
     def iteration_s(self) -> float:
@@ -175,10 +175,8 @@ class Layout:
     @cached_property
     def bottleneck(self) -> str:
         """What a further GPU should do."""
-        if self.gpus == 1:
-            return "sampling" if self.rollout_s > self.update_s else "learning"
         gap = self.rollout_s / self.update_s
-        return "balanced" if 0.8 < gap < 1.25 else "sampling" if gap > 1 else "learning"
+        return "either" if 0.8 < gap < 1.25 else "samples" if gap > 1 else "learns"
 
 
 def fitting_slots(model: Model, game: Game, gpu: GPU, tensor_parallel: int, share: float) -> int:
@@ -211,26 +209,29 @@ def layout(
 
 
 def simulated_share(each: Layout, *, batches: int = 4) -> float:
-    """Conversations per second of the simulated collector of one learner, over its part of what :class:`Layout` says."""
+    """Iterations per second of a simulated collector with its part of the engines, over what :class:`Layout` says.
+
+    Its part is that of one learner, one engine at least. Groups are not simulated.
+    """
     engines = max(1, round(each.engines / each.learners))
     alone = replace(each, engines=engines, batch=max(1, each.batch * engines // each.engines))
     game = each.game
     # The prompts and answers of an episode are read while the other slots' requests wait.
     costs = Costs(step=each.step_s, env=game.env_s, turn=each.prefill_s / game.turns)
     lengths = uniform_lengths((1, 2 * game.turns - 1), (1, 2 * game.response - 1))
+    expected = max(alone.rollout_s, each.update_s) if each.staleness else alone.rollout_s
     run = simulate(
-        costs, lengths, workers=engines, slots=each.slots, batch_size=alone.batch, batches=batches, max_staleness=each.staleness,
-        update=max(alone.rollout_s, each.update_s) if each.staleness else 0.0,
+        costs, lengths, workers=engines, slots=each.slots, batch_size=alone.batch, batches=batches,
+        max_staleness=each.staleness, update=expected if each.staleness else 0.0,
     )  # fmt: skip
-    return run.episodes / run.seconds * alone.rollout_s / alone.batch
+    return batches * expected / run.seconds
 
 
 def table(layouts: list[Layout], *, simulated: bool) -> str:
     """One line a layout, as Markdown."""
     lines = [
         "| GPUs | model | engines | learners | slots of an engine | step, ms | conversations of a batch | `max_staleness` | sampling, s | learning, s | "
-        "conversations per s | sampled tokens per s | adapter, MB | more GPUs to |"
-        + (" simulated |" if simulated else ""),
+        "conversations per s | sampled tokens per s | adapter, MB | next GPU |" + (" simulated |" if simulated else ""),
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|" + ("---|" if simulated else ""),
     ]
     for each in layouts:

@@ -3,11 +3,11 @@
     OMP_NUM_THREADS=1 python benchmarks/scaling.py --output runs/scaling.json
 
 Every worker has an engine that sleeps (:class:`~torchrl_llm.testing.policies.SleepingPolicy`): a step takes 20 ms for any
-number of requests up to 8 slots, and adds a token to each. So two CPUs do for four workers, and what is measured is everything but
+number of requests up to 8 slots, and adds a token to each. So two CPUs do for eight workers, and what is measured is everything but
 the engine: dealing, messages, collating, and slots that wait. Conversations have 1 to 4 turns of 8 to 16 tokens, which their task
 tells. The worlds:
 
-- ``on_policy``: ``max_staleness=0``, a batch of 16 conversations for each slot: 128 with one worker, 512 with four. Nothing is in
+- ``on_policy``: ``max_staleness=0``, a batch of 16 conversations for each slot: 128 with one worker, 1,024 with eight. Nothing is in
   flight between batches, so at the end of each batch slots run dry;
 - ``same_batch``: the same, but 256 conversations for any number of workers, 8 for each slot of four: more workers have less to do
   each, and the end of a batch weighs more;
@@ -177,6 +177,8 @@ def play_on_policy(collector: AsyncTurnCollector | RayTurnCollector, batch_size:
 
 def play_stale(collector: RayTurnCollector, batches: int, update_s: float) -> Run:
     """Some batches in a row, with updates between them; nothing is in flight before and after."""
+    # Two: the first may have been ready before, and then the engines are empty.
+    collector.rollout()
     collector.rollout()
     clock = Clock()
     for _ in range(batches):

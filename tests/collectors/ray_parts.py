@@ -64,7 +64,9 @@ class ReusingCluster(RayCluster):
         return call
 
     def end(self, process):
-        starting = not ray.wait([self.opening[process]], timeout=0)[0]
+        if not ray.is_initialized():
+            return
+        starting = not ray.wait([self.opening.pop(process)], timeout=0)[0]
         if answers(process, 0.0 if starting else 2.0) is None:
             super().end(process)
         else:

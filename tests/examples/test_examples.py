@@ -234,7 +234,6 @@ class TestBenchmarks:
         assert "--max-steps=100000" in script.world_overrides("coins", config)
         assert "--max-steps=160000" in script.world_overrides("key-and-door", config)
 
-    @pytest.mark.extra
     def test_capacity_knows_the_models(self):
         """Their numbers give the parameters that their makers state, in billions."""
         script = load(ROOT / "benchmarks" / "capacity.py")
@@ -249,6 +248,7 @@ class TestBenchmarks:
         alone = script.layout(script.QWEN_7B, 1, 256, staleness=0)
         assert alone.iteration_s > alone.rollout_s + alone.update_s
 
+    @pytest.mark.extra
     def test_iteration(self, tmp_path, monkeypatch):
         peer = shlex.join([sys.executable, "-c", _PEER])
         arguments = ["--algo=LLMPPO", "--iterations=1", f"--output={tmp_path / 'out.json'}", f"--peer-cmd={peer}"]

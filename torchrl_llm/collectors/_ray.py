@@ -25,9 +25,9 @@ from torchrl_llm.modules.engine import EngineError
 logger = logging.getLogger(__name__)
 
 _REPORT_INTERVAL = 0.02  # seconds; episodes of a worker that end so close together are reported together
-_WORKER_INTERVAL = 0.5  # seconds; workers answer at least so often, and new weights wait no longer for them
-# Both grow with the number of workers: a message costs this process more than an episode does. Read so often, they take a third of
-# its time.
+_WORKER_INTERVAL = 0.5  # seconds; workers answer at least so often, and new weights wait for two answers at most
+# Both grow with the number of workers: a message costs this process more than an episode does. So many seconds apart,
+# messages take two fifths of its time.
 _PER_WORKER = 0.003
 _WAIT = 0.2  # seconds; so long a step waits for an answer
 _MAX_REQUESTS = 2  # that a worker has at a time: the next one is there when it has answered one
@@ -78,7 +78,7 @@ class _Worker:
     def load(self) -> float:
         """Its episodes, over those that it should have, which are more than its slots: a free slot waits for no message.
 
-        A quarter more, or twice as many as have ended between its last two answers if that is more.
+        A quarter more, or twice as many as its last answer reported, if that is more.
         """
         return len(self.held) / (self.slots + max(1, self.slots // 4, 2 * self.reported))
 
@@ -130,7 +130,8 @@ class RayExecutor(RolloutExecutor):
         self.lost = 0
         self.parity_gap = math.nan
         self.workers = [_Worker(index) for index in range(num_workers)]
-        least = num_workers * _PER_WORKER
+        # A worker that is healthy answers well within the timeout.
+        least = min(num_workers * _PER_WORKER, timeout / 4)
         self._intervals = max(_REPORT_INTERVAL, least), max(_WORKER_INTERVAL, least)
         try:
             for worker in self.workers:
@@ -287,7 +288,8 @@ class RayExecutor(RolloutExecutor):
         self._end(worker)
         # extendleft reverses: the lowest index comes first.
         self._waiting.extendleft(sorted(worker.held.values(), key=lambda episode: -episode.index))
-        worker.held, worker.new, worker.dropped, worker.info = {}, [], [], None
+        worker.held, worker.new, worker.dropped, worker.reported = {}, [], [], 0
+        worker.process = worker.info = None
         worker.calls.clear()
         if worker.losses > self._max_losses:
             self._give_up(worker, cause)
@@ -305,6 +307,6 @@ class RayExecutor(RolloutExecutor):
         up = sum(each.info is not None for each in self.workers)
         raise WorkerLostError(
             f"The {worker.name} was lost {worker.losses} times without having finished an episode, or cannot be started "
-            f"({cause}); {up} of {len(self.workers)} are up. {self._cluster.resources()} is free. Ask for less "
+            f"({cause}); {up} of {len(self.workers)} are up. Free are {self._cluster.resources()}. Ask for less "
             "by the workers' options, for fewer workers, or look at their logs (ray logs)."
         ) from cause

@@ -123,13 +123,12 @@ class RolloutWorker:
             self._episodes[serial] = episode = Episode(index, *request.task_sampler[index][:3])
             self._waiting.append(episode)
         began = time.monotonic()
-        while self._episodes:
-            self._executor.step()
+        while len(finished := self._finished()) < len(self._episodes):
             seconds = time.monotonic() - began
-            report = seconds > request.report_interval and (self._failed or self._finished())
+            report = seconds > request.report_interval and (self._failed or finished)
             if report or seconds > request.poll_interval:
                 break
-        finished = self._finished()
+            self._executor.step()
         for serial, _ in finished:
             del self._episodes[serial]
         result = WorkerResult(finished, self._failed, self._timeouts, parity_gap)

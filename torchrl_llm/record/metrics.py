@@ -135,6 +135,29 @@ LOSS_METRICS: dict[str, str] = {
 }
 """Output key of a loss -> its name in :data:`METRICS`; averaged over the optimizer steps of an iteration."""
 
+_UNLOGGED = ("weight", "explained_variance")
+"""Outputs that others are computed from, and what is logged of the whole batch instead."""
+
+
+def loss_metric(key: str) -> str | None:
+    """The name under which a loss's output is logged; ``None``: it is not. What a loss adds of its own is ``"loss/..."``.
+
+    Raises:
+        ValueError: the name is another output's.
+
+    Examples:
+        >>> loss_metric("kl_approx"), loss_metric("loss_diversity"), loss_metric("margin"), loss_metric("weight")
+        ('policy/kl_old', 'loss/diversity', 'loss/margin', None)
+    """
+    if key in _UNLOGGED or key in LOSS_METRICS:
+        return LOSS_METRICS.get(key)
+    name = f"loss/{key.removeprefix('loss_')}"
+    if name in METRICS:
+        raise ValueError(
+            f"The loss's output {key!r} would be logged as {name!r}, which is another: give it a name of its own."
+        )
+    return name
+
 
 def wilson_interval(successes: float, trials: float, z: float = 1.959964) -> tuple[float, float]:
     """Confidence interval of a success rate (Wilson, 1927), 95 % by default.

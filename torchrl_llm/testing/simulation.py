@@ -1,9 +1,10 @@
 """Rollouts on any number of workers, simulated: the queue and the executor of the package under a virtual clock.
 
-What collects is :class:`~torchrl_llm.collectors.RayTurnCollector`, as it is. Only what it runs on is not there: processes, Ray and
-engines are replaced by :class:`SimulatedCluster`, on which nothing takes time but what :class:`Costs` says, and all of it in
-virtual seconds. So 1,024 workers need one process, and no throughput goes in that was measured: only an engine's step, how long
-episodes are, and what a message and an episode cost the process that collects.
+What collects is :class:`~torchrl_llm.collectors.RayTurnCollector`, as it is. Only what it runs on is not there: processes,
+Ray and engines are replaced by :class:`SimulatedCluster`, on which nothing takes time but what :class:`Costs` says, and all
+of it in virtual seconds. So 1,024 workers need one process, and no throughput goes in that was measured: only an engine's
+step, how long episodes are, and what a message and an episode cost the process that collects. What Ray takes to watch
+thousands of calls at a time is not counted.
 
 Examples:
     >>> lengths = uniform_lengths(turns=(1, 4), tokens=(8, 16))
@@ -82,7 +83,7 @@ def uniform_lengths(turns: tuple[int, int], tokens: tuple[int, int]) -> Lengths:
 
 @dataclass
 class _Running:
-    """An episode in a slot: the tokens of the response that it is at, those of the ones after it, and when it asks for one."""
+    """An episode in a slot: tokens left of its response, those of later ones, and when it asks for the next."""
 
     serial: int
     episode: Episode
@@ -131,8 +132,8 @@ class SimulatedWorker:
             self.running.append(_Running(serial, episode, first, later, now + self.costs.env))
         asking = [each for each in self.running if each.ready <= now]
         others = min((each.ready for each in self.running if each.ready > now), default=math.inf)
-        if not asking:
-            return others
+        if not asking:  # it polls, and answers a request whose time is over
+            return min(others, math.nextafter(until, math.inf))
         steps = max(1, min(*(each.left for each in asking), self._steps(others - now), self._steps(until - now) + 1))
         now += steps * self.costs.step
         for each in asking:

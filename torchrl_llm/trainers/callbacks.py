@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from tensordict import TensorDictBase
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from torchrl_llm.modules import ActorCritic
@@ -18,10 +20,29 @@ class Callback:
         ...     def on_iteration(self, trainer, metrics):
         ...         if metrics["rollout/reward"] > 0.9:
         ...             trainer.stop_reason = "reward above 0.9"
+        >>> class LargestAdvantage(Callback):
+        ...     def on_batch(self, trainer, rows, metrics):
+        ...         metrics["my/advantage"] = rows["advantage"].abs().max().item()
     """
 
     def on_start(self, trainer: Any) -> None:
         """Before the first iteration."""
+
+    def on_batch(self, trainer: Any, rows: TensorDictBase, metrics: dict[str, float]) -> None:
+        """Before each update, with the rows ``[B]`` that it learns from, scored and credited.
+
+        What is added to ``metrics``, numbers under names of their own, is logged with the iteration. Of several processes
+        each has its own rows, and those of the first are logged.
+        """
+
+    def on_minibatch(self, trainer: Any, rows: TensorDictBase, metrics: dict[str, Tensor]) -> None:
+        """After each optimizer step, with its rows ``[b]`` and its metrics, scalars.
+
+        What is added to ``metrics`` at every step, scalars under names of their own, is logged as the mean over the steps.
+        """
+
+    def on_evaluation(self, trainer: Any, metrics: dict[str, float]) -> None:
+        """After each evaluation, with its metrics; what is added, as in :meth:`on_batch`, is logged with them."""
 
     def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:
         """After each iteration, with its metrics (evaluation included where there was one)."""

@@ -146,8 +146,8 @@ def _summary(
     )
 
 
-def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of an evaluator as loggers and checkpoints take them.
+def checked_metrics(metrics: Mapping[str, Any], *, source: str = "evaluator") -> dict[str, float]:
+    """The metrics of an evaluator, or of what else is the ``source``, as loggers and checkpoints take them.
 
     Raises:
         ValueError: a name is that of a metric of training.
@@ -155,13 +155,11 @@ def checked_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """
     taken = sorted(name for name in metrics if named(name) and not name.startswith("evaluation"))
     if taken:
-        raise ValueError(
-            f"The evaluator returned {taken}, which are metrics of training: give them names of their own."
-        )
+        raise ValueError(f"The {source} returned {taken}, which are metrics of training: give them names of their own.")
     numbers = {}
     for name, value in metrics.items():
         try:
             numbers[name] = float(value)
         except (TypeError, ValueError) as error:
-            raise TypeError(f"The evaluator's metric {name!r} is {value!r}; expected a number.") from error
+            raise TypeError(f"{name!r} is {value!r}; expected a number, for it is a metric of the {source}.") from error
     return numbers

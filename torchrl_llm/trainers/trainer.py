@@ -197,6 +197,9 @@ class LLMTrainer(TrainerBase):
             # Before the first forward, which needs the engine's memory.
             sleeper.sleep()
         self.scorer.score_and_credit(batch)
+        added: dict[str, float] = {}
+        for callback in self.callbacks:
+            callback.on_batch(self, batch, added)
         # After the credit: baselines and normalization count the episodes that are left out.
         kept = batch[~overlong(batch, self.policy.sampling.max_output_tokens)] if self.config.overlong_filter else batch
         num_kept = self.distributed.all_reduce_sum(kept.shape[0])
@@ -211,7 +214,7 @@ class LLMTrainer(TrainerBase):
         # The sync also wakes the engine.
         if num_kept or sleeper is not None:
             metrics |= self._send_weights()
-        return metrics
+        return metrics | checked_metrics(added, source="callbacks")
 
     def score(self, batch: TensorDictBase) -> None:
         """Write what the loss needs from frozen weights into rows ``[B]``: old and reference log-probs, values."""
@@ -263,6 +266,9 @@ class LLMTrainer(TrainerBase):
         with self.saver.saved_if_it_fails():
             with self.saver.droppable(), self.timer("evaluation"), self.policy_weights():
                 metrics = checked_metrics(interruptible(evaluator))
+                for callback in self.callbacks:
+                    callback.on_evaluation(self, metrics)
+                metrics = checked_metrics(metrics, source="callbacks")
             self.stop_reason = success_reached(self.config, metrics) or self.stop_reason
         self.best_success = max(self.best_success, metrics.get("evaluation/success", self.best_success))
         return metrics

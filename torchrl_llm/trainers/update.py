@@ -13,7 +13,7 @@ from torchrl.objectives.value import ValueEstimatorBase
 from torchrl_llm import data, keys
 from torchrl_llm.modules.positions import prefix_cost
 from torchrl_llm.objectives import TurnEstimator, total, write_loss_weights
-from torchrl_llm.record import LOSS_METRICS
+from torchrl_llm.record.metrics import loss_metric
 from torchrl_llm.trainers.base import TrainerBase
 from torchrl_llm.trainers.distributed import check_accumulation
 from torchrl_llm.trainers.fsdp import full_on_cpu
@@ -130,8 +130,10 @@ class Updater:
         target, steps = self.run.config.target_kl, []
         region = Unbounded() if target is None or self.warms_up_critic else TrustRegion(self.run, batch, target)
         for minibatch in self._passes(batch):
-            metrics = self.accumulate(self.micro_batches(minibatch))
-            steps.append(metrics | region.bound(self.step))
+            metrics = self.accumulate(self.micro_batches(minibatch)) | region.bound(self.step)
+            for callback in self.run.callbacks:
+                callback.on_minibatch(self.run, minibatch, metrics)
+            steps.append(metrics)
             if region.reached:
                 break
         # One transfer from the device for a metric, and not one for each step.
@@ -174,7 +176,7 @@ class Updater:
             outputs.append(out)
         merged = self.run.distributed.merge_outputs(outputs)
         padding = torch.tensor(data.padding_share(parts), dtype=torch.float64)
-        return {name: merged[key] for key, name in LOSS_METRICS.items() if key in merged} | {
+        return {name: value for key, value in merged.items() if (name := loss_metric(key))} | {
             "data/padding_share": padding
         }
 
