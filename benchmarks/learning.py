@@ -10,7 +10,7 @@ evaluation stops the run or selects weights. Writes ``result.json``, the learnin
 ``--output-dir``.
 
 ``--world`` trains in another world (:mod:`torchrl_llm.testing.worlds`), whose best success rate is known, with the same settings;
-only the number of turns is scaled, so that the number of games stays about the same. The model that it starts from is made
+only the number of turns is scaled (:data:`TURNS`). The model that it starts from is made
 once, in ``runs/worlds`` (``benchmarks/small_models/make_worlds.py``).
 
 ``--seeds N`` trains with N seeds for each algorithm (``--algo``: for this one), each in a process of its own, ``--jobs`` at a
@@ -46,9 +46,9 @@ TIMEOUT = 3600.0
 """Seconds of one run of ``--seeds``; one takes 2 to 15 minutes."""
 WINDOW = 5
 """Batches of a moving mean of the win rate."""
-TURNS = {"guess": 3, "coins": 5, "key-and-door": 8}
-"""``max_steps`` counts turns and is scaled by these, so that a run plays about as many games in each world. A game of guess has 3
-turns, one of coins 5, and one of key-and-door 10: it plays fewer games, so that a run takes no more CPU-seconds."""
+TURNS = {"guess": 3, "coins": 10, "key-and-door": 8}
+"""``max_steps`` counts turns and is scaled by these. A game of guess has 3 turns, so a run plays as many games of key-and-door
+(10 turns) as of guess, less a fifth. One of coins has 5: it plays twice as many, for the last 4 % of its tasks are learned last."""
 
 
 # ---------------------------------------------------------------------- seeds

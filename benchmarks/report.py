@@ -1,6 +1,7 @@
 """Tables and plots of ``docs/results/`` from the JSON files of the benchmarks.
 
     python benchmarks/report.py --learning runs/learning/final-2
+    python benchmarks/report.py --learning runs/learning/final-3-coins
     python benchmarks/report.py --iteration runs/iteration
     python benchmarks/report.py --rollout runs/rollout
     python benchmarks/report.py --scaling runs/scaling.json
@@ -153,18 +154,15 @@ def main() -> None:
 
 
 def write_learning(folder: Path) -> None:
-    """The plots and tables of the page, and the README's table; of the other worlds where they are beside ``folder``."""
-    for suffix in ("", "-coins", "-key-and-door"):
-        world = folder.with_name(folder.name + suffix)
-        if not world.exists():
-            continue
-        figures, seeds = (world / "summary.md").read_text().split("\n\n")[:2]
-        shutil.copy(world / "learning.png", RESULTS / f"learning{suffix}.png")
-        shutil.copy(world / "runs.json", RESULTS / "data" / f"{world.name}.json")
-        fill(RESULTS / "learning.md", f"learning{suffix}", figures)
-        fill(RESULTS / "learning.md", f"seeds{suffix}", seeds.rstrip("\n"))
-        if not suffix:
-            fill(ROOT / "README.md", "learning", figures)
+    """Plot and tables of what ``learning.py --seeds`` wrote to ``folder``: of the README's game, or of the world in its name."""
+    world = next((world for world in ("-coins", "-key-and-door") if folder.name.endswith(world)), "")
+    figures, seeds = (folder / "summary.md").read_text().split("\n\n")[:2]
+    shutil.copy(folder / "learning.png", RESULTS / f"learning{world}.png")
+    shutil.copy(folder / "runs.json", RESULTS / "data" / f"{folder.name}.json")
+    fill(RESULTS / "learning.md", f"learning{world}", figures)
+    fill(RESULTS / "learning.md", f"seeds{world}", seeds.rstrip("\n"))
+    if not world:
+        fill(ROOT / "README.md", "learning", figures)
 
 
 def write_iteration(folder: Path) -> None:

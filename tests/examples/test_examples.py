@@ -231,7 +231,7 @@ class TestBenchmarks:
         monkeypatch.setattr(script, "make_model", lambda world: tmp_path / world)
         config = CONFIGS / "tiny_grpo_multiturn.yaml"
         assert script.world_overrides("guess", config) == []
-        assert "--max-steps=100000" in script.world_overrides("coins", config)
+        assert "--max-steps=200000" in script.world_overrides("coins", config)
         assert "--max-steps=160000" in script.world_overrides("key-and-door", config)
 
     def test_capacity_knows_the_models(self):
