@@ -58,7 +58,7 @@ html_math_renderer = "mathml"
 
 # Every reference into this package must resolve. Those into other packages stay plain text: no inventory is fetched.
 nitpicky = True
-nitpick_ignore_regex = [(r"py:.*", r"(?!torchrl_llm\.).*"), (r"py:.*", r".*\.(_AcceptedKeys|T)")]
+nitpick_ignore_regex = [(r"py:.*", r"(?!torchrl_llm\.).*"), (r"py:.*", r".*\.(_AcceptedKeys|T|Lengths|_worker\..*)")]
 
 
 def _cell(text: str) -> str:
