@@ -69,8 +69,8 @@ def evaluated(env, policy):
 def worked(env, policy):
     settings = {"install": None, "greedy": False, "num_threads": 0, "step_timeout": 10.0}
     worker = RolloutWorker(lambda: env, lambda: policy, **settings)
-    worker.run(WorkerRequest(env.task_sampler, [(i, i) for i in range(16)], [], 100.0))
-    while worker.run(WorkerRequest(env.task_sampler, [], [], 100.0)).finished:
+    worker.run(WorkerRequest(env.task_sampler, [(i, i) for i in range(16)], [], 100.0, 100.0))
+    while worker.run(WorkerRequest(env.task_sampler, [], [], 100.0, 100.0)).finished:
         pass
 
 

@@ -61,8 +61,10 @@ def forked(out, what, *names, how):
     scripts = [Script([SCRIPT, out, what, *names], f"{out}-{what}.{rank}", each) for rank, each in enumerate(own)]
     try:
         until = time.monotonic() + LIMIT
-        while any(script.wait(0.1) is None for script in scripts):
-            failed = [done.stderr for script in scripts if (done := script.wait(0)) and done.returncode]
+        ended = [None, None]
+        while None in ended:
+            ended = [script.wait(0.1) for script in scripts]
+            failed = [done.stderr for done in ended if done is not None and done.returncode]
             assert not failed, failed[0][-5000:]
             assert time.monotonic() < until, f"{what} ran for {LIMIT} s"
     finally:
