@@ -50,7 +50,17 @@ def start(out, what, *names, how="ddp", device="cpu"):
 
 
 def forked(out, what, *names, how):
-    """The ranks without their launcher, with the variables that it would set; whoever fails first ends both."""
+    """The ranks without their launcher; once more if another process took their port before they did."""
+    try:
+        _forked(out, what, *names, how=how)
+    except AssertionError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        _forked(out, what, *names, how=how)
+
+
+def _forked(out, what, *names, how):
+    """The ranks, with the variables that their launcher would set; whoever fails first ends both."""
     arguments = ["--config_file", str(CONFIGS / f"accelerate_{how}.yaml"), str(SCRIPT)]
     given, *_ = launch._validate_launch_command(launch.launch_command_parser().parse_args(arguments))
     common = prepare_multi_gpu_env(given) | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
