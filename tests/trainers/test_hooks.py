@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_runs import small_config
+from small_runs import small_config, weights
 
 from torchrl_llm import keys
 from torchrl_llm.objectives import LLMReinforceLoss
@@ -52,8 +52,11 @@ def test_what_is_no_metric_of_its_own_is_an_error(tmp_path, name, value, error, 
         def on_batch(self, trainer, rows, metrics):
             metrics[name] = value
 
+    run = build_run(small_config(tmp_path, max_iterations=1), callbacks=[Adds()])
+    before = weights(run)
     with pytest.raises(error, match=match):
-        build_run(small_config(tmp_path, max_iterations=1), callbacks=[Adds()]).trainer.train()
+        run.trainer.train()
+    assert torch.equal(weights(run), before)
 
 
 class WithTerms(LLMReinforceLoss):

@@ -30,7 +30,6 @@ from torchrl_llm.collectors._worker import WorkerInfo, WorkerRequest, WorkerResu
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.episode import Episode
 from torchrl_llm.keys import StopReason
-from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tokenizers import byte_tokenizer
@@ -249,11 +248,9 @@ class SimulatedCollector(RayTurnCollector):
     """The collector on a :class:`SimulatedCluster`."""
 
     def __init__(self, costs: Costs, lengths: Lengths, *, slots: int, **kwargs: Any) -> None:
-        sampling = SamplingConfig(max_output_tokens=16)
         env = GEMEnv(StopOrGo, tokenizer=byte_tokenizer(), num_envs=1, max_output_tokens=16, max_model_len=512)
         policy = ScriptedPolicy(lambda *_: "", tokenizer=byte_tokenizer(), max_output_tokens=16)
-        assert policy.sampling == sampling
-        info = WorkerInfo(slots, env.group_size, env.max_model_len, sampling, True, "nowhere", 0)
+        info = WorkerInfo(slots, env.group_size, env.max_model_len, policy.sampling, True, "nowhere", 0)
         self.cluster = SimulatedCluster(costs, slots, lengths, info)
         schemes = {"policy": Versions(policy)}
         super().__init__(

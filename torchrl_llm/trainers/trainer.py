@@ -197,16 +197,18 @@ class LLMTrainer(TrainerBase):
             # Before the first forward, which needs the engine's memory.
             sleeper.sleep()
         self.scorer.score_and_credit(batch)
-        added: dict[str, float] = {}
-        for callback in self.callbacks:
-            callback.on_batch(self, batch, added)
         # After the credit: baselines and normalization count the episodes that are left out.
         kept = batch[~overlong(batch, self.policy.sampling.max_output_tokens)] if self.config.overlong_filter else batch
         num_kept = self.distributed.all_reduce_sum(kept.shape[0])
         kept = self.distributed.nonempty(kept, batch[: self.rollouts.group_size])
         metrics = {}
         if num_kept:
-            metrics = credit_metrics(self.distributed.all_gather_rows(kept, CREDIT_KEYS))
+            added: dict[str, float] = {}
+            for callback in self.callbacks:
+                callback.on_batch(self, kept, added)
+            # Before the update: a bad one leaves the weights as they were.
+            metrics = checked_metrics(added, source="callbacks")
+            metrics |= credit_metrics(self.distributed.all_gather_rows(kept, CREDIT_KEYS))
             with self.timer("update"):
                 metrics |= self.update(kept)
         else:
@@ -214,7 +216,7 @@ class LLMTrainer(TrainerBase):
         # The sync also wakes the engine.
         if num_kept or sleeper is not None:
             metrics |= self._send_weights()
-        return metrics | checked_metrics(added, source="callbacks")
+        return metrics
 
     def score(self, batch: TensorDictBase) -> None:
         """Write what the loss needs from frozen weights into rows ``[B]``: old and reference log-probs, values."""
