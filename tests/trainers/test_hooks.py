@@ -59,6 +59,30 @@ def test_what_is_no_metric_of_its_own_is_an_error(tmp_path, name, value, error, 
     assert torch.equal(weights(run), before)
 
 
+def test_a_metric_of_a_step_is_not_changed_unseen_and_one_of_some_steps_is_their_mean(tmp_path):
+    class Adds(Callback):
+        def on_minibatch(self, trainer, rows, metrics):
+            if len(names) == 1:
+                metrics["mine/second"] = 3.0
+            names.append(set(metrics))
+            if clashes:
+                metrics["policy/entropy"] = metrics["policy/entropy"] * 0
+
+    for clashes in (False, True):
+        names = []
+        run = build_run(small_config(tmp_path / str(clashes), max_iterations=1, minibatch_size=4), callbacks=[Adds()])
+        if clashes:
+            with pytest.raises(
+                ValueError, match=r"callbacks returned \['policy/entropy'\], which are metrics of training"
+            ):
+                run.trainer.train()
+        else:
+            (metrics,) = run.trainer.train()
+            assert metrics["mine/second"] == 3
+            assert len(names) == 2
+            assert "mine/second" not in names[0]
+
+
 class WithTerms(LLMReinforceLoss):
     """Adds a term to minimize and a number to look at, and one under another's name where ``clash``."""
 

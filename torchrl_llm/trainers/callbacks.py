@@ -38,7 +38,7 @@ class Callback:
     def on_minibatch(self, trainer: Any, rows: TensorDictBase, metrics: dict[str, Tensor]) -> None:
         """After each optimizer step, with its rows ``[b]`` and its metrics, scalars.
 
-        What is added to ``metrics`` at every step, scalars under names of their own, is logged as the mean over the steps.
+        What is added to ``metrics``, scalars under names of their own, is logged as the mean over the steps that add it.
         """
 
     def on_evaluation(self, trainer: Any, metrics: dict[str, float]) -> None:

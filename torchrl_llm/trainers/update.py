@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -16,6 +16,7 @@ from torchrl_llm.objectives import TurnEstimator, total, write_loss_weights
 from torchrl_llm.record.metrics import loss_metric
 from torchrl_llm.trainers.base import TrainerBase
 from torchrl_llm.trainers.distributed import check_accumulation
+from torchrl_llm.trainers.evaluation import checked_metrics
 from torchrl_llm.trainers.fsdp import full_on_cpu
 from torchrl_llm.trainers.schedule import GROUPS
 from torchrl_llm.trainers.trust_region import TrustRegion, Unbounded
@@ -127,19 +128,24 @@ class Updater:
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:
         """Take the optimizer steps of an update on rows ``[B]``; returns the means of their metrics."""
-        target, steps = self.run.config.target_kl, []
+        target, steps, added = self.run.config.target_kl, [], []
         region = Unbounded() if target is None or self.warms_up_critic else TrustRegion(self.run, batch, target)
         for minibatch in self._passes(batch):
             metrics = self.accumulate(self.micro_batches(minibatch)) | region.bound(self.step)
-            for callback in self.run.callbacks:
-                callback.on_minibatch(self.run, minibatch, metrics)
             steps.append(metrics)
+            added.append(self._added(minibatch, metrics))
             if region.reached:
                 break
-        # One transfer from the device for a metric, and not one for each step.
-        means = {name: torch.stack([step[name] for step in steps]).mean().item() for name in steps[0]}
+        means = _means(steps) | checked_metrics(_means(added), source="callbacks")
         means["policy/log_prob_gap"] = self.log_prob_gap(batch, steps[0])
         return means | region.metrics()
+
+    def _added(self, minibatch: TensorDictBase, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the callbacks add to the metrics of an optimizer step, or change in them."""
+        heard = dict(metrics)
+        for callback in self.run.callbacks:
+            callback.on_minibatch(self.run, minibatch, heard)
+        return {name: torch.as_tensor(value).float() for name, value in heard.items() if value is not metrics.get(name)}
 
     def _passes(self, batch: TensorDictBase) -> Iterator[TensorDictBase]:
         for _ in range(self.run.config.epochs):
@@ -205,3 +211,10 @@ class Updater:
         actions = batch[keys.TURN_IDS] >= 0
         gap = (batch[keys.OLD_LOG_PROB] - batch[keys.SAMPLE_LOG_PROB])[actions].abs()
         return self.run.distributed.all_reduce_mean(gap)
+
+
+def _means(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """The mean of each metric, over the steps that have it."""
+    names = dict.fromkeys(name for step in steps for name in step)
+    # One transfer from the device for a metric, and not one for each step.
+    return {name: torch.stack([step[name] for step in steps if name in step]).mean().item() for name in names}
