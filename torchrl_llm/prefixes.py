@@ -29,14 +29,14 @@ class PrefixCost:
         context: a token that another token attends to.
         key: a copy of the keys and values of one token.
         key_size: the memory of such a copy, as a share of a token's activations.
-        longest: rows of more tokens share nothing.
+        max_length: rows of more tokens share nothing.
     """
 
     stage: float
     context: float
     key: float
     key_size: float = 0.125
-    longest: float = float("inf")
+    max_length: float = float("inf")
 
     def stages(self, nodes: Ints, start: Ints, end: int) -> Floats:
         """The cost of a stage of so many ``nodes`` from column ``start`` to ``end``, elementwise."""
@@ -176,7 +176,7 @@ def plan_prefixes(tokens: Ints, ends: Ints, cost: PrefixCost) -> PrefixPlan | No
         >>> plan.places.tolist()
         [[0, 1, 2], [0, 1, 3], [0, 1, 2]]
     """
-    if len(ends) < 2 or ends.max() > cost.longest:
+    if len(ends) < 2 or ends.max() > cost.max_length:
         return None
     rows = SortedRows.of(tokens, ends)
     cuts = choose_cuts(rows.ends, rows.shared, cost)

@@ -131,7 +131,7 @@ class TestApplyInMicroBatches:
 
 
 class TestSharedPrefixes:
-    COST = PrefixCost(stage=10, context=0.0, key=0.0, key_size=0.0, longest=20)
+    COST = PrefixCost(stage=10, context=0.0, key=0.0, key_size=0.0, max_length=20)
 
     def rows(self, length: int = 20) -> TensorDict:
         """Four games of four rows each, dealt out in turn; the rows of a game differ in their last two tokens."""

@@ -32,14 +32,14 @@ def plain(hidden, weight, bias, targets, factor, temperature, held_back=None):
 @settings(deadline=None, max_examples=40)
 @given(
     count=st.integers(0, 6),
-    rows=st.integers(1, 7),
+    chunk_size=st.integers(1, 7),
     factor=st.sampled_from([1.0, 0.7]),
     temperature=st.sampled_from([1.0, 1.3]),
     used=st.sampled_from([(1.0, 0.0), (0.0, 1.0), (1.0, -0.4)]),
     bias=st.booleans(),
     held=st.lists(st.booleans(), min_size=6, max_size=6),
 )
-def test_values_and_gradients_are_those_of_plain_logits(count, rows, factor, temperature, used, bias, held):
+def test_values_and_gradients_are_those_of_plain_logits(count, chunk_size, factor, temperature, used, bias, held):
     hidden, weight, offset, targets = case(count, bias=bias)
     head, held_back = LinearHead(weight, offset, factor), None
     if any(held):
@@ -49,7 +49,9 @@ def test_values_and_gradients_are_those_of_plain_logits(count, rows, factor, tem
     scales = torch.linspace(0.5, 2, max(count, 1), dtype=torch.float64)[:count]
     results = []
     for log_prob, entropy in (
-        head_scores(hidden, targets, head, temperature=temperature, held_back=held_back, entropy=True, rows=rows),
+        head_scores(
+            hidden, targets, head, temperature=temperature, held_back=held_back, entropy=True, chunk_size=chunk_size
+        ),
         plain(hidden, weight, offset, targets, factor, temperature, held_back),
     ):
         loss = sum(share * (scales * x).sum() for share, x in zip(used, (log_prob, entropy), strict=True) if share)
@@ -62,7 +64,7 @@ def test_a_target_that_is_held_back_cannot_be_sampled_and_has_no_gradient():
     hidden, weight, bias, targets = case(2)
     held_back = HeldBack(torch.tensor([True, False]), targets)
     log_prob, entropy = head_scores(
-        hidden, targets, LinearHead(weight, bias, 1.0), held_back=held_back, entropy=True, rows=1
+        hidden, targets, LinearHead(weight, bias, 1.0), held_back=held_back, entropy=True, chunk_size=1
     )
     assert log_prob[0] == -torch.inf
     assert log_prob[1].isfinite()
@@ -78,19 +80,21 @@ def test_a_target_that_is_held_back_cannot_be_sampled_and_has_no_gradient():
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("rows", [2, 9])
-def test_gradcheck(entropy, rows):
+@pytest.mark.parametrize("chunk_size", [2, 9])
+def test_gradcheck(entropy, chunk_size):
     hidden, weight, bias, targets = case(5)
 
     def scores(hidden, weight, bias):
-        return head_scores(hidden, targets, LinearHead(weight, bias, 0.7), temperature=1.3, entropy=entropy, rows=rows)
+        return head_scores(
+            hidden, targets, LinearHead(weight, bias, 0.7), temperature=1.3, entropy=entropy, chunk_size=chunk_size
+        )
 
     assert torch.autograd.gradcheck(scores, (hidden, weight, bias))
 
 
 def test_a_graph_that_is_kept_gives_the_same_gradient_twice():
     hidden, weight, bias, targets = case(5)
-    log_prob, entropy = head_scores(hidden, targets, LinearHead(weight, bias, 1.0), entropy=True, rows=9)
+    log_prob, entropy = head_scores(hidden, targets, LinearHead(weight, bias, 1.0), entropy=True, chunk_size=9)
     first = torch.autograd.grad((log_prob + entropy).sum(), hidden, retain_graph=True)[0]
     assert torch.equal(first, torch.autograd.grad((log_prob + entropy).sum(), hidden)[0])
 
@@ -101,12 +105,12 @@ def test_half_precision_is_that_of_plain_logits(autocast):
     dtype = torch.float32 if autocast else torch.bfloat16
     hidden, weight, _, targets = case(6, dtype=dtype, bias=False)
     results = []
-    for rows in (2, None):
+    for chunk_size in (2, None):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             scores = (
                 plain(hidden, weight, None, targets, 1.0, 1.0)
-                if rows is None
-                else head_scores(hidden, targets, LinearHead(weight, None, 1.0), entropy=True, rows=rows)
+                if chunk_size is None
+                else head_scores(hidden, targets, LinearHead(weight, None, 1.0), entropy=True, chunk_size=chunk_size)
             )
         assert scores[0].dtype == torch.float32
         results.append([*scores, *torch.autograd.grad(sum(x.sum() for x in scores), (hidden, weight))])
@@ -117,7 +121,7 @@ def test_half_precision_is_that_of_plain_logits(autocast):
 
 def test_what_needs_no_gradient_gets_none():
     hidden, weight, _, targets = case(5, bias=False)
-    head_scores(hidden, targets, LinearHead(weight.detach(), None, 1.0), rows=2)[0].sum().backward()
+    head_scores(hidden, targets, LinearHead(weight.detach(), None, 1.0), chunk_size=2)[0].sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None
 

@@ -52,7 +52,7 @@ class Free(PrefixSharing):
     """Cuts wherever rows fork, however little that saves."""
 
     def cost(self, device: torch.device) -> PrefixCost:
-        return replace(FREE, longest=self.longest)
+        return replace(FREE, max_length=self.max_length)
 
 
 def shared(model) -> Free:
@@ -347,9 +347,9 @@ class TestFamilies:
     def test_rows_beyond_a_window_that_was_not_tried_are_plain(self):
         model = make_model(torch.float32, MistralForCausalLM, MistralConfig, sliding_window=1024)
         sharing = enable_prefix_sharing(model)
-        assert sharing.longest == 1024
+        assert sharing.max_length == 1024
         rows, counts = make_rows(), tokens_computed(model)
-        TokenScorer(model, prefixes=Free(*sharing[:2], longest=10))(rows)
+        TokenScorer(model, prefixes=Free(*sharing[:2], max_length=10))(rows)
         assert counts[0] % 9 == 0
         assert counts[0] > 10 * 9
 

@@ -193,7 +193,7 @@ def _packed(batch: TensorDictBase, max_tokens: int, cost: PrefixCost | None) -> 
     # A row without a token has length 0, and max_tokens is divided by it.
     sizes = lengths.clamp(min=1).tolist()
     parts = _by_length(sizes, max_tokens)
-    if cost is not None and len(sizes) > 1 and sizes[0] <= cost.longest:
+    if cost is not None and len(sizes) > 1 and sizes[0] <= cost.max_length:
         plain = sum(cost.rows(end - start, sizes[start]) for start, end in parts)
         rows = SortedRows.of(batch[keys.TOKENS].cpu().numpy(), ends.clamp(min=1).cpu().numpy())
         spans, price = pack_rows(rows, max_tokens, cost)

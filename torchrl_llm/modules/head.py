@@ -65,11 +65,11 @@ def head_scores(
     temperature: float = 1.0,
     held_back: HeldBack | None = None,
     entropy: bool = False,
-    rows: int,
+    chunk_size: int,
 ) -> tuple[Tensor, ...]:
     """Log-probs of ``targets``, and entropies, from the hidden states before them.
 
-    The logits of ``rows`` tokens at a time are made, once here and once in ``backward`` (an only chunk is kept instead): with
+    The logits of ``chunk_size`` tokens at a time are made, once here and once in ``backward`` (an only chunk is kept instead): with
     ``p`` the probabilities, ``H`` their entropy and ``z`` the logits, ``d log p_t / d z = onehot(t) - p`` and
     ``d H / d z = -p (log p + H)``.
 
@@ -80,19 +80,19 @@ def head_scores(
         temperature: divides the logits.
         held_back: what cannot be sampled; a target among it gets minus infinity.
         entropy: compute the entropies as well.
-        rows: tokens whose logits are alive at a time.
+        chunk_size: tokens whose logits are alive at a time.
 
     Returns:
         ``(log_prob,)`` or ``(log_prob, entropy)``, each ``[M]``, float32 or wider, in nats.
 
     Examples:
         >>> head = LinearHead(torch.tensor([[1.0], [0.0]]), None, factor=1.0)
-        >>> head_scores(torch.tensor([[0.0], [2.0]]), torch.tensor([0, 1]), head, entropy=True, rows=1)
+        >>> head_scores(torch.tensor([[0.0], [2.0]]), torch.tensor([0, 1]), head, entropy=True, chunk_size=1)
         (tensor([-0.6931, -2.1269]), tensor([0.6931, 0.3653]))
     """
     places, ids = held_back or (None, None)
     log_prob, entropies = _HeadScores.apply(
-        hidden, head.weight, head.bias, targets, places, ids, head.factor, temperature, entropy, rows
+        hidden, head.weight, head.bias, targets, places, ids, head.factor, temperature, entropy, chunk_size
     )
     return (log_prob, entropies) if entropy else (log_prob,)
 
@@ -101,13 +101,13 @@ class _HeadScores(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, places: Tensor | None,
-        ids: Tensor | None, factor: float, temperature: float, entropy: bool, rows: int,
+        ids: Tensor | None, factor: float, temperature: float, entropy: bool, chunk_size: int,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         ctx.set_materialize_grads(False)
-        ctx.factor, ctx.temperature, ctx.rows, ctx.dtype = factor, temperature, rows, hidden.dtype
+        ctx.factor, ctx.temperature, ctx.chunk_size, ctx.dtype = factor, temperature, chunk_size, hidden.dtype
         head, parts, kept = LinearHead(weight, bias, factor), [], None
-        for start in range(0, len(hidden), rows):
-            part = slice(start, start + rows)
+        for start in range(0, len(hidden), chunk_size):
+            part = slice(start, start + chunk_size)
             logits = head.logits(hidden[part])
             ctx.dtype = logits.dtype  # not that of the inputs under autocast, which backward runs without
             logits, target = _sampled_from(logits, temperature, places, ids, part), targets[part].unsqueeze(-1)
@@ -117,7 +117,9 @@ class _HeadScores(torch.autograd.Function):
             log_probs = torch.log_softmax(logits, -1, out=logits)  # one pass, in the memory of the logits
             log_prob = log_probs.gather(-1, target)
             normalizer = (at_target - log_prob).squeeze(-1) if normalizer is None else normalizer
-            kept = log_probs if len(hidden) <= rows else None  # an only chunk is cheaper to keep than to make again
+            kept = (
+                log_probs if len(hidden) <= chunk_size else None
+            )  # an only chunk is cheaper to keep than to make again
             parts.append((log_prob.squeeze(-1), _entropy(log_probs) if entropy else normalizer, normalizer))
         wide = torch.promote_types(hidden.dtype, torch.float32)
         log_prob, entropies, normalizer = (
@@ -146,8 +148,8 @@ class _HeadScores(torch.autograd.Function):
         ]
         grad_hidden, grad_weight, grad_bias = grads
         head = LinearHead(weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype), ctx.factor)
-        for start in range(0, len(hidden), ctx.rows):
-            part = slice(start, start + ctx.rows)
+        for start in range(0, len(hidden), ctx.chunk_size):
+            part = slice(start, start + ctx.chunk_size)
             inputs = hidden[part].to(ctx.dtype)
             if kept is None:
                 log_probs = _sampled_from(head.logits(inputs), ctx.temperature, places, ids, part)

@@ -48,7 +48,7 @@ _STAGE_FLOPS = {"cpu": 1e7, "cuda": 3e10}
 """Floating-point operations that a device does in the time that the calls of one stage take in one layer."""
 
 
-_LONGEST = 8192
+_MAX_LENGTH = 8192
 """Rows of more tokens share nothing: the attention mask of a stage grows with their square."""
 
 _OTHER_ATTENTION = ("position_bias", "softcap", "s_aux", "indices", "cache")
@@ -61,12 +61,12 @@ class PrefixSharing(NamedTuple):
     Attributes:
         hidden_size: of the model.
         kv_share: numbers in a key, of all heads, for each number in a hidden state.
-        longest: rows of more tokens are computed one by one: attention may have a window that was not tried.
+        max_length: rows of more tokens are computed one by one: attention may have a window that was not tried.
     """
 
     hidden_size: int
     kv_share: float = 1.0
-    longest: float = _LONGEST
+    max_length: float = _MAX_LENGTH
 
     def cost(self, device: torch.device) -> PrefixCost:
         """What decides where rows are cut, and whether. It depends on nothing measured, so that a run can be repeated."""
@@ -79,7 +79,7 @@ class PrefixSharing(NamedTuple):
             key=4 / size * self.kv_share,
             # Of about 16 numbers for each of a hidden state that a layer keeps for its backward, a key and a value are two.
             key_size=self.kv_share / 8,
-            longest=self.longest,
+            max_length=self.max_length,
         )
 
 
@@ -115,7 +115,7 @@ def _sharing(config: Any) -> PrefixSharing:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     untried = [window for window in declared_windows(config) if window > LONGEST_TRIED]
-    return PrefixSharing(config.hidden_size, kv_heads * head_dim / config.hidden_size, min([_LONGEST, *untried]))
+    return PrefixSharing(config.hidden_size, kv_heads * head_dim / config.hidden_size, min([_MAX_LENGTH, *untried]))
 
 
 def _problem(lm: Any) -> str | None:
@@ -201,7 +201,7 @@ def row_states(model: nn.Module, tokens: Tensor, lengths: Tensor, sharing: Prefi
         lengths: ``[B]`` the tokens of each row that matter, the most of them L.
         sharing: of this model; ``None``: every row is computed by itself.
     """
-    if sharing is not None and len(tokens) > 1 and tokens.shape[1] <= sharing.longest:
+    if sharing is not None and len(tokens) > 1 and tokens.shape[1] <= sharing.max_length:
         plan = plan_prefixes(tokens.cpu().numpy(), lengths.cpu().numpy(), sharing.cost(tokens.device))
         if plan is not None:
             tree = PrefixTree(plan, tokens.device)

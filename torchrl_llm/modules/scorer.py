@@ -6,6 +6,7 @@ Values are computed by the critic, losses and ratios by the objectives.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -124,18 +125,14 @@ class TokenScorer(RowModule):
 
     def _score_actions(self, states: Tensor, places: Tensor, targets: Tensor, early: Tensor) -> list[Tensor]:
         """Scores ``[M]`` of the tokens ``targets`` from the states at ``places`` before them, chunk by chunk."""
-        hidden, rows = states.index_select(0, places), max(1, self.chunk_logits // vocabulary_of(self.model))
+        hidden, chunk_size = states.index_select(0, places), max(1, self.chunk_logits // vocabulary_of(self.model))
         head = None if self._truncates else LinearHead.of(self.model)
         if head is not None:
             ids = torch.tensor(self.held_back, dtype=torch.int64, device=targets.device)
             held_back = HeldBack(early.bool(), ids) if self.held_back else None
-            temperature, entropy = float(self.sampling.temperature), self.entropy
-            return list(
-                head_scores(
-                    hidden, targets, head, temperature=temperature, held_back=held_back, entropy=entropy, rows=rows
-                )
-            )
-        chunks = [x.split(rows) for x in (hidden, targets, early.bool())]
+            score = partial(head_scores, temperature=float(self.sampling.temperature), held_back=held_back)
+            return [*score(hidden, targets, head, entropy=self.entropy, chunk_size=chunk_size)]
+        chunks = [x.split(chunk_size) for x in (hidden, targets, early.bool())]
         parts = []
         for chunk in zip(*chunks, strict=True):
             # One chunk is not recomputed: backward would make its logits again, at the same size.
