@@ -49,6 +49,24 @@ class PrefixCost:
         return float(self.stages(np.array(count), np.array(0), longest))
 
 
+def common_prefix(a: Ints, b: Ints, limit: Ints) -> Ints:
+    """Length of the longest common prefix of each row of ``a`` and ``b``, at most ``limit``.
+
+    Args:
+        a, b: ``[n, L]`` or ``[1, L]`` ids.
+        limit: ``[n]``, at most ``L``.
+
+    Returns:
+        ``[n]``.
+
+    Examples:
+        >>> common_prefix(np.array([[1, 2, 3]]), np.array([[1, 2, 4], [1, 2, 3]]), np.array([3, 1]))
+        array([2, 1])
+    """
+    differs = (a != b) | (np.arange(a.shape[1]) >= limit[:, None])
+    return np.where(differs.any(1), differs.argmax(1), a.shape[1])
+
+
 class SortedRows(NamedTuple):
     """Rows in lexicographic order, in which those of a common prefix are neighbors.
 
@@ -72,8 +90,7 @@ class SortedRows(NamedTuple):
         # Big-endian bytes are compared in memory's order, which is then that of the ids. A row comes before its extensions.
         order = np.argsort((padded + 1).astype(">u4").view(f"V{4 * tokens.shape[1]}").ravel(), kind="stable")
         padded, ends = padded[order], ends[order]
-        differs = (padded[1:] != padded[:-1]) | (columns >= np.minimum(ends[1:], ends[:-1])[:, None])
-        shared = np.where(differs.any(1), differs.argmax(1), tokens.shape[1])
+        shared = common_prefix(padded[1:], padded[:-1], np.minimum(ends[1:], ends[:-1]))
         return cls(order, padded, ends, np.append(shared, 0))
 
     def part(self, start: int, end: int) -> SortedRows:

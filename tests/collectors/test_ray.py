@@ -220,9 +220,8 @@ class TestWeights:
 
     def test_a_whole_model(self, collect):
         model = load_tiny_model()
-        sync, policy = self.follow(collect, model, None, parts.make_hf, partial(shake, model))
+        _, policy = self.follow(collect, model, None, parts.make_hf, partial(shake, model))
         assert policy.policy_version == 3
-        assert sync.seconds > 0
 
     def test_a_lora_adapter(self, collect):
         models = parts.make_lora_models(lora=parts.LORA)

@@ -279,6 +279,19 @@ class TestErrors:
         with pytest.raises(ValueError, match="group size 4"):
             TurnCollector(make(num_envs=4, group_size=4), says(one_or_five), batch_size=6)
 
+    @pytest.mark.parametrize(
+        ("collector", "option"),
+        [
+            (TurnCollector, {"max_staleness": 1}),
+            (TurnCollector, {"background": True}),
+            (AsyncTurnCollector, {"keep_failed": True}),
+        ],
+    )
+    def test_an_option_of_another_collector(self, make, says, collector, option):
+        # They were taken, and had no effect or a wrong one.
+        with pytest.raises(TypeError, match=f"{collector.__name__} has no option {next(iter(option))!r}"):
+            collector(make(), says(one_or_five), batch_size=1, **option)
+
     def test_batched_environments(self, make, says):
         with pytest.raises(ValueError, match="one dimension"):
             TurnCollector(SerialEnv(2, make), says(one_or_five), batch_size=2)

@@ -103,7 +103,7 @@ class AsyncTurnCollector(EpisodeCollector):
                 f"{type(self).__name__}: background is True; expected False: the policy's weights are the trainer's "
                 "(policy.owns_weights is False)."
             )
-        super().__init__(env, policy, max_staleness=max_staleness, background=background, **kwargs)
+        super().__init__(env, policy, max_staleness, False, background, **kwargs)
         check_slots(self.env)
         self._executor = ThreadExecutor(
             self.env, policy, self._queue, greedy=self._greedy, num_threads=num_threads, step_timeout=step_timeout

@@ -103,7 +103,7 @@ class RayTurnCollector(EpisodeCollector):
                 "here."
             )
         background = max_staleness > 0 if background is None else background
-        super().__init__(env, policy, max_staleness=max_staleness, background=background, **kwargs)
+        super().__init__(env, policy, max_staleness, False, background, **kwargs)
         check_slots(self.env)
         self._scheme: Any = (self._weight_sync_schemes or {}).get("policy")
         make_worker = {

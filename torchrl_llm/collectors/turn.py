@@ -82,10 +82,11 @@ class TurnCollector(EpisodeCollector):
         env: EnvBase | Callable[[], EnvBase],
         policy: Callable[[TensorDictBase], TensorDictBase],
         *,
+        keep_failed: bool = False,
         policy_device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(env, policy, **kwargs)
+        super().__init__(env, policy, 0, keep_failed, **kwargs)
         self._executor = LockstepExecutor(self.env, policy, self._queue, policy_device)
 
     def _after_error(self, error: BaseException) -> None:

@@ -7,7 +7,7 @@ transformers model and in one inside a ``PeftModel``. :mod:`torchrl_llm.modules.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from inspect import signature
 from typing import Any
 
@@ -74,17 +74,23 @@ def hidden_states(model: nn.Module, tokens: Tensor, lengths: Tensor | None = Non
     Attention is causal and padding lies on the right, so no valid position ever sees it: no mask is passed, and
     attention kernels take their fast causal path. States at padded positions are undefined.
 
-    transformers checkpoints activations in training mode only, and in that mode it also refuses the KV cache that
-    generation needs. So models stay in evaluation mode. A forward that builds a graph switches the modules that checkpoint,
-    and nothing inside them: dropout, jitter and random routing stay off, in the forward as in its recomputation.
     """
     decoder = backbone(model)
     if lengths is None:
         lengths = torch.full(tokens.shape[:1], tokens.shape[1])
-    modules = decoder.modules() if torch.is_grad_enabled() else ()
-    checkpointing = (module for module in modules if vars(module).get("gradient_checkpointing"))
-    with training_flags(checkpointing, True), rope_by_row(decoder, lengths):
+    with checkpointing(decoder), rope_by_row(decoder, lengths):
         return decoder(input_ids=tokens, use_cache=False).last_hidden_state
+
+
+def checkpointing(decoder: nn.Module) -> AbstractContextManager[None]:
+    """Around a forward, which then checkpoints activations if the model is set to, and if it builds a graph.
+
+    transformers checkpoints in training mode only, and in that mode it also refuses the KV cache that generation needs. So
+    models stay in evaluation mode, and only the modules that checkpoint are switched, and nothing inside them: dropout,
+    jitter and random routing stay off, in the forward as in its recomputation.
+    """
+    modules = decoder.modules() if torch.is_grad_enabled() else ()
+    return training_flags((module for module in modules if vars(module).get("gradient_checkpointing")), True)
 
 
 @contextmanager

@@ -31,6 +31,7 @@ from torchrl_llm.modules.checks import (
 from torchrl_llm.modules.lm import (
     backbone,
     causal_lm,
+    checkpointing,
     embedding_of,
     hidden_states,
     is_full_precision,
@@ -223,11 +224,9 @@ def tree_states(model: nn.Module, tree: PrefixTree) -> Tensor:
             f"The attention of {name_of(decoder)} is {decoder.config._attn_implementation!r}; expected {ATTENTION!r}, which "
             "enable_prefix_sharing() sets: it was changed since. Call enable_prefix_sharing() again, or set prefixes=None."
         )
-    modules = decoder.modules() if torch.is_grad_enabled() else ()
-    checkpointing = (module for module in modules if vars(module).get("gradient_checkpointing"))
     # transformers makes no mask where it gets one of four dimensions.
     no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tree.tokens.device)
-    with training_flags(checkpointing, True):
+    with checkpointing(decoder):
         return decoder(
             input_ids=tree.tokens.unsqueeze(0),
             position_ids=tree.positions.unsqueeze(0),

@@ -239,8 +239,8 @@ class LLMTrainer(TrainerBase):
             return {}
         with self.timer("sync"):
             self.weight_sync.send()
-        result = self.weight_sync.result
-        return {} if result is None else {"policy/parity_gap": result.parity_gap}
+        gap = self.weight_sync.parity_gap
+        return {} if gap is None else {"policy/parity_gap": gap}
 
     # ------------------------------------------------------------------ the end of an iteration, and of a run
 

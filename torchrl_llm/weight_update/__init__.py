@@ -8,7 +8,6 @@ from torchrl_llm.weight_update.sync import (
     LOCAL_PARAMETERS,
     EngineWeightSync,
     ParameterGather,
-    SyncResult,
     WeightSync,
     update_engine,
 )
@@ -20,7 +19,6 @@ __all__ = [
     "ParityCheck",
     "RayWeightSync",
     "Snapshot",
-    "SyncResult",
     "WeightSync",
     "WeightSyncError",
     "adapter_tensors",

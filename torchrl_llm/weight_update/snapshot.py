@@ -5,7 +5,6 @@ On Ray, :class:`RayWeightSync` sends snapshots. It is a TorchRL weight-sync sche
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -155,7 +154,6 @@ class RayWeightSync(WeightSync):
 
     Attributes:
         current: version and Ray's reference of the weights to sample with; ``None`` before the first sync.
-        seconds: the duration of the last sync.
         parameter_gather: how to read weights that are sharded over processes; a trainer that shards them sets it.
 
     Raises:
@@ -183,7 +181,6 @@ class RayWeightSync(WeightSync):
         self.merged = bool(adapter and why_not_servable(model, adapter)) if merged is None else merged
         self.parity_length = parity_length
         self.current: tuple[int, Any] | None = None
-        self.seconds = 0.0
 
     install = staticmethod(install)
 
@@ -194,7 +191,7 @@ class RayWeightSync(WeightSync):
 
     def publish(self, version: int) -> None:
         """Put the weights that the model has now into the object store, for tokens of ``version``; workers load them later."""
-        ray, start = running_ray(), time.perf_counter()
+        ray = running_ray()
         # Before copying: while sharded weights are full tensors to be copied, no forward can run.
         parity_check = self._ask_model(self.parity_length)
         with self.parameter_gather.copying(self.merged or self.adapter is None):
@@ -202,7 +199,6 @@ class RayWeightSync(WeightSync):
                 self.trained, self.adapter, version=version, parity_check=parity_check, merged=self.merged
             )
         self.current = version, ray.put(snapshot)
-        self.seconds = time.perf_counter() - start
 
     def close(self) -> None:
         """Drop the reference, so that the object store can free the weights."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -67,22 +66,6 @@ def update_engine(
             raise
 
 
-class SyncResult(NamedTuple):
-    """The result of one weight sync.
-
-    Attributes:
-        version: the ``policy_version`` of tokens sampled after it.
-        seconds: its duration, parity check included.
-        parity_seconds: the duration of the parity check.
-        parity_gap: largest difference of log-probs, in nats; NaN without a parity check.
-    """
-
-    version: int
-    seconds: float
-    parity_seconds: float
-    parity_gap: float
-
-
 class WeightSync(WeightSyncScheme):
     """Base class of weight syncs: loads the weights of one trained model into engines, for trainers and TorchRL's collectors.
 
@@ -93,12 +76,13 @@ class WeightSync(WeightSyncScheme):
 
     Attributes:
         parameter_gather: how to read weights that are sharded over processes; a trainer that shards them sets it.
-        result: of the last sync; ``None`` before the first, or where engines elsewhere take the weights later.
+        parity_gap: of the last sync: largest difference of log-probs, in nats; NaN without a parity check, ``None`` before the
+            first sync, or where engines elsewhere take the weights later.
         sleep_level: of :meth:`sleep`; 0: the engine does not sleep.
     """
 
     sleep_level: int = 0
-    result: SyncResult | None = None
+    parity_gap: float | None = None
 
     def __init__(self, model: nn.Module, adapter: str | None, *, policy: InferenceEngine, parity_check: int) -> None:
         super().__init__()
@@ -199,7 +183,8 @@ class EngineWeightSync(WeightSync):
 
     Attributes:
         method: the method taken.
-        result: the :class:`SyncResult` of the last sync, or ``None``.
+        parity_gap: of the last sync: largest difference of log-probs, in nats; NaN without a parity check, ``None`` before the
+            first sync.
         parameter_gather: how to read weights that are sharded over processes; a trainer that shards them sets it.
 
     Raises:
@@ -238,17 +223,14 @@ class EngineWeightSync(WeightSync):
         self._base_known = False
 
     def _sync(self) -> None:
-        engine, start = self.policy, time.perf_counter()
-        loaded = start
-
-        def check() -> float:
-            nonlocal loaded
-            loaded = time.perf_counter()
-            return self._ask_model(engine.check_length).check(engine, self.parity_tolerance)
-
-        difference = update_engine(engine, engine.policy_version + 1, load=self._load, check=check)
-        end, self._base_known = time.perf_counter(), True
-        self.result = SyncResult(engine.policy_version, end - start, end - loaded, difference)
+        engine = self.policy
+        self.parity_gap = update_engine(
+            engine,
+            engine.policy_version + 1,
+            load=self._load,
+            check=lambda: self._ask_model(engine.check_length).check(engine, self.parity_tolerance),
+        )
+        self._base_known = True
 
     def _load(self) -> None:
         # After a failure the engine's base weights are unknown, so they are sent again.

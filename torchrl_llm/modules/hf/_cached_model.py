@@ -26,8 +26,9 @@ from torchrl_llm.modules.checks import (
     unusual_layers,
 )
 from torchrl_llm.modules.engine import ContextLengthError
-from torchrl_llm.modules.hf._kv_cache import Ints, SlotCache, common_prefix
+from torchrl_llm.modules.hf._kv_cache import SlotCache
 from torchrl_llm.modules.prefix_attention import ATTENTION
+from torchrl_llm.prefixes import Ints, common_prefix
 
 _ATTENTION = ("sdpa", "eager", ATTENTION)
 _BORROW = 32  # tokens that are worth copying from another row instead of computing them

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache
 
-Ints = NDArray[np.int64]
+from torchrl_llm.prefixes import Ints
 
 _ALIGNMENT = 64  # columns are allocated in multiples of this
 
@@ -148,17 +147,3 @@ class SlotCache(Cache):
         if self._rows is None:
             return storage[: self._num, :, : self._width]
         return storage[:, :, : self._width].index_select(0, self._rows)
-
-
-def common_prefix(a: Ints, b: Ints, limit: Ints) -> Ints:
-    """Length of the longest common prefix of each row of ``a`` and ``b``, at most ``limit``.
-
-    Args:
-        a, b: ``[n, L]`` or ``[1, L]`` ids.
-        limit: ``[n]``, at most ``L``.
-
-    Returns:
-        ``[n]``.
-    """
-    differs = (a != b) | (np.arange(a.shape[1]) >= limit[:, None])
-    return np.where(differs.any(1), differs.argmax(1), a.shape[1]).astype(np.int64)
