@@ -1,4 +1,6 @@
-"""What the tests of the trainer share: settings of a small run, its first batch, environments of one rule."""
+"""What the tests of the trainer share: settings of a small run, its first batch and files, environments of one rule."""
+
+from pathlib import Path
 
 import torch
 from tensordict.nn import TensorDictModule
@@ -48,6 +50,11 @@ def one_batch(run):
 def weights(run) -> torch.Tensor:
     parameters = run.models.actor_parameters() + run.models.critic_parameters()
     return torch.cat([p.detach().flatten() for p in parameters])
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    """The files below a folder, by their paths in it."""
+    return {str(f.relative_to(path)): f.read_bytes() for f in sorted(path.rglob("*")) if f.is_file()}
 
 
 class Won:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tensordict
 import torch
-from small_runs import small_config
+from small_runs import contents, small_config
 from tensordict import NonTensorData, TensorDict
 from test_checkpoint import RUN, digest
 from torchrl.checkpoint import CheckpointError
@@ -37,10 +37,6 @@ def run(tmp_path_factory):
 def copy(run, tmp_path) -> Path:
     """The last checkpoint, to be damaged."""
     return shutil.copytree(run.checkpoints.latest(), tmp_path / "copy")
-
-
-def contents(path: Path) -> dict[str, bytes]:
-    return {str(f.relative_to(path)): f.read_bytes() for f in sorted(path.rglob("*")) if f.is_file()}
 
 
 def damages(content: bytes, other: bytes | None) -> dict[str, bytes | None]:
