@@ -111,13 +111,13 @@ FAULTS = {
         "objectives/loss.py",
         '{"loss_objective": -gain.sum()}',
         '{"loss_objective": -gain.sum() / turn_ids.shape[0]}',
-        "tests/objectives/test_losses.py",
+        "tests/objectives/test_loss_splitting.py",
     ),
     "the KL in the reward is lost": Fault(
         "objectives/loss.py",
         'kl_coeff = self.kl_coeff if self.kl_in == "reward" else None',
         "kl_coeff = None",
-        "tests/objectives/test_losses.py",
+        "tests/objectives/test_algorithms.py",
     ),
     "the first token of a response is no action": Fault(
         "data/rows.py",

@@ -14,6 +14,12 @@ VOCAB = 11
 DOUBLE = torch.float64
 
 
+def close(actual: Tensor, expected: Tensor | list | float, atol: float = 1e-10) -> None:
+    """Equal but for rounding, compared in float64."""
+    expected = torch.as_tensor(expected, dtype=DOUBLE)
+    torch.testing.assert_close(actual.to(DOUBLE), expected, rtol=1e-10, atol=atol)
+
+
 def law(*strategies, examples: int = 40):
     """A property that holds for everything the strategies give."""
     return lambda test: settings(deadline=None, max_examples=examples, derandomize=True)(given(*strategies)(test))

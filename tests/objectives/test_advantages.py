@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conversations import DOUBLE, LAYOUT, Values, law, layouts, make_critic, make_rows, table_actor
+from conversations import DOUBLE, LAYOUT, Values, close, law, layouts, make_critic, make_rows, table_actor
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from torchrl_llm.objectives import GroupRelative, LLMGRPOLoss, ReBN, TurnEstimator, TurnGAE, TurnVTrace
 from torchrl_llm.objectives import functional as F
-
-
-def close(actual, expected, atol=1e-10):
-    torch.testing.assert_close(actual, torch.as_tensor(expected, dtype=actual.dtype), rtol=1e-10, atol=atol)
 
 
 def rows_and_parts(seed: int = 0, layout=LAYOUT, **kwargs):

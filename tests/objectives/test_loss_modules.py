@@ -1,0 +1,139 @@
+"""The losses as TorchRL's loss modules: keys, dispatch, value estimators, parameters."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from conversations import LAYOUT, close, make_actor, make_critic, make_rows, table_actor, table_critic
+from loss_cases import ALGORITHMS, batch_for
+from torchrl.objectives.utils import ValueEstimators
+from torchrl.objectives.value import GAE
+
+from torchrl_llm.objectives import (
+    GroupRelative,
+    LLMGRPOLoss,
+    LLMPPOLoss,
+    LLMReinforceLoss,
+    ReBN,
+    TurnGAE,
+    TurnVTrace,
+    total,
+    write_loss_weights,
+)
+
+
+class TestTorchRL:
+    @pytest.mark.parametrize("name", ALGORITHMS)
+    def test_keys_and_dispatch(self, name):
+        loss = ALGORITHMS[name]()
+        rows = batch_for(loss)
+        out = loss(rows)
+        assert set(out.keys()) == set(loss.out_keys)
+        assert out.batch_size == torch.Size([])
+        if loss.sampler_correction is None:
+            rows["sample_log_prob"] = rows["old_log_prob"]
+            values = loss(**{key: rows[key] for key in loss.in_keys})
+            assert len(values) == len(loss.out_keys)
+            for key, value in zip(loss.out_keys, values, strict=True):
+                close(value.detach(), out[key].detach())
+
+    def test_set_keys_moves_loss_and_estimator_alike(self):
+        loss = LLMPPOLoss(table_actor(), table_critic())
+        rows = make_rows(LAYOUT)
+        expected = loss(loss.value_estimator(rows.clone()))
+        loss.set_keys(advantage=("x", "advantage"), value_target="target", turn_ids="turns", loss_weight=("w", "loss"))
+        assert loss.value_estimator.tensor_keys.advantage == ("x", "advantage")
+        moved = rows.exclude("advantage", "value_target").rename_key_("turn_ids", "turns")
+        moved = write_loss_weights(loss.value_estimator(moved), loss)
+        assert ("w", "loss") in moved.keys(True)
+        for key, value in loss(moved).items():
+            close(value, expected[key])
+        with pytest.raises(ValueError, match="not an accepted tensordict key"):
+            loss.set_keys(nonsense="x")
+
+    @pytest.mark.parametrize("kind", ["k2", "k3"])
+    def test_a_share_of_the_kl_is_that_share_of_its_weight(self, kind):
+        rows = make_rows(LAYOUT)
+        whole, share = (LLMGRPOLoss(table_actor(), kl_coeff=kl_coeff, kl_kind=kind) for kl_coeff in (0.1, 0.4))
+        assert share.kl_fraction == 1.0
+        share.kl_fraction = 0.25
+        for key, value in share(rows).items():
+            close(value, whole(rows)[key])
+
+    def test_the_share_of_the_kl_is_the_estimators_too(self):
+        rows, loss = make_rows(LAYOUT), LLMReinforceLoss(table_actor(), kl_coeff=0.4)
+        for share in (0.25, 0.0):
+            loss.kl_fraction = share
+            expected = ReBN(gamma=loss.gamma, kl_coeff=0.4 * share)(rows.clone())["advantage"]
+            close(loss.value_estimator(rows.clone())["advantage"], expected)
+            close(loss.make_value_estimator().value_estimator(rows.clone())["advantage"], expected)
+
+    def test_an_estimator_that_would_lose_the_kl_is_refused(self):
+        loss = LLMReinforceLoss(table_actor(), kl_coeff=0.1)
+        for estimator in (ReBN(), GAE(gamma=0.9, lmbda=0.9, value_network=table_critic())):
+            with pytest.raises(ValueError, match="the KL would be lost"):
+                loss.make_value_estimator(estimator)
+        assert loss.make_value_estimator(GroupRelative).value_estimator.kl_coeff == 0.1
+        LLMReinforceLoss(table_actor(), kl_coeff=0.0).make_value_estimator(ReBN())
+
+    def test_an_estimator_that_corrects_for_the_sampler_does_so_alone(self):
+        corrected = {"clipping": "none", "sampler_correction": "truncate", "sampler_bounds": 2.0}
+        for options in ({}, {"clipping": "cispo"}, corrected):
+            with pytest.raises(ValueError, match="count twice"):
+                LLMPPOLoss(table_actor(), table_critic(), **options).make_value_estimator(TurnVTrace)
+
+    def test_make_value_estimator(self):
+        loss = LLMPPOLoss(table_actor(), table_critic(), lmbda=0.7)
+        assert loss.make_value_estimator(TurnGAE, gamma=0.5) is loss
+        assert (loss.value_estimator.gamma, loss.value_estimator.lmbda) == (0.5, 0.7)
+        loss.make_value_estimator(ValueEstimators.GAE, lmbda=0.1)
+        assert isinstance(loss.value_estimator, TurnGAE)
+        assert loss.value_estimator.lmbda == 0.1
+        own = ReBN(gamma=0.3)
+        assert loss.make_value_estimator(own).value_estimator is own
+        loss.make_value_estimator(GroupRelative, partial="allow")
+        assert loss.value_estimator.options["partial"] == "allow"
+        loss.make_value_estimator(GAE, gamma=0.9, lmbda=0.9, value_network=None)
+        assert isinstance(loss.value_estimator, GAE)
+        with pytest.raises(NotImplementedError, match="TD0"):
+            loss.make_value_estimator(ValueEstimators.TD0)
+        with pytest.raises(ValueError, match="takes no hyperparameters"):
+            loss.make_value_estimator(own, gamma=0.2)
+
+    def test_the_granularity_of_a_new_estimator_reaches_the_critic_term(self):
+        rows = make_rows(LAYOUT)
+        loss = LLMPPOLoss(table_actor(), table_critic())
+        turn = loss(loss.value_estimator(rows.clone()))["loss_critic"]
+        loss.make_value_estimator(TurnGAE, granularity="token", gamma=0.99)
+        token = loss(loss.value_estimator(rows.clone()))["loss_critic"]
+        same = LLMPPOLoss(table_actor(), table_critic(), granularity="token", gamma=0.99)
+        close(token, same(same.value_estimator(rows.clone()))["loss_critic"])
+        assert (turn - token).abs() > 1e-4
+
+    def test_plain_submodules(self):
+        actor, critic = make_actor(), make_critic()
+        loss = LLMPPOLoss(actor, critic)
+        assert not loss.functional
+        assert {id(p) for p in loss.parameters()} == {id(p) for m in (actor, critic) for p in m.parameters()}
+        assert all(name.startswith(("actor_network.", "critic_network.")) for name in loss.state_dict())
+        clone = copy.deepcopy(loss)
+        clone.load_state_dict(loss.state_dict())
+
+    @pytest.mark.parametrize("name", ["ppo", "reinforce", "grpo"])
+    def test_a_step_down_the_loss_lowers_it(self, name):
+        loss = ALGORITHMS[name]()
+        rows = batch_for(loss)
+        optimizer = torch.optim.SGD(loss.parameters(), lr=1e-5)
+        before = total(loss(rows))
+        before.backward()
+        optimizer.step()
+        assert total(loss(rows)) < before
+
+    def test_an_estimator_without_a_critic_key_still_feeds_every_loss(self):
+        for estimator, make in itertools.product((TurnGAE, ReBN, GroupRelative), (LLMReinforceLoss, LLMGRPOLoss)):
+            loss = make(table_actor(), kl_coeff=0.0).make_value_estimator(estimator)
+            rows = loss.value_estimator(make_rows(LAYOUT, group_size=3))
+            assert loss(rows)["loss_objective"].isfinite()
