@@ -10,6 +10,8 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
 
+from torchrl_llm.objectives import functional as F
+
 VOCAB = 11
 DOUBLE = torch.float64
 
@@ -101,6 +103,17 @@ LAYOUT = [
     [(True, 2, 2), (True, 1, 0), (False, 0, 0)],
 ]
 """Six conversations with turns without tokens, gaps, and one to three turns."""
+
+
+def turns_of(rows) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """Rewards, turn mask and turn ids of rows, which turns have tokens, and how many turns there are."""
+    turn, ids = rows["turn"], rows["turn_ids"]
+    return turn["reward"], turn["mask"], ids, F.turn_lengths(ids, turn["mask"].shape[1]) > 0, turn["mask"].shape[1]
+
+
+def tokens_of(ids: Tensor, row: int, turn: int) -> list[int]:
+    """The positions of a turn in a row."""
+    return [i for i, k in enumerate(ids[row].tolist()) if k == turn]
 
 
 class LanguageModel(nn.Module):
