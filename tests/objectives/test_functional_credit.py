@@ -1,4 +1,4 @@
-"""Sums over turns, returns and advantages against their definitions, summed out naively in float64 on ragged conversations."""
+"""Turns, returns and advantages against their definitions, summed out naively in float64 on ragged conversations."""
 
 from __future__ import annotations
 
