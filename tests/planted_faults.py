@@ -141,7 +141,7 @@ FAULTS = {
         "modules/hf/policy.py",
         "super().weights_changed(version)\n        self.drop_cache()",
         "super().weights_changed(version)",
-        "tests/modules/test_hf.py",
+        "tests/modules/test_hf_cache.py",
     ),
     "the reference runs under the trained adapter": Fault(
         "modules/adapters.py",
