@@ -12,14 +12,8 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from tensordict import TensorDict
-from transformers import (
-    AutoModelForCausalLM,
-    Gemma3Config,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-)
+from tiny_actor_critic import LORA, make_model, make_rows, outputs, perturb
+from transformers import AutoModelForCausalLM
 
 from torchrl_llm.modules import (
     AdapterError,
@@ -28,55 +22,12 @@ from torchrl_llm.modules import (
     SamplingConfig,
     TokenScorer,
     VocabularyMismatchError,
-    WeightsError,
     load_actor_critic,
     use_adapter,
 )
 from torchrl_llm.modules._base import compile_layers
-from torchrl_llm.modules.adapters import enable_gradient_checkpointing
 from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.testing.tokenizers import byte_tokenizer
-
-LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
-
-
-def make_model(seed: int = 0, **fields) -> Qwen2ForCausalLM:
-    config = {
-        "vocab_size": 264,
-        "hidden_size": 32,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "eos_token_id": 2,
-    }
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Qwen2ForCausalLM(Qwen2Config(**(config | fields))).eval()
-
-
-def make_rows() -> TensorDict:
-    tokens = torch.randint(3, 200, (3, 12), generator=torch.Generator().manual_seed(0))
-    turn_ids = torch.tensor([-1, -1, 0, 0, 0, -1, 1, 1, -1, -1, 2, -1]).repeat(3, 1)
-    mask = torch.ones_like(tokens, dtype=torch.bool)
-    return TensorDict(tokens=tokens, attention_mask=mask, turn_ids=turn_ids, batch_size=[3])
-
-
-def perturb(models, seed: int = 0) -> None:
-    """Train for one step's worth of noise: every trainable parameter moves."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in models.actor_parameters() + models.critic_parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-
-
-def outputs(models) -> list[torch.Tensor]:
-    rows = make_rows()
-    found = [models.actor(rows.clone())["log_prob"]]
-    if models.critic is not None:
-        td = models.critic(rows.clone())
-        found += [td["state_value"], td["bootstrap_value"]]
-    return [x.detach() for x in found]
 
 
 @pytest.fixture(params=["lora", "full"])
@@ -340,196 +291,6 @@ class TestLoadActorCritic:
         assert models.model.config._attn_implementation == "eager"
         assert models.model.get_base_model().dtype == torch.float64
         assert len(models.actor_parameters()) == 2 * 7 * 2
-
-
-def make_mixture() -> MixtralForCausalLM:
-    config = MixtralConfig(
-        vocab_size=264, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, num_local_experts=4,
-    )  # fmt: skip
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return MixtralForCausalLM(config).eval()
-
-
-class TestMixtureOfExperts:
-    """``all-linear`` adapts the experts' stacked parameters too, by one PEFT layer inside another."""
-
-    @pytest.fixture
-    def models(self):
-        lora = LoraConfig(r=2, target_modules="all-linear")
-        models = load_actor_critic(make_mixture(), lora=lora, critic=True, reference=True)
-        perturb(models)
-        return models
-
-    def test_the_reference_is_the_base(self, models):
-        expected = TokenScorer(make_mixture())(make_rows())["log_prob"]
-        assert not torch.allclose(models.actor(make_rows())["log_prob"], expected, atol=1e-2)
-        assert torch.equal(models.reference(make_rows())["log_prob"], expected)
-
-    @pytest.mark.parametrize("checkpointing", [False, True])
-    def test_actor_and_critic_have_their_own_gradients(self, models, checkpointing):
-        if checkpointing:
-            enable_gradient_checkpointing(models.model)
-        actor, critic = models.actor_parameters(), models.critic_parameters()
-        log_prob, values = models.actor(make_rows())["log_prob"], models.critic(make_rows())
-        (values["state_value"].sum() + values["bootstrap_value"].sum()).backward()
-        assert all(parameter.grad is None for parameter in actor)
-        assert all(parameter.grad is not None for parameter in critic)
-        found = [parameter.grad.clone() for parameter in critic]
-        log_prob.sum().backward()
-        assert all(parameter.grad is not None for parameter in actor)
-        assert all(torch.equal(parameter.grad, grad) for parameter, grad in zip(critic, found, strict=True))
-
-    def test_load_what_was_saved(self, models, tmp_path):
-        models.save_pretrained(tmp_path)
-        lora = LoraConfig(r=2, target_modules="all-linear")
-        loaded = load_actor_critic(make_mixture(), lora=lora, critic=True, reference=True)
-        loaded.load_pretrained(tmp_path)
-        for one, other in zip(outputs(loaded), outputs(models), strict=True):
-            assert torch.equal(one, other)
-
-
-def gemma3() -> torch.nn.Module:
-    """A multimodal model, as AutoModelForCausalLM loads it."""
-    text = dict.fromkeys(("num_attention_heads", "num_key_value_heads", "num_hidden_layers"), 2)
-    text |= {"vocab_size": 264, "hidden_size": 16, "intermediate_size": 32, "head_dim": 8}
-    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = Gemma3Config(text_config=text, vision_config=vision | {"image_size": 28, "patch_size": 14})
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config)
-
-
-class TestMultimodal:
-    @pytest.mark.parametrize(
-        "lora",
-        [
-            LoraConfig(r=2, target_modules="all-linear"),
-            LoraConfig(r=2, target_modules=["q_proj", "o_proj"]),
-            LoraConfig(r=2, target_modules="all-linear", exclude_modules=["k_proj"]),
-            LoraConfig(r=2, target_modules="all-linear", exclude_modules=r".*\.k_proj"),
-        ],
-        ids=["all", "list", "excluded-list", "excluded-pattern"],
-    )
-    def test_adapters_go_to_the_language_model_only(self, lora, tmp_path):
-        models = load_actor_critic(gemma3(), lora=lora, critic=True)
-        names = [name for name, p in models.model.named_parameters() if p.requires_grad]
-        assert names
-        assert all(".language_model.layers." in name for name in names)
-        assert any("k_proj" in name for name in names) == (
-            lora.target_modules == "all-linear" and not lora.exclude_modules
-        )
-        # Every one of them is reached by a loss.
-        perturb(models)
-        (models.actor(make_rows())["log_prob"].sum() + models.critic(make_rows())["state_value"].sum()).backward()
-        assert all(p.grad is not None and p.grad.any() for p in models.actor_parameters() + models.critic_parameters())
-        models.save_pretrained(tmp_path)
-        fresh = load_actor_critic(gemma3(), lora=lora, critic=True)
-        fresh.load_pretrained(tmp_path)
-        assert outputs(fresh)[0].equal(outputs(models)[0])
-
-
-class TestMasterWeights:
-    @pytest.mark.parametrize("dtype", [None, "bfloat16", torch.float16])
-    def test_what_trains_is_float32(self, dtype, caplog):
-        values = make_model().bfloat16().state_dict()
-        models = load_actor_critic(make_model().bfloat16(), critic=True, reference=True, dtype=dtype)
-        everything = [*models.actor_parameters(), *models.critic_parameters(), *models.base_parameters()]
-        assert {p.dtype for p in everything} == {torch.float32}
-        assert all(values[name].equal(x.to(torch.bfloat16)) for name, x in models.model.state_dict().items())
-        assert caplog.text.count("kept in float32") == 1
-
-    def test_a_checkpoint_is_not_rounded_on_the_way(self, tmp_path):
-        make_model().save_pretrained(tmp_path)
-        models = load_actor_critic(tmp_path, dtype="bfloat16")
-        assert all(x.equal(models.model.state_dict()[name]) for name, x in make_model().state_dict().items())
-
-    def test_not_where_nothing_or_only_adapters_train(self, caplog):
-        models = load_actor_critic(make_model(), dtype="bfloat16", master_weights=False)
-        assert models.model.dtype == torch.bfloat16
-        models = load_actor_critic(make_model(), dtype="bfloat16", lora=LoraConfig(**LORA))
-        assert {p.dtype for p in models.base_parameters()} == {torch.bfloat16}
-        assert load_actor_critic(make_model().double()).model.dtype == torch.float64
-        assert not caplog.text
-
-
-class TestQuantization:
-    def test_what_is_refused(self, tmp_path, monkeypatch):
-        make_model().save_pretrained(tmp_path)
-        lora = LoraConfig(**LORA)
-        with pytest.raises(ValueError, match="full fine-tuning"):
-            load_actor_critic(tmp_path, quantization="nf4")
-        with pytest.raises(ValueError, match="Pass its directory"):
-            load_actor_critic(make_model(), lora=lora, quantization="nf4")
-        with pytest.raises(ValueError, match="quantization is 'int3'; expected 'nf4' or None"):
-            load_actor_critic(tmp_path, lora=lora, quantization="int3")
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-        with pytest.raises(ImportError, match="pip install bitsandbytes"):
-            load_actor_critic(tmp_path, lora=lora, quantization="nf4")
-
-    def test_a_4_bit_base(self, tmp_path):
-        bitsandbytes = pytest.importorskip("bitsandbytes")
-        make_model(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
-        options = {"lora": LoraConfig(**LORA), "critic": True, "dtype": "bfloat16"}
-        models = load_actor_critic(tmp_path / "base", quantization="nf4", **options)
-        layer = models.model.get_base_model().model.layers[0].self_attn.q_proj.base_layer
-        assert isinstance(layer, bitsandbytes.nn.Linear4bit)
-        assert layer.weight.quant_type == "nf4"
-        perturb(models)
-        assert {x.dtype for x in outputs(models)} == {torch.float32}
-        models.actor(make_rows())["log_prob"].sum().backward()
-        assert all(p.grad.abs().max() > 0 for p in models.actor_parameters())
-        models.save_pretrained(tmp_path / "trained")
-        exact = load_actor_critic(tmp_path / "base", **options)
-        exact.load_pretrained(tmp_path / "trained")
-        torch.testing.assert_close(outputs(models)[0], outputs(exact)[0], rtol=0, atol=0.2)
-        with pytest.raises(WeightsError, match="quantized"):
-            models.export_merged(tmp_path / "merged")
-
-
-class TestOffload:
-    def test_base_parameters_are_neither_adapters_nor_heads(self):
-        models = load_actor_critic(make_model(), lora=LoraConfig(**LORA), critic=True, reference="adapter")
-        plain = {tuple(p.shape) for p in make_model().parameters()}
-        base = models.base_parameters()
-        assert len(base) == len(list(make_model().parameters()))
-        assert {tuple(p.shape) for p in base} == plain
-        adapters = [p for name, p in models.model.named_parameters() if "lora_" in name]
-        assert not {id(p) for p in base} & {id(p) for p in [*adapters, *models.critic_parameters()]}
-
-    def test_full_fine_tuning_has_no_frozen_base_but_the_reference(self):
-        assert load_actor_critic(make_model(), critic=True).base_parameters() == []
-        models = load_actor_critic(make_model(), critic=True, reference=True)
-        expected = {id(p) for p in models.reference.model.parameters()}
-        assert {id(p) for p in models.base_parameters()} == expected
-
-    def test_on_the_cpu_nothing_moves(self, lora):
-        models = load_actor_critic(make_model(), lora=lora, critic=True, reference=True)
-        expected = outputs(models)
-        places = [p.data_ptr() for p in models.base_parameters()]
-        with models.offload_base():
-            assert [p.data_ptr() for p in models.base_parameters()] == places
-            assert all(map(torch.equal, outputs(models), expected))
-        with pytest.raises(RuntimeError, match="inside"), models.offload_base():
-            raise RuntimeError("inside")
-        assert all(map(torch.equal, outputs(models), expected))
-
-    @pytest.mark.gpu
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-    def test_on_cuda_the_base_leaves_and_comes_back(self):
-        lora = LoraConfig(**LORA)
-        models = load_actor_critic(make_model(), lora=lora, critic=True, reference="adapter", device="cuda")
-        rows = make_rows().to("cuda")
-        expected = models.actor(rows.clone())["log_prob"]
-        trained, before = models.actor_parameters() + models.critic_parameters(), torch.cuda.memory_allocated()
-        size = sum(p.nbytes for p in models.base_parameters())
-        with models.offload_base():
-            assert all(p.device.type == "cpu" and p.is_pinned() for p in models.base_parameters())
-            assert all(p.device.type == "cuda" for p in trained)
-            assert torch.cuda.memory_allocated() <= before - size
-        assert all(p.device.type == "cuda" for p in models.base_parameters())
-        assert torch.equal(models.actor(rows)["log_prob"], expected)
 
 
 class TestCompile:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tensordict import TensorDict
-from test_actor_critic import LORA, make_model, make_rows, outputs, perturb
+from tiny_actor_critic import LORA, make_model, make_rows, outputs, perturb
 from transformers import AutoModelForCausalLM
 
 from torchrl_llm import keys
