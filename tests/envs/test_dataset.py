@@ -2,81 +2,42 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import inspect
 import json
 import pickle
 import random
-import threading
-import time
-import traceback
 from collections import Counter
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from dataset_rows import ROWS, SPLITS, collect_rows, exact_match, make_env, make_policy
 from torchrl.envs import check_env_specs
 
 from torchrl_llm import keys
-from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
+from torchrl_llm.collectors import AsyncTurnCollector
 from torchrl_llm.envs import (
     CHATML,
-    EnvironmentFault,
     GEMEnv,
     NotAppendOnlyError,
-    PromptDatasetEnv,
     PromptFormatter,
-    RewardError,
     RowTaskSampler,
     read_rows,
     train_test_split,
 )
 from torchrl_llm.keys import StopReason
-from torchrl_llm.testing.policies import ScriptedPolicy
-
-ROWS = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(5)]
-SPLITS = {"train": ROWS, "test": [{"question": f"Held out {i}?", "answer": f"secret {i}"} for i in range(3)]}
-
-
-def exact_match(completion, answer, question):
-    return completion == answer
 
 
 @pytest.fixture
 def make(tokenizer):
-    def make(dataset=ROWS, reward_fn=exact_match, **kwargs):
-        return PromptDatasetEnv(
-            dataset,
-            reward_fn,
-            **{"tokenizer": tokenizer, "max_model_len": 128, "max_output_tokens": 16, "max_faults": 0, **kwargs},
-        )
-
-    return make
+    return partial(make_env, tokenizer=tokenizer)
 
 
 @pytest.fixture
 def says(tokenizer):
-    def says(script="4"):
-        function = script if callable(script) else lambda episode, turn, context: script
-        return ScriptedPolicy(function, tokenizer=tokenizer, max_output_tokens=16)
-
-    return says
-
-
-@pytest.fixture
-def collect_rows(says):
-    def collect_rows(env, episodes, script="4"):
-        """The rows, rewards and groups of the next episodes."""
-        batch = TurnCollector(env, says(script), batch_size=episodes).rollout()
-        tokenizer = env.formatter.tokenizer
-        lengths = (batch[keys.TURN_IDS] >= 0).long().argmax(-1)  # of the prompts
-        texts = [tokenizer.decode(ids[:length]) for ids, length in zip(batch[keys.TOKENS], lengths, strict=True)]
-        rows = [next(i for i, row in enumerate(env.rows) if row.question in text) for text in texts]
-        return rows, batch[keys.TURN_REWARD][:, 0].tolist(), batch["group_id"].tolist()
-
-    return collect_rows
+    return partial(make_policy, tokenizer=tokenizer)
 
 
 class TestRows:
@@ -102,7 +63,7 @@ class TestRows:
         (tmp_path / "rows.jsonl").write_bytes(mark + text.encode())
         assert read_rows(tmp_path / "rows.jsonl") == read_rows(ROWS)
 
-    def test_a_hugging_face_dataset(self, make, collect_rows):
+    def test_a_hugging_face_dataset(self, make):
         datasets = pytest.importorskip("datasets")
         table = datasets.Dataset.from_list(ROWS)
         assert read_rows(table) == read_rows(ROWS)
@@ -180,7 +141,7 @@ class TestSplits:
 
 class TestTestAnswers:
     @pytest.mark.parametrize("batched", [False, True])
-    def test_never_reach_the_reward_of_training(self, make, collect_rows, batched):
+    def test_never_reach_the_reward_of_training(self, make, batched):
         received = []
 
         def reward_fn(completion, answer, question):
@@ -199,7 +160,7 @@ class TestTestAnswers:
 
 
 class TestEpochs:
-    def test_each_epoch_has_every_row_once_in_a_new_order(self, make, collect_rows):
+    def test_each_epoch_has_every_row_once_in_a_new_order(self, make):
         env = make(num_envs=2)
         rows = collect_rows(env, 20)[0]
         epochs = [rows[i : i + 5] for i in range(0, 20, 5)]
@@ -207,17 +168,17 @@ class TestEpochs:
         assert len({tuple(epoch) for epoch in epochs}) > 1
         assert env.epoch == 4
 
-    def test_the_order_is_named_by_the_seed(self, make, collect_rows):
+    def test_the_order_is_named_by_the_seed(self, make):
         orders = [collect_rows(make(num_envs=n, seed=seed), 10)[0] for n, seed in ((1, 0), (3, 0), (1, 1))]
         assert orders[0] == orders[1] != orders[2]
 
-    def test_without_shuffling_the_order_is_the_datasets(self, make, collect_rows):
+    def test_without_shuffling_the_order_is_the_datasets(self, make):
         assert collect_rows(make(shuffle=False), 7)[0] == [0, 1, 2, 3, 4, 0, 1]
 
-    def test_evaluation_keeps_the_order(self, make, collect_rows):
+    def test_evaluation_keeps_the_order(self, make):
         assert collect_rows(make(SPLITS, stream="test"), 4)[0] == [0, 1, 2, 0]
 
-    def test_a_group_is_one_row(self, make, collect_rows):
+    def test_a_group_is_one_row(self, make):
         rows, _, groups = collect_rows(make(num_envs=6, group_size=3), 15)
         assert rows[::3] == rows[1::3] == rows[2::3]
         assert sorted(rows[::3]) == [0, 1, 2, 3, 4]
@@ -228,7 +189,7 @@ class TestEpochs:
         sampled = Counter(task_sampler[i].seed for task_sampler in workers for i in range(4))
         assert sampled == dict.fromkeys(range(6), 2)
 
-    def test_a_run_continues_in_the_middle_of_an_epoch(self, make, collect_rows):
+    def test_a_run_continues_in_the_middle_of_an_epoch(self, make):
         env, other = make(num_envs=2), make(num_envs=2, seed=9)
         collect_rows(env, 7)
         other.load_state_dict(env.state_dict())
@@ -240,7 +201,7 @@ class TestEpochs:
         with pytest.raises(ValueError, match="num_rows=5"):
             make(ROWS[:4], num_envs=2).load_state_dict(env.state_dict())
 
-    def test_global_generators_are_left_alone(self, make, collect_rows):
+    def test_global_generators_are_left_alone(self, make):
         before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
         collect_rows(make(num_envs=2), 12)
         assert before == (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())
@@ -261,14 +222,14 @@ class TestEpisodes:
         assert td["stop_reason"].flatten().tolist() == [StopReason.WON if i == 2 else StopReason.LOST for i in range(5)]
         assert td["success"].flatten().tolist() == [i == 2 for i in range(5)]
 
-    def test_the_reward_function_gets_completion_answer_and_question(self, make, collect_rows):
+    def test_the_reward_function_gets_completion_answer_and_question(self, make):
         received = []
         collect_rows(
             make(reward_fn=lambda *arguments: received.append(arguments) or 0.0, shuffle=False), 2, "hö <|im_start|>"
         )
         assert received == [("hö <|im_start|>", row["answer"], row["question"]) for row in ROWS[:2]]
 
-    def test_the_async_collector_has_the_same_rows(self, make, says, collect_rows):
+    def test_the_async_collector_has_the_same_rows(self, make, says):
         expected = collect_rows(make(num_envs=2), 10)[:2]
         with_threads = AsyncTurnCollector(make(num_envs=2), says(), batch_size=10)
         batch = with_threads.rollout()
@@ -318,48 +279,6 @@ class TestPrompts:
         template = [{"role": "system", "content": "a"}, {"role": "user", "content": "{question}"}]
         with pytest.raises(ValueError, match="give one"):
             make(conversation_template=template, system_prompt="b")
-
-
-class Callable3:
-    def __call__(self, completion, answer, question):
-        return 0.0
-
-
-class TestArguments:
-    @pytest.mark.parametrize(
-        "reward_fn",
-        [
-            exact_match,
-            Callable3(),
-            max,
-            lambda *a: 0.0,
-            lambda a, b, c, d=1: 0.0,
-            partial(exact_match),
-            lambda a, b, *c: 0.0,
-        ],
-    )
-    def test_three_are_enough(self, make, reward_fn):
-        make(reward_fn=reward_fn)
-
-    @pytest.mark.parametrize(
-        ("reward_fn", "message"),
-        [
-            (
-                lambda completion: 0.0,
-                r"is <lambda>\(completion\); expected .* reward_fn\(completion, answer, question\)",
-            ),
-            (lambda a, b: 0.0, "three positional arguments"),
-            (lambda a, b, c, d: 0.0, "missing a required argument: 'd'"),
-            (lambda *, completion, answer, question: 0.0, "three positional arguments"),
-            (partial(exact_match, question=""), "three positional arguments"),
-            (1.0, r"reward_fn is 1\.0; expected a function"),
-        ],
-    )
-    def test_others_are_refused_before_anything_runs(self, make, reward_fn, message):
-        with pytest.raises(TypeError, match=message):
-            make(reward_fn=reward_fn)
-        with pytest.raises(TypeError, match=r"a function|completions, answers, questions"):
-            make(reward_fn=reward_fn, batched=True)
 
 
 class TestOptions:
@@ -417,225 +336,3 @@ class TestOptions:
         assert [getattr(env, name) for name in names] == [given[name] for name in names]
         assert env.batch_size == (4,)
         assert tokenizer.decode(env.formatter.start("Q")).startswith("S")
-
-
-class TestBatchedRewards:
-    def test_a_step_is_one_call(self, make, collect_rows):
-        calls = []
-
-        def reward_fn(completions, answers, questions):
-            calls.append(questions)
-            return torch.tensor([float(c == a) for c, a in zip(completions, answers, strict=True)])
-
-        rows, rewards, _ = collect_rows(make(reward_fn=reward_fn, batched=True, num_envs=5), 10)
-        assert [len(call) for call in calls] == [5, 5]
-        assert rewards == [float(row == 2) for row in rows]
-
-    def test_equal_responses_to_one_row_keep_their_own_rewards(self, make, collect_rows):
-        def reward_fn(completions, answers, questions):
-            return [0.25 * i for i in range(len(answers))]
-
-        assert collect_rows(make(reward_fn=reward_fn, batched=True, num_envs=3, group_size=3), 3)[1] == [0.0, 0.25, 0.5]
-
-    def test_slots_that_are_not_stepped_are_not_graded(self, make, says):
-        sizes = []
-
-        def reward_fn(completions, answers, questions):
-            sizes.append(len(answers))
-            return [0.0] * len(answers)
-
-        env = make(reward_fn=reward_fn, batched=True, num_envs=3)
-        td = says()(env.reset())
-        env.step(td.set("_step", torch.tensor([[True], [False], [True]])))
-        assert sizes == [2]
-
-    @pytest.mark.parametrize("returned", [[0.0], 0.0, None])
-    def test_another_number_of_rewards_is_a_fault(self, make, collect_rows, returned):
-        with pytest.raises(EnvironmentFault, match=r"for 2 completions; expected as many numbers"):
-            collect_rows(make(reward_fn=lambda *_: returned, batched=True, num_envs=2), 2)
-
-
-class TestAsyncRewards:
-    def test_calls_of_a_step_run_at_once_in_one_loop(self, make, collect_rows):
-        running, peak, loops = 0, 0, set()
-
-        async def reward_fn(completion, answer, question):
-            nonlocal running, peak
-            running, peak = running + 1, max(peak, running + 1)
-            loops.add((id(asyncio.get_running_loop()), threading.get_ident()))
-            await asyncio.sleep(0.05)
-            running -= 1
-            return float(completion == answer)
-
-        env = make(reward_fn=reward_fn, num_envs=5)
-        rows, rewards, _ = collect_rows(env, 10)
-        assert peak == 5
-        assert len(loops) == 1
-        assert rewards == [float(row == 2) for row in rows]
-        env.close()
-        assert "reward_fn" not in {thread.name for thread in threading.enumerate()}
-
-    def test_a_batched_one_is_awaited_once(self, make, collect_rows):
-        calls = []
-
-        async def reward_fn(completions, answers, questions):
-            calls.append(len(answers))
-            return [1.0] * len(answers)
-
-        assert collect_rows(make(reward_fn=reward_fn, batched=True, num_envs=4), 4)[1] == [1.0] * 4
-        assert calls == [4]
-
-    def test_the_async_collector_awaits_them_at_once(self, make, says):
-        async def reward_fn(completion, answer, question):
-            await asyncio.sleep(0.02)
-            return float(completion == answer)
-
-        collector = AsyncTurnCollector(make(reward_fn=reward_fn, num_envs=5), says(), batch_size=10)
-        batch = collector.rollout()
-        collector.shutdown()
-        assert batch[keys.TURN_REWARD].sum() == 2
-
-    def test_one_that_takes_too_long_is_a_fault(self, make, collect_rows):
-        async def reward_fn(completion, answer, question):
-            await asyncio.sleep(30)
-
-        start = time.monotonic()
-        with pytest.raises(EnvironmentFault, match=r"took too long \(reward_timeout=0\.05 s\)") as caught:
-            collect_rows(make(reward_fn=reward_fn, reward_timeout=0.05), 1)
-        assert isinstance(caught.value.cause, TimeoutError)
-        assert time.monotonic() - start < 5
-
-
-async def _async_failure(completion, answer, question):
-    raise KeyError("oops")
-
-
-def _failure(completion, answer, question):
-    raise KeyError("oops")
-
-
-class TestFaults:
-    @pytest.mark.parametrize("batched", [False, True])
-    @pytest.mark.parametrize("reward_fn", [_failure, _async_failure])
-    def test_a_reward_function_that_raises_names_the_row(self, make, collect_rows, reward_fn, batched):
-        with pytest.raises(
-            EnvironmentFault, match=r"KeyError: 'oops' \(row 0, question 'What is 0 \+ 0\?'\)"
-        ) as caught:
-            collect_rows(make(reward_fn=reward_fn, batched=batched, shuffle=False), 1)
-        assert isinstance(caught.value.cause, RewardError)
-        assert isinstance(caught.value.cause.__cause__, KeyError)
-        assert (caught.value.task_spec.seed, caught.value.turn) == (0, 0)
-
-    @pytest.mark.parametrize("returned", [float("nan"), float("inf"), "1", None, 1j, [1.0, 2.0]])
-    def test_what_is_no_finite_number_is_a_fault(self, make, collect_rows, returned):
-        with pytest.raises(EnvironmentFault, match="expected a finite number"):
-            collect_rows(make(reward_fn=lambda *_: returned), 1)
-
-    @pytest.mark.parametrize("returned", [True, 1, np.float32(1), torch.tensor(1.0)])
-    def test_numbers_of_every_kind_are_taken(self, make, collect_rows, returned):
-        assert collect_rows(make(reward_fn=lambda *_: returned), 1)[1] == [1.0]
-
-    def test_one_bad_reward_of_a_batch_is_the_fault_of_its_row(self, make, collect_rows):
-        def reward_fn(completions, answers, questions):
-            return [float("nan") if answer == "6" else 0.0 for answer in answers]
-
-        with pytest.raises(EnvironmentFault, match=r"returned nan; expected a finite number \(row 3"):
-            collect_rows(make(reward_fn=reward_fn, batched=True, num_envs=5, shuffle=False), 5)
-
-    @pytest.mark.parametrize("batched", [False, True])
-    def test_are_contained_like_those_of_any_environment(self, make, says, batched):
-        def of_one(completion, answer, question):
-            return float("nan") if answer == "6" else 1.0
-
-        def of_many(completions, answers, questions):
-            return [of_one(*each) for each in zip(completions, answers, questions, strict=True)]
-
-        env = make(reward_fn=of_many if batched else of_one, batched=batched, num_envs=5, shuffle=False, max_faults=1)
-        td = env.rollout(1, says())["next"]
-        assert td["stop_reason"].flatten().tolist() == [
-            StopReason.ERROR if i == 3 else StopReason.WON for i in range(5)
-        ]
-        assert td["truncated"].flatten().tolist() == [i == 3 for i in range(5)]
-        assert env.faults == {"error": 1}
-
-    @pytest.mark.parametrize("is_async", [False, True])
-    def test_a_batched_call_that_fails_counts_once(self, make, says, is_async, caplog):
-        """Whatever the number of rows: 5 of them are within ``max_faults=1``, and a second call is not."""
-
-        def reward_fn(completions, answers, questions):
-            raise KeyError("oops")
-
-        async def async_reward_fn(completions, answers, questions):
-            raise KeyError("oops")
-
-        env = make(reward_fn=async_reward_fn if is_async else reward_fn, batched=True, num_envs=5, max_faults=1)
-        td = env.rollout(1, says())["next"]
-        assert td["stop_reason"].flatten().tolist() == [StopReason.ERROR] * 5
-        assert env.faults == {"error": 1}
-        assert caplog.text.count("oops") == 1
-        with pytest.raises(EnvironmentFault, match="oops") as caught:
-            env.rollout(1, says())
-        assert "the first of 2 failed episodes" in str(caught.value.__notes__)
-
-    def test_of_a_collector_too(self, make, says):
-        """One call that fails is within the collector's ``max_faults``; its rows are played again by other tasks."""
-        failing = [True]
-
-        def reward_fn(completions, answers, questions):
-            if failing:
-                raise RuntimeError(failing.pop())
-            return [1.0] * len(answers)
-
-        env = make(reward_fn=reward_fn, batched=True, num_envs=5, max_faults=3)
-        collector = TurnCollector(env, says(), batch_size=5, max_faults=1)
-        assert collector.rollout()[keys.TURN_REWARD].sum() == 5
-        assert (collector.faults.total(), collector.dropped.total()) == (1, 5)
-
-    @pytest.mark.parametrize("is_async", [False, True])
-    def test_a_batched_call_has_the_time_of_a_step(self, make, says, is_async):
-        release = threading.Event()
-
-        def reward_fn(completions, answers, questions):
-            release.wait(30)
-            return [1.0] * len(answers)
-
-        async def async_reward_fn(completions, answers, questions):
-            await asyncio.sleep(30)
-
-        env = make(reward_fn=async_reward_fn if is_async else reward_fn, batched=True, num_envs=2, step_timeout=0.2,
-            max_faults=1)  # fmt: skip
-        start = time.monotonic()
-        td = env.rollout(1, says())["next"]
-        release.set()
-        assert time.monotonic() - start < 10
-        assert td["stop_reason"].flatten().tolist() == [StopReason.TIMEOUT] * 2
-        assert env.faults == {"timeout": 1}
-        assert "step_timeout=0.2" in str(env.last_fault)
-
-    def test_a_bug_is_one_traceback_with_its_task(self, make, says, caplog):
-        def reward_fn(completion, answer, question):
-            return answer["no such key"]  # the user's line
-
-        env = make(reward_fn=reward_fn, num_envs=4, max_faults=3, shuffle=False)
-        collector = TurnCollector(env, says(), batch_size=8)
-        with pytest.raises(EnvironmentFault) as caught:
-            collector.rollout()
-        assert "Traceback" not in caplog.text
-        assert "".join(traceback.format_exception(caught.value)).count("# the user's line") == 1
-        assert not any(record.exc_info for record in caplog.records)
-        line = reward_fn.__code__.co_firstlineno + 1
-        for part in ("TypeError: string indices", f"(row 0, question '{ROWS[0]['question']}')", f"({__file__}:{line})"):
-            assert part in str(caught.value)
-
-    def test_the_next_step_is_graded_anew(self, make, says):
-        failing = [True]
-
-        def reward_fn(completions, answers, questions):
-            if failing:
-                raise RuntimeError(failing.pop())
-            return [1.0] * len(answers)
-
-        env = make(reward_fn=reward_fn, batched=True, num_envs=2)
-        with pytest.raises(EnvironmentFault):
-            env.step(says()(env.reset()))
-        assert env.step(says()(env.reset()))["next", "reward"].flatten().tolist() == [1.0, 1.0]

@@ -1,0 +1,293 @@
+"""PromptDatasetEnv: what a reward function gets, how it is called, and what its faults end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+import traceback
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from dataset_rows import ROWS, collect_rows, exact_match, make_env, make_policy
+
+from torchrl_llm import keys
+from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
+from torchrl_llm.envs import EnvironmentFault, RewardError
+from torchrl_llm.keys import StopReason
+
+
+@pytest.fixture
+def make(tokenizer):
+    return partial(make_env, tokenizer=tokenizer)
+
+
+@pytest.fixture
+def says(tokenizer):
+    return partial(make_policy, tokenizer=tokenizer)
+
+
+class Callable3:
+    def __call__(self, completion, answer, question):
+        return 0.0
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        "reward_fn",
+        [
+            exact_match,
+            Callable3(),
+            max,
+            lambda *a: 0.0,
+            lambda a, b, c, d=1: 0.0,
+            partial(exact_match),
+            lambda a, b, *c: 0.0,
+        ],
+    )
+    def test_three_are_enough(self, make, reward_fn):
+        make(reward_fn=reward_fn)
+
+    @pytest.mark.parametrize(
+        ("reward_fn", "message"),
+        [
+            (
+                lambda completion: 0.0,
+                r"is <lambda>\(completion\); expected .* reward_fn\(completion, answer, question\)",
+            ),
+            (lambda a, b: 0.0, "three positional arguments"),
+            (lambda a, b, c, d: 0.0, "missing a required argument: 'd'"),
+            (lambda *, completion, answer, question: 0.0, "three positional arguments"),
+            (partial(exact_match, question=""), "three positional arguments"),
+            (1.0, r"reward_fn is 1\.0; expected a function"),
+        ],
+    )
+    def test_others_are_refused_before_anything_runs(self, make, reward_fn, message):
+        with pytest.raises(TypeError, match=message):
+            make(reward_fn=reward_fn)
+        with pytest.raises(TypeError, match=r"a function|completions, answers, questions"):
+            make(reward_fn=reward_fn, batched=True)
+
+
+class TestBatchedRewards:
+    def test_a_step_is_one_call(self, make):
+        calls = []
+
+        def reward_fn(completions, answers, questions):
+            calls.append(questions)
+            return torch.tensor([float(c == a) for c, a in zip(completions, answers, strict=True)])
+
+        rows, rewards, _ = collect_rows(make(reward_fn=reward_fn, batched=True, num_envs=5), 10)
+        assert [len(call) for call in calls] == [5, 5]
+        assert rewards == [float(row == 2) for row in rows]
+
+    def test_equal_responses_to_one_row_keep_their_own_rewards(self, make):
+        def reward_fn(completions, answers, questions):
+            return [0.25 * i for i in range(len(answers))]
+
+        assert collect_rows(make(reward_fn=reward_fn, batched=True, num_envs=3, group_size=3), 3)[1] == [0.0, 0.25, 0.5]
+
+    def test_slots_that_are_not_stepped_are_not_graded(self, make, says):
+        sizes = []
+
+        def reward_fn(completions, answers, questions):
+            sizes.append(len(answers))
+            return [0.0] * len(answers)
+
+        env = make(reward_fn=reward_fn, batched=True, num_envs=3)
+        td = says()(env.reset())
+        env.step(td.set("_step", torch.tensor([[True], [False], [True]])))
+        assert sizes == [2]
+
+    @pytest.mark.parametrize("returned", [[0.0], 0.0, None])
+    def test_another_number_of_rewards_is_a_fault(self, make, returned):
+        with pytest.raises(EnvironmentFault, match=r"for 2 completions; expected as many numbers"):
+            collect_rows(make(reward_fn=lambda *_: returned, batched=True, num_envs=2), 2)
+
+
+class TestAsyncRewards:
+    def test_calls_of_a_step_run_at_once_in_one_loop(self, make):
+        running, peak, loops = 0, 0, set()
+
+        async def reward_fn(completion, answer, question):
+            nonlocal running, peak
+            running, peak = running + 1, max(peak, running + 1)
+            loops.add((id(asyncio.get_running_loop()), threading.get_ident()))
+            await asyncio.sleep(0.05)
+            running -= 1
+            return float(completion == answer)
+
+        env = make(reward_fn=reward_fn, num_envs=5)
+        rows, rewards, _ = collect_rows(env, 10)
+        assert peak == 5
+        assert len(loops) == 1
+        assert rewards == [float(row == 2) for row in rows]
+        env.close()
+        assert "reward_fn" not in {thread.name for thread in threading.enumerate()}
+
+    def test_a_batched_one_is_awaited_once(self, make):
+        calls = []
+
+        async def reward_fn(completions, answers, questions):
+            calls.append(len(answers))
+            return [1.0] * len(answers)
+
+        assert collect_rows(make(reward_fn=reward_fn, batched=True, num_envs=4), 4)[1] == [1.0] * 4
+        assert calls == [4]
+
+    def test_the_async_collector_awaits_them_at_once(self, make, says):
+        async def reward_fn(completion, answer, question):
+            await asyncio.sleep(0.02)
+            return float(completion == answer)
+
+        collector = AsyncTurnCollector(make(reward_fn=reward_fn, num_envs=5), says(), batch_size=10)
+        batch = collector.rollout()
+        collector.shutdown()
+        assert batch[keys.TURN_REWARD].sum() == 2
+
+    def test_one_that_takes_too_long_is_a_fault(self, make):
+        async def reward_fn(completion, answer, question):
+            await asyncio.sleep(30)
+
+        start = time.monotonic()
+        with pytest.raises(EnvironmentFault, match=r"took too long \(reward_timeout=0\.05 s\)") as caught:
+            collect_rows(make(reward_fn=reward_fn, reward_timeout=0.05), 1)
+        assert isinstance(caught.value.cause, TimeoutError)
+        assert time.monotonic() - start < 5
+
+
+async def _async_failure(completion, answer, question):
+    raise KeyError("oops")
+
+
+def _failure(completion, answer, question):
+    raise KeyError("oops")
+
+
+class TestFaults:
+    @pytest.mark.parametrize("batched", [False, True])
+    @pytest.mark.parametrize("reward_fn", [_failure, _async_failure])
+    def test_a_reward_function_that_raises_names_the_row(self, make, reward_fn, batched):
+        with pytest.raises(
+            EnvironmentFault, match=r"KeyError: 'oops' \(row 0, question 'What is 0 \+ 0\?'\)"
+        ) as caught:
+            collect_rows(make(reward_fn=reward_fn, batched=batched, shuffle=False), 1)
+        assert isinstance(caught.value.cause, RewardError)
+        assert isinstance(caught.value.cause.__cause__, KeyError)
+        assert (caught.value.task_spec.seed, caught.value.turn) == (0, 0)
+
+    @pytest.mark.parametrize("returned", [float("nan"), float("inf"), "1", None, 1j, [1.0, 2.0]])
+    def test_what_is_no_finite_number_is_a_fault(self, make, returned):
+        with pytest.raises(EnvironmentFault, match="expected a finite number"):
+            collect_rows(make(reward_fn=lambda *_: returned), 1)
+
+    @pytest.mark.parametrize("returned", [True, 1, np.float32(1), torch.tensor(1.0)])
+    def test_numbers_of_every_kind_are_taken(self, make, returned):
+        assert collect_rows(make(reward_fn=lambda *_: returned), 1)[1] == [1.0]
+
+    def test_one_bad_reward_of_a_batch_is_the_fault_of_its_row(self, make):
+        def reward_fn(completions, answers, questions):
+            return [float("nan") if answer == "6" else 0.0 for answer in answers]
+
+        with pytest.raises(EnvironmentFault, match=r"returned nan; expected a finite number \(row 3"):
+            collect_rows(make(reward_fn=reward_fn, batched=True, num_envs=5, shuffle=False), 5)
+
+    @pytest.mark.parametrize("batched", [False, True])
+    def test_are_contained_like_those_of_any_environment(self, make, says, batched):
+        def of_one(completion, answer, question):
+            return float("nan") if answer == "6" else 1.0
+
+        def of_many(completions, answers, questions):
+            return [of_one(*each) for each in zip(completions, answers, questions, strict=True)]
+
+        env = make(reward_fn=of_many if batched else of_one, batched=batched, num_envs=5, shuffle=False, max_faults=1)
+        td = env.rollout(1, says())["next"]
+        assert td["stop_reason"].flatten().tolist() == [
+            StopReason.ERROR if i == 3 else StopReason.WON for i in range(5)
+        ]
+        assert td["truncated"].flatten().tolist() == [i == 3 for i in range(5)]
+        assert env.faults == {"error": 1}
+
+    @pytest.mark.parametrize("is_async", [False, True])
+    def test_a_batched_call_that_fails_counts_once(self, make, says, is_async, caplog):
+        """Whatever the number of rows: 5 of them are within ``max_faults=1``, and a second call is not."""
+
+        def reward_fn(completions, answers, questions):
+            raise KeyError("oops")
+
+        async def async_reward_fn(completions, answers, questions):
+            raise KeyError("oops")
+
+        env = make(reward_fn=async_reward_fn if is_async else reward_fn, batched=True, num_envs=5, max_faults=1)
+        td = env.rollout(1, says())["next"]
+        assert td["stop_reason"].flatten().tolist() == [StopReason.ERROR] * 5
+        assert env.faults == {"error": 1}
+        assert caplog.text.count("oops") == 1
+        with pytest.raises(EnvironmentFault, match="oops") as caught:
+            env.rollout(1, says())
+        assert "the first of 2 failed episodes" in str(caught.value.__notes__)
+
+    def test_of_a_collector_too(self, make, says):
+        """One call that fails is within the collector's ``max_faults``; its rows are played again by other tasks."""
+        failing = [True]
+
+        def reward_fn(completions, answers, questions):
+            if failing:
+                raise RuntimeError(failing.pop())
+            return [1.0] * len(answers)
+
+        env = make(reward_fn=reward_fn, batched=True, num_envs=5, max_faults=3)
+        collector = TurnCollector(env, says(), batch_size=5, max_faults=1)
+        assert collector.rollout()[keys.TURN_REWARD].sum() == 5
+        assert (collector.faults.total(), collector.dropped.total()) == (1, 5)
+
+    @pytest.mark.parametrize("is_async", [False, True])
+    def test_a_batched_call_has_the_time_of_a_step(self, make, says, is_async):
+        release = threading.Event()
+
+        def reward_fn(completions, answers, questions):
+            release.wait(30)
+            return [1.0] * len(answers)
+
+        async def async_reward_fn(completions, answers, questions):
+            await asyncio.sleep(30)
+
+        env = make(reward_fn=async_reward_fn if is_async else reward_fn, batched=True, num_envs=2, step_timeout=0.2,
+            max_faults=1)  # fmt: skip
+        start = time.monotonic()
+        td = env.rollout(1, says())["next"]
+        release.set()
+        assert time.monotonic() - start < 10
+        assert td["stop_reason"].flatten().tolist() == [StopReason.TIMEOUT] * 2
+        assert env.faults == {"timeout": 1}
+        assert "step_timeout=0.2" in str(env.last_fault)
+
+    def test_a_bug_is_one_traceback_with_its_task(self, make, says, caplog):
+        def reward_fn(completion, answer, question):
+            return answer["no such key"]  # the user's line
+
+        env = make(reward_fn=reward_fn, num_envs=4, max_faults=3, shuffle=False)
+        collector = TurnCollector(env, says(), batch_size=8)
+        with pytest.raises(EnvironmentFault) as caught:
+            collector.rollout()
+        assert "Traceback" not in caplog.text
+        assert "".join(traceback.format_exception(caught.value)).count("# the user's line") == 1
+        assert not any(record.exc_info for record in caplog.records)
+        line = reward_fn.__code__.co_firstlineno + 1
+        for part in ("TypeError: string indices", f"(row 0, question '{ROWS[0]['question']}')", f"({__file__}:{line})"):
+            assert part in str(caught.value)
+
+    def test_the_next_step_is_graded_anew(self, make, says):
+        failing = [True]
+
+        def reward_fn(completions, answers, questions):
+            if failing:
+                raise RuntimeError(failing.pop())
+            return [1.0] * len(answers)
+
+        env = make(reward_fn=reward_fn, batched=True, num_envs=2)
+        with pytest.raises(EnvironmentFault):
+            env.step(says()(env.reset()))
+        assert env.step(says()(env.reset()))["next", "reward"].flatten().tolist() == [1.0, 1.0]
