@@ -7,328 +7,43 @@ the change is refused with a sentence that names the field, never taken without 
 
 from __future__ import annotations
 
-import re
-import threading
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
-from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
-import torch
-from accelerate.state import AcceleratorState
-from small_runs import ALGORITHMS, weights
+from setting_traces import (
+    ADAPTERS,
+    BASE,
+    Case,
+    Failing,
+    Guess,
+    Half,
+    Halved,
+    Other,
+    Slow,
+    adapters,
+    built,
+    checkpoint,
+    engine,
+    forgetful,
+    fresh_state,
+    graded,
+    idle,
+    logged,
+    other_model,
+    other_tokenizer,
+    own_env,
+    placed,
+    remote_code,
+    scripted,
+    trained,
+    works,
+)
 from torchrl.checkpoint import CheckpointError
 
-from torchrl_llm.envs import EnvironmentFault, GEMEnv, NotAppendOnlyError
+from torchrl_llm.envs import EnvironmentFault, NotAppendOnlyError
 from torchrl_llm.modules import AdapterError
-from torchrl_llm.objectives import ReBN
-from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
-from torchrl_llm.trainers import ConfigError, RunConfig, build, build_run, loggers
-
-BASE = {
-    "model_path": "tiny",
-    "dtype": "float32",
-    "device": "cpu",
-    "algo": "LLMREINFORCE",
-    "max_model_len": 256,
-    "max_output_tokens": 16,
-    "num_envs": 4,
-    "batch_size": 4,
-    "lora_r": 0,
-    "kl_coeff": 0.0,
-    "epochs": 2,
-    "lr_actor": 1e-2,
-    "max_iterations": 2,
-    "max_steps": 100,
-    "evaluation_interval": 0,
-    "evaluation_episodes": 4,
-    "final_episodes": 4,
-    "save_checkpoints": False,
-    "progress": False,
-}
-"""Two iterations of a few conversations, each with a second epoch, so that ratios differ from 1: a quarter of a second."""
-
-
-class Guess:
-    """Two turns, each paid by what is said."""
-
-    where: ClassVar[set[bool]] = set()
-
-    def reset(self, seed=None):
-        self.turn, self.seed = 0, seed
-        return "Guess.", {}
-
-    def step(self, action):
-        self.where.add(threading.current_thread() is threading.main_thread())
-        self.turn += 1
-        return "Again.", float(sum(map(ord, action)) % 3), self.turn == 2, False, {}
-
-
-class Half(Guess):
-    """Pays in every second task, so that groups of the others have no spread."""
-
-    def step(self, action):
-        text, reward, *rest = super().step(action)
-        return text, reward * (self.seed % 2), *rest
-
-
-class Other(Guess):
-    """Pays more."""
-
-    def step(self, action):
-        text, reward, *rest = super().step(action)
-        return text, 2 * reward + 0.5, *rest
-
-
-class Slow(Guess):
-    """Sleeps in some tasks."""
-
-    thread_safe = True
-
-    def step(self, action):
-        if self.seed % 3 == 0:
-            time.sleep(0.2)
-        return super().step(action)
-
-
-class Failing(Guess):
-    """Fails in some tasks."""
-
-    def step(self, action):
-        if self.seed // 4 % 4 == 0:
-            raise RuntimeError("out of order")
-        return super().step(action)
-
-
-class Halved(ReBN):
-    """An estimator from outside the package."""
-
-    def compare(self, *args):
-        return super().compare(*args) / 2
-
-
-@dataclass(frozen=True)
-class Case:
-    """One field changed to ``value`` where the other settings are :data:`BASE` and ``context``.
-
-    Attributes:
-        value: the new value; a function makes it of the test's folder.
-        context: other settings.
-        env: what is played instead of ``env_name``.
-        prior: settings of a run that has been in the folder before.
-        run: what is done with the configuration; returns the trace.
-        refused: whether a refusal is an answer. Without, the change must have an effect.
-    """
-
-    value: Any
-    context: dict[str, Any] = field(default_factory=dict)
-    env: Any = None
-    prior: dict[str, Any] | None = None
-    run: Callable[..., Any] | None = None
-    refused: bool = False
-
-
-def works(value: Any, algo: str | None = None, **context: Any) -> Case:
-    special = {name: context.pop(name, None) for name in ("env", "prior", "run")}
-    return Case(value, ({"algo": algo, **ALGORITHMS[algo]} if algo else {}) | context, **special)
-
-
-def idle(value: Any, algo: str | None = None, **context: Any) -> Case:
-    """A context in which the field has no effect to have."""
-    return replace(works(value, algo, **context), refused=True)
-
-
-def trained(config: RunConfig, env: Any) -> dict[str, Any]:
-    """The trace of a run to its end."""
-    Guess.where.clear()
-    run = build_run(config, env=env)
-    calls = []
-    hook = run.models.model.register_forward_hook(lambda *_: calls.append(1))
-    layers = []
-    layer = next(module for name, module in run.models.model.named_modules() if name.endswith("layers.0.self_attn"))
-    counted = layer.register_forward_hook(lambda *_: layers.append(1))
-    try:
-        history = run.trainer.train()
-    finally:
-        hook.remove()
-        counted.remove()
-        run.close()
-    timeless = [{name: value for name, value in row.items() if not name.startswith("time/")} for row in history]
-    files = [re.sub(r"events\..*", "events", str(path)) for path in config.output_dir.rglob("*") if path.is_file()]
-    return {
-        "metrics": str(timeless),
-        "weights": weights(run).double().numpy().tobytes(),
-        "files": sorted(name.removeprefix(str(config.output_dir)) for name in files),
-        "calls": (len(calls), len(layers), sorted(Guess.where)),
-        "end": run.trainer.stop_reason,
-    }
-
-
-def built(config: RunConfig, env: Any) -> dict[str, Any]:
-    """What is made for a run that a test of the suite plays elsewhere: parts whose work is no function of the settings."""
-    run = build_run(config, env=env)
-    try:
-        return {
-            "collector": type(run.trainer.collector).__name__,
-            "scored": run.trainer.scorer.scores_old,
-            "callbacks": [type(each).__name__ for each in run.trainer.callbacks],
-            "compiled": any("forward" in vars(module) for module in run.models.model.modules()),
-        }
-    finally:
-        run.close()
-
-
-def graded(config: RunConfig, env: Any) -> Any:
-    """The gradient on a batch whose log-probs are not the model's: for runs that do not repeat, with ``max_staleness``."""
-    run = build_run(replace(config, collector="turn", max_staleness=None, sampler_bounds=None, sampler_level=None))
-    next(iter(run.trainer.collector))
-    rows = run.trainer.replay_buffer[:].contiguous()
-    rows["old_log_prob"] = rows["sample_log_prob"] + torch.linspace(0, 2, rows["sample_log_prob"].shape[1])
-    loss = build.make_objective(config, run.models)
-    loss(loss.value_estimator(rows))["loss_objective"].backward()
-    run.close()
-    return {"gradient": [p.grad.numpy().tobytes() for p in run.models.actor_parameters() if p.grad is not None]}
-
-
-def logged(config: RunConfig, env: Any) -> Any:
-    """The loggers asked for."""
-    asked = []
-
-    def recorder(kind, *args, **options):
-        asked.append((kind, {**options.get("wandb_kwargs", {}), "id": None}))
-        return get_logger("csv", str(config.output_dir), "csv")
-
-    get_logger, loggers.get_logger = loggers.get_logger, recorder
-    try:
-        loggers.make_loggers(config)
-    finally:
-        loggers.get_logger = get_logger
-    return {"asked": asked}
-
-
-class Recorder:
-    """Stands where vLLM or Ray would be made, and keeps what it is given."""
-
-    calls: ClassVar[list[Any]] = []
-    policy_version = 1
-    merged = True
-    sleep_level = 0
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        simple = (str, int, float, bool, dict, type(None))
-        kept = {name: value for name, value in options.items() if isinstance(value, simple)}
-        self.policy = options.get("policy")
-        self.calls.append(str(kept | {"at": [each for each in args if isinstance(each, str)]}))
-
-
-def engine(config: RunConfig, env: Any) -> Any:
-    """What the engine, its weight transfer, or the workers are made with."""
-    names = ("VLLMPolicy", "EngineWeightSync", "RayWeightSync", "RayTurnCollector")
-    Recorder.calls = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in names:
-            patch.setattr(build, name, type(name, (Recorder,), {}))
-        tokenizer = load_tiny_tokenizer()
-        sampling = config.sampling()
-        models = build.load_models(config, tokenizer, sampling, device="cpu")
-        policy, sync = build.make_policy(config, tokenizer, sampling, models)
-        worker = build._worker_policy(config, tokenizer, sampling, None) if config.policy == "vllm" else None
-        if config.collector == "ray":
-            game = GEMEnv(Guess, tokenizer=tokenizer)
-            distributed = build.Distributed.of(build.make_accelerator(config))
-            workers = build.worker_options(config, None, tokenizer, models, sync)
-            build.make_collector(config, game, policy, build.make_replay_buffer(config), distributed, **workers)
-    offload = build.make_offload(config, models).__name__
-    return {"calls": Recorder.calls, "offload": offload, "plays": (type(policy).__name__, type(worker).__name__)}
-
-
-def scripted(config: RunConfig, env: Any) -> Any:
-    """What ``examples/multiturn.py`` leaves behind."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("multiturn", Path(__file__).parents[2] / "examples" / "multiturn.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    result = module.main(config)
-    merged = sorted(path.name for path in (config.output_dir / "merged").glob("*"))
-    return {"rates": (result["reward_before"], result["turns_before"]), "merged": merged}
-
-
-def fresh_state(config: RunConfig, env: Any) -> Any:
-    """A run with a state of accelerate's own: it keeps one precision for a process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AcceleratorState, "_shared_state", {})
-        return trained(config, env)
-
-
-def placed(config: RunConfig, env: Any) -> Any:
-    """Where a run writes."""
-    trained(config, env)
-    return config.output_dir.exists() and config.output_dir.resolve()
-
-
-def own_env(config: RunConfig, env: Any) -> Any:
-    """A run whose environments the caller makes."""
-    run = build_run(config, make_env=partial(GEMEnv, [Guess, Other]))
-    ids = [run.trainer.collector.env.task_sampler[i].env_id for i in range(32)]
-    run.close()
-    return ids
-
-
-def other_model(place: Path) -> str:
-    model = load_tiny_model()
-    with torch.no_grad():
-        model.lm_head.weight.mul_(0.5)
-    model.save_pretrained(place / "other")
-    load_tiny_tokenizer().save_pretrained(place / "other")
-    return str(place / "other")
-
-
-def other_tokenizer(place: Path, *, add: str = "{{ mood or 'calm' }}", end: str = "") -> str:
-    """The tiny model's tokenizer with a template that reads a variable, or rewrites history."""
-    tokenizer, where = load_tiny_tokenizer(), place / f"tokenizer{len(add)}{len(end)}"
-    tokenizer.chat_template = add + tokenizer.chat_template + end
-    tokenizer.save_pretrained(where)
-    return str(where)
-
-
-def forgetful(place: Path) -> str:
-    return other_tokenizer(place, add="{{ messages | length }}")
-
-
-def remote_code(place: Path) -> str:
-    """A model whose configuration comes as code."""
-    where = place / "remote"
-    load_tiny_model().save_pretrained(where)
-    load_tiny_tokenizer().save_pretrained(where)
-    text = (where / "config.json").read_text().replace('"model_type": "qwen2"', '"model_type": "own_lm"')
-    auto = '{\n  "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnLM"},'
-    (where / "config.json").write_text(text.replace("{", auto, 1))
-    (where / "own.py").write_text(
-        "from transformers import Qwen2Config, Qwen2ForCausalLM\n"
-        "class OwnConfig(Qwen2Config):\n    model_type = 'own_lm'\n"
-        "class OwnLM(Qwen2ForCausalLM):\n    config_class = OwnConfig\n"
-    )
-    return str(where)
-
-
-def checkpoint(place: Path, **settings: Any) -> Path:
-    where = place / f"saved{len(settings)}"
-    if not where.exists():
-        more = {"save_checkpoints": True, "max_iterations": 1, "output_dir": where, **settings}
-        build_run(RunConfig(**BASE | more)).trainer.train()
-    return where / "checkpoints" / "last"
-
-
-ADAPTERS = {"algo": "LLMPPO", "lora_r": 2, "kl_coeff": 0.1}
-
-
-def adapters(place: Path) -> Path:
-    return checkpoint(place, **ADAPTERS)
-
+from torchrl_llm.trainers import ConfigError, RunConfig, build_run
 
 EVALUATED = {"evaluation_interval": 1}
 SAVED = {"save_checkpoints": True, "checkpoint_interval": 1}
@@ -473,7 +188,7 @@ LAW: dict[str, list[Case]] = {
     "estimator": [
         works("TurnVTrace", "LLMPPO", clipping="none"),
         works("ReBN", "LLMPPO"),
-        works(f"{__name__}:Halved"),
+        works(f"{Halved.__module__}:Halved"),
         idle("TurnVTrace", clipping="none"),
         idle("TurnVTrace", "LLMPPO"),
         idle("TurnVTrace", "LLMPPO", clipping="none", lmbda=0.3),
