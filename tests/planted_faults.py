@@ -153,13 +153,13 @@ FAULTS = {
         "collectors/_queue.py",
         "self.drop(episode.group_id, fault.reason)",
         "self.dropped[fault.reason] += 1\n        del self.episodes[episode.episode_id]",
-        "tests/collectors/test_async_collector.py",
+        "tests/collectors/test_async_faults.py",
     ),
     "those that finish first are the batch": Fault(
         "collectors/_queue.py",
         "batch = [*islice(self.episodes.values(), size)]",
         "batch = [*islice(sorted(self.episodes.values(), key=lambda each: not each.finished), size)]",
-        "tests/collectors/test_async_collector.py",
+        "tests/collectors/test_async_staleness.py",
     ),
     "stale episodes are trained on": Fault(
         "collectors/_queue.py",

@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from scripted_episodes import episodes, make_env
 from tensordict import TensorDict
 from torch import nn
 from torchrl.data import LazyTensorStorage, ReplayBuffer
@@ -19,7 +20,7 @@ from torchrl.trainers import Trainer
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
 from torchrl_llm.data import TurnsToSequence, turns_to_rows
-from torchrl_llm.envs import EnvironmentFault, GEMEnv
+from torchrl_llm.envs import EnvironmentFault
 from torchrl_llm.testing.environments import Dice, Faulty, StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 
@@ -40,19 +41,12 @@ def one_or_five(episode, turn, context):
 
 @pytest.fixture
 def make(tokenizer):
-    def make(env=StopOrGo, **kwargs):
-        return GEMEnv(env, **{"tokenizer": tokenizer, "max_output_tokens": 16, **kwargs})
-
-    return make
+    return partial(make_env, tokenizer=tokenizer)
 
 
 @pytest.fixture
 def says(tokenizer):
     return partial(ScriptedPolicy, tokenizer=tokenizer, max_output_tokens=16)
-
-
-def episodes(batch):
-    return batch["episode_id"].tolist()
 
 
 class TestBatches:
