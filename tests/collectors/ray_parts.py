@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import signal
 import threading
 import time
@@ -13,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import ray
+import scripted_episodes
 from peft import LoraConfig
 
 from torchrl_llm.collectors._cluster import RayCluster, RolloutActor
@@ -109,20 +109,12 @@ class Stamp(RayWeightSync):
 # ---------------------------------------------------------------------- games and players without a model
 
 
-def length(episode):
-    return random.Random(episode).choice([1, 1, 2, 3, 6])
-
-
-def script(episode, turn, context):
-    return "stop" if turn == length(episode) - 1 else f"go on {episode}.{turn}"
-
-
 def make_env(env=StopOrGo, **kwargs):
-    return GEMEnv(env, **{"tokenizer": byte_tokenizer(), "num_envs": 4, "max_output_tokens": 16, **kwargs})
+    return scripted_episodes.make_env(env, **{"tokenizer": byte_tokenizer(), "num_envs": 4, **kwargs})
 
 
 def make_script(kind=ScriptedPolicy, max_output_tokens=16, **kwargs):
-    return kind(script, tokenizer=byte_tokenizer(), max_output_tokens=max_output_tokens, **kwargs)
+    return kind(scripted_episodes.script, tokenizer=byte_tokenizer(), max_output_tokens=max_output_tokens, **kwargs)
 
 
 def make_constant():
