@@ -44,7 +44,7 @@ CASES = [
     ("GRPO", {"lora_r": 4, "refresh_reference": 2}),
     ("LLMPPO", {"lora_r": 4}),
     ("LLMREINFORCE", {"top_p": 0.9}),
-    ("GRPO", {"dynamic_sampling": 2}),
+    ("GRPO", {"dynamic_sampling": 2, "kl_in": "reward"}),
     ("GRPO", {"env_name": [f"game:GuessTheNumber-v0-{level}" for level in ("easy", "hard")], "adaptive_mixture": True}),
 ]
 
