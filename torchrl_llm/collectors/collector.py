@@ -293,8 +293,9 @@ class EpisodeCollector(Checked, BaseCollector):
         if stopped and isinstance(self.policy, TurnPolicy) and self.policy.pending:
             _cancel(self.policy)
         self.closed = True
-        if close_env and not self.env.is_closed:
-            self.env.close(raise_if_closed=raise_on_error)
+        if close_env:
+            # Whatever env.is_closed says: TorchRL takes an environment for closed until it says otherwise.
+            self.env.close(raise_if_closed=False)
         if not stopped:
             message = "The policy's step has not come back; its thread was left behind. Close the policy's engine."
             if raise_on_error:
