@@ -187,7 +187,11 @@ def make_policy(
         policy = _make_engine(config, tokenizer, sampling)
         # Level 1: level 2 drops the base weights, which a sync of the adapter does not bring back.
         sync_options: Any = {"method": config.weight_sync or "auto", "sleep_level": 1 if config.sleep_mode else 0}
-        return policy, EngineWeightSync(models.model, models.adapter, policy=policy, **sync_options)
+        try:
+            return policy, EngineWeightSync(models.model, models.adapter, policy=policy, **sync_options)
+        except BaseException:
+            policy.close()
+            raise
     policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed)
     if config.collector != "ray":
         return policy, None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import cached_property
 
 import torch
@@ -318,7 +318,8 @@ class LLMTrainer(TrainerBase):
                 callback.on_end(self)
 
     def close(self) -> None:
-        """Shut the collector down and flush the loggers; safe to call twice."""
-        self.collector.shutdown()
-        for target in self.loggers:
-            target.flush()
+        """Shut the collector down and flush the loggers, also if one of them fails; safe to call twice."""
+        with ExitStack() as last_to_first:
+            for target in self.loggers:
+                last_to_first.callback(target.flush)
+            last_to_first.callback(self.collector.shutdown)
