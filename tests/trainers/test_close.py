@@ -73,3 +73,23 @@ def test_a_closed_run_is_closed(tmp_path, closed):
         run.close()
     assert closed == [run.policy]
     assert run_threads() == before
+
+
+def test_callbacks_end_though_another_fails_to(tmp_path):
+    ended = []
+
+    class Ends(Callback):
+        def __init__(self, name):
+            self.name = name
+
+        def on_end(self, trainer):
+            ended.append(self.name)
+            if self.name == "second":
+                raise RuntimeError("cannot end")
+
+    callbacks = [Ends("first"), Ends("second"), Ends("third")]
+    run = build_run(small_config(tmp_path, max_iterations=1), callbacks=callbacks)
+    with pytest.raises(RuntimeError, match="cannot end"):
+        run.trainer.train()
+    assert ended == ["first", "second", "third"]
+    run.close()

@@ -314,8 +314,10 @@ class LLMTrainer(TrainerBase):
         try:
             yield
         finally:
-            for callback in self.callbacks:
-                callback.on_end(self)
+            # Each ends, whatever the others raise.
+            with ExitStack() as last_to_first:
+                for callback in reversed(self.callbacks):
+                    last_to_first.callback(callback.on_end, self)
 
     def close(self) -> None:
         """Shut the collector down and flush the loggers, also if one of them fails; safe to call twice."""
