@@ -101,6 +101,25 @@ class TestOptions:
         with pytest.raises(ConfigError, match="a group of their own"):
             LLMTrainer(**parts, optimizer=together)
 
+    @pytest.mark.parametrize(
+        ("algo", "number", "expected"),
+        [
+            ("LLMPPO", 3, "has 3 groups of parameters; expected one for the actor and one for the critic:"),
+            ("LLMREINFORCE", 2, "has 2 groups of parameters; expected one for the actor:"),
+        ],
+    )
+    def test_each_network_has_one_group_of_parameters(self, tmp_path, algo, number, expected):
+        """A further group would be stepped without clipping, and out of target_kl's sight."""
+        run = build_run(small_config(tmp_path, algo))
+        parts = {
+            name: getattr(run.trainer, name) for name in ("collector", "replay_buffer", "policy", "loss", "config")
+        }
+        parameters = [*run.models.actor_parameters(), *run.models.critic_parameters()]
+        cut = torch.optim.AdamW([{"params": parameters[start::number]} for start in range(number)])
+        with pytest.raises(ConfigError, match=expected):
+            LLMTrainer(**parts, optimizer=cut)
+        run.close()
+
     SWAPPED = ((1.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 0.0))
     EQUAL = ((1.0, 0.0),) * 4
 

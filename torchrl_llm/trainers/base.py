@@ -26,7 +26,7 @@ from torchrl_llm.options import ConfigError
 from torchrl_llm.record import Timer
 from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.distributed import Distributed
-from torchrl_llm.trainers.schedule import LearningRateSchedule
+from torchrl_llm.trainers.schedule import GROUPS, LearningRateSchedule
 from torchrl_llm.trainers.settings import TrainerConfig
 from torchrl_llm.weight_update import WeightSync
 
@@ -159,7 +159,14 @@ class TrainerBase:
         self.__dict__ |= {"module": module, "optimizer": optimizer}  # past __setattr__
 
     def _check_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that steps other parameters than the loss trains, which would run without an error."""
+        """Refuse an optimizer whose parameters or groups are not those of the loss, which would run without an error."""
+        groups, names = len(optimizer.param_groups), GROUPS if self.loss.critic_network is not None else GROUPS[:1]
+        if groups > len(names):
+            raise ConfigError(
+                f"The optimizer has {groups} groups of parameters; expected {' and '.join(f'one for the {name}' for name in names)}: "
+                "gradients are clipped, and critic_warmup and target_kl hold the actor back, by group. Give each network's "
+                "parameters as one group."
+            )
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         trained = {id(parameter): name for name, parameter in self.loss.named_parameters() if parameter.requires_grad}
         idle = sorted(trained[each] for each in trained.keys() - stepped)
