@@ -21,7 +21,7 @@ from torchrl.checkpoint import Checkpoint, CheckpointError
 
 from torchrl_llm.envs import TaskSampler
 from torchrl_llm.testing.environments import Faulty
-from torchrl_llm.trainers import Callback, ConfigError, build_run, verify
+from torchrl_llm.trainers import Callback, ConfigError, build_run, checkpoint_files, verify
 from torchrl_llm.trainers.checkpoint_parts import config_changes
 from torchrl_llm.trainers.loggers import rewind_csv
 
@@ -108,6 +108,16 @@ class TestResume:
         assert str(timeless) == str(
             [{k: v for k, v in m.items() if not k.startswith("time/")} for m in whole.trainer.history]
         )
+
+    def test_a_checkpoint_is_checked_once(self, tmp_path, monkeypatch):
+        """Its sums take a pass over all files."""
+        settings = RUN | {"max_iterations": 1}
+        build_run(small_config(tmp_path, **settings)).trainer.train()
+        checked, sha256 = [], checkpoint_files._sha256
+        monkeypatch.setattr(checkpoint_files, "_sha256", lambda path: (checked.append(path), sha256(path))[1])
+        run = build_run(small_config(tmp_path, **settings, resume=True))
+        assert run.trainer.iteration == 1
+        assert len(checked) == len({*checked}) > 5
 
     def test_what_failed_and_was_dropped_is_counted_on(self, tmp_path):
         class Sometimes(Faulty):

@@ -242,8 +242,13 @@ class CheckpointStore:
         with trainer.distributed.full_state_on_cpu():
             yield write
 
-    def resume(self, trainer: TrainerBase, path: str | Path) -> dict[str, Any]:
+    def resume(self, trainer: TrainerBase, path: str | Path, manifest: dict[str, Any] | None = None) -> dict[str, Any]:
         """Put ``trainer`` where it was when ``path`` was saved.
+
+        Args:
+            trainer: a new one, with the parts that were saved.
+            path: the checkpoint's folder.
+            manifest: what :meth:`verify` returned for it; ``None``: the first rank verifies it here.
 
         Returns:
             The manifest.
@@ -252,7 +257,9 @@ class CheckpointStore:
             CheckpointError: the checkpoint is damaged; the message names the file, and a whole one if there is one. Or its
                 manifest is not that of the rest.
         """
-        manifest = self.verify(path)
+        if manifest is None:
+            # On one rank: the sums take a pass over all files, which all ranks share.
+            manifest = trainer.distributed.on_main(lambda: self.verify(path))
         with trainer.distributed.full_state_on_cpu(read=True):
             try:
                 self.models.load_pretrained(path)

@@ -258,7 +258,7 @@ def _build(
         on_save=folder.settle,
         components=components,
     )
-    opening = Opening(config, folder, start)
+    opening = Opening(config, folder, None if start is None else start.path)
     seen_tasks = SeenTasks()
     # First: it locks and prepares the folder before another callback writes there.
     watchers: list[Callback] = [opening]
@@ -286,8 +286,8 @@ def _build(
     )
     opened.callback(trainer.close)
     if start is not None:
-        manifest = checkpoints.resume(trainer, start)
-        accept_changes(config, trainer, manifest["metadata"]["config"])
+        checkpoints.resume(trainer, start.path, start.manifest)
+        accept_changes(config, trainer, start.manifest["metadata"]["config"])
         policy.drop_cache()
         if config.accept_changes:
             trainer.reconsider()

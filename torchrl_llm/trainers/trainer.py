@@ -63,7 +63,7 @@ class LLMTrainer(TrainerBase):
     """
 
     _wanted = 0
-    """Episodes that dynamic sampling fills an update with, on all ranks."""
+    """Episodes that dynamic sampling fills an update with."""
 
     @cached_property
     def scorer(self) -> RowScorer:
