@@ -7,6 +7,7 @@ decides how a run continues is the same on every rank. Communication is accelera
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -219,9 +220,11 @@ class DDP(Distributed):
                 result = function()
             except Exception as raised:  # noqa: BLE001, any error: the other ranks would wait for ever
                 error = raised
-        result, error = self.broadcast((result, error))
+        result, sent = self.broadcast((result, None if error is None else picklable(error)))
         if error is not None:
-            raise error
+            raise error  # itself, with its traceback
+        if sent is not None:
+            raise sent
         return result
 
     def all_gather_rows(self, rows: TensorDictBase, names: Sequence[keys.NestedKey] | None = None) -> TensorDictBase:
@@ -299,6 +302,24 @@ def check_accumulation(accelerator: Accelerator) -> None:
             f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS), which would divide every gradient by {steps}. Leave it at 1: "
             "minibatch_size says how many episodes an optimizer step has, and max_tokens how many tokens a backward pass."
         )
+
+
+def picklable(error: Exception) -> Exception:
+    """``error``, or, where another process could not read it, a ``RuntimeError`` with its text.
+
+    Examples:
+        >>> class Odd(Exception):
+        ...     def __init__(self, code, why):
+        ...         super().__init__(f"{code}: {why}")
+        >>> picklable(Odd(7, "no room")), picklable(OSError("no room"))
+        (RuntimeError('Odd: 7: no room'), OSError('no room'))
+    """
+    try:
+        pickle.loads(pickle.dumps(error))
+    # Any error: pickle runs the code of the error's class.
+    except Exception:  # noqa: BLE001
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _fsdp_plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None:
