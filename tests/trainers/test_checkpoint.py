@@ -21,8 +21,8 @@ from torchrl.checkpoint import Checkpoint, CheckpointError
 
 from torchrl_llm.envs import TaskSampler
 from torchrl_llm.testing.environments import Faulty
-from torchrl_llm.trainers import Callback, ConfigError, build_run, checkpoint_files, verify
-from torchrl_llm.trainers.checkpoint_parts import config_changes
+from torchrl_llm.trainers import Callback, ConfigError, build_run, checkpoint_files, checkpoint_parts, verify
+from torchrl_llm.trainers.checkpoint_parts import config_changes, git_revision
 from torchrl_llm.trainers.loggers import rewind_csv
 
 RUN = {
@@ -118,6 +118,16 @@ class TestResume:
         run = build_run(small_config(tmp_path, **settings, resume=True))
         assert run.trainer.iteration == 1
         assert len(checked) == len({*checked}) > 5
+
+    def test_the_git_revision_is_that_of_the_start(self, tmp_path, monkeypatch):
+        def moved_on(*_, **__):
+            raise AssertionError("git was asked while the run went on")
+
+        run = build_run(small_config(tmp_path, **RUN | {"max_iterations": 1}))
+        monkeypatch.setattr(checkpoint_parts.subprocess, "run", moved_on)
+        run.trainer.train()
+        saved = verify(run.checkpoints.latest())["metadata"]["environment"]
+        assert saved["git_revision"] == git_revision()
 
     def test_what_failed_and_was_dropped_is_counted_on(self, tmp_path):
         class Sometimes(Faulty):

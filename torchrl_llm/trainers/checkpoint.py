@@ -28,7 +28,7 @@ from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation, 
 from torchrl_llm.modules import ActorCritic
 from torchrl_llm.trainers import checkpoint_files as files
 from torchrl_llm.trainers.base import TrainerBase
-from torchrl_llm.trainers.checkpoint_parts import Collectors, Optimizer, environment, states_of
+from torchrl_llm.trainers.checkpoint_parts import Collectors, Optimizer, environment, git_revision, states_of
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ class CheckpointStore:
         on_save: Callable[[], None] | None = None,
         components: Mapping[str, Any] | None = None,
     ) -> None:
+        git_revision()  # read now, and remembered: the first save may come hours later
         self.components = dict(components or {})
         if taken := sorted(self.components.keys() & _OWN):
             raise ValueError(f"A component is called {taken[0]!r}; every run has one of that name. Choose another.")
