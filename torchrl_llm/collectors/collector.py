@@ -43,6 +43,7 @@ class EpisodeCollector(Checked, BaseCollector):
 
     Attributes:
         batch_size, group_size: episodes of a batch, and of a group.
+        env_names: the environments of a mixture; empty for an environment that is no :class:`~torchrl_llm.envs.GEMEnv`.
         max_staleness: how many versions old a token may be at delivery.
         background: whether a thread collects while the caller trains.
         runs_here: whether the policy of this process collects.
@@ -84,6 +85,7 @@ class EpisodeCollector(Checked, BaseCollector):
             raise ValueError(f"The environment's batch size is {self.env.batch_size}; expected one dimension [N].")
         base = base_env(self.env)
         self.group_size = base.group_size if isinstance(base, GEMEnv) else 1
+        self.env_names: tuple[str, ...] = base.names if isinstance(base, GEMEnv) else ()
         if batch_size < 1 or batch_size % self.group_size:
             raise ValueError(f"batch_size is {batch_size}; expected a multiple of the group size {self.group_size}.")
         self.policy = policy

@@ -88,9 +88,7 @@ class RowScorer:
     @property
     def credit_reads_scores(self) -> bool:
         """Whether advantages depend on log-probs or values that are scored; if not, only rows to learn from are scored."""
-        estimator = self.estimator
-        penalized = isinstance(estimator, TurnEstimator) and estimator.kl_coeff != 0
-        return penalized or self.run.credit_corrects_sampler or self.run.loss.critic_network is not None
+        return self.run.credit_holds_kl or self.run.credit_corrects_sampler or self.run.loss.critic_network is not None
 
     def score_for_credit(self, rows: TensorDictBase) -> None:
         """:meth:`score` one batch of the collector, if its advantages depend on it: once, because weights do not change meanwhile."""
