@@ -131,12 +131,10 @@ class Run:
 
         Raises:
             CheckpointError: the checkpoint is damaged, or has no optimizer to load.
+            ConfigError: adapters would be merged, and there are several processes, which share the old ones.
         """
-        if merge_lora_configs and self.trainer.distributed.world_size > 1:
-            raise ConfigError(
-                "load_checkpoint(merge_lora_configs=True) makes new parameters, but several processes share the old ones "
-                "already: start a run with init_from and merge_lora_configs."
-            )
+        if merge_lora_configs:
+            self.trainer.distributed.check_replaceable()
         load_optimizer = load_optimizer and not merge_lora_configs
         manifest = verify(path)
         if load_optimizer and "optimizer" not in manifest["components"]:

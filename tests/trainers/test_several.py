@@ -1,18 +1,19 @@
-"""What the first rank raises alone is raised on all of them."""
+"""Several processes, without the processes: errors of the first one, and what is refused."""
 
 import pickle
 
 import pytest
+from small_runs import small_config
 
-from torchrl_llm.trainers import ConfigError
-from torchrl_llm.trainers.distributed import DDP
+from torchrl_llm.trainers import ConfigError, build_run
+from torchrl_llm.trainers.distributed import Several
 
 
-class Piped(DDP):
+class Piped(Several):
     """The first of several ranks; what it broadcasts is pickled."""
 
     def __init__(self):
-        self.is_main = True
+        self.is_main, self.world_size = True, 2
         self.sent = []
 
     def broadcast(self, value):
@@ -47,3 +48,15 @@ class TestErrorsOfTheFirstRank:
             rank.on_main(fail)
         assert type(pickle.loads(rank.sent[0])[1]) is ConfigError
         assert rank.on_main(lambda: 3) == 3
+
+
+def test_new_parameters_are_refused(tmp_path):
+    """The gradients of the old ones are averaged."""
+    run = build_run(small_config(tmp_path, lora_r=4))
+    saved = run.save_checkpoint(tmp_path / "saved")
+    vars(run.trainer)["distributed"] = Piped()
+    with pytest.raises(ConfigError, match=r"New parameters .* with 2 processes"):
+        run.load_checkpoint(saved, merge_lora_configs=True)
+    with pytest.raises(ConfigError, match=r"New parameters .* with 2 processes"):
+        run.trainer.replace_optimizer(run.trainer.optimizer)
+    run.close()
