@@ -135,7 +135,7 @@ class TrainerBase:
             weight_sync.parameter_gather = self.distributed.parameter_gather
         self.check_options()
         self.rollouts: Any = collector if isinstance(collector, EpisodeCollector) else StockCollector.of(collector)
-        self.rollouts.interruptible = partial(interruptible, distributed=self.distributed)
+        self.rollouts.interruptible = partial(interruptible, all_reduce_max=self.distributed.all_reduce_max)
         self.env_names: tuple[str, ...] = self.rollouts.env_names
         self.timer = Timer()
         self.seen_tasks = SeenTasks() if seen_tasks is None else seen_tasks

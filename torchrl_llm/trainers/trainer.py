@@ -301,7 +301,7 @@ class LLMTrainer(TrainerBase):
         self.stop_reason = reached or self.stop_reason
 
     def _stop_if_interrupted(self) -> None:
-        interruptible(lambda: None, self.distributed)
+        interruptible(lambda: None, self.distributed.all_reduce_max)
 
     def reconsider(self) -> None:
         """Forget why the run ended and look at the limits again: they may be others since it was resumed."""
