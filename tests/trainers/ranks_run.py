@@ -82,6 +82,8 @@ PARTS = {
         "algo": "GRPO",
         "dtype": "float64",
         "dynamic_sampling": 3,
+        "kl_in": "reward",  # so that groups are scored before they are chosen
+        "kl_coeff": 0.05,
         "max_iterations": 2,
         "evaluation_interval": 0,
     },
@@ -135,6 +137,7 @@ def choose(out):
     rows[keys.TURN_REWARD] = torch.zeros_like(rows[keys.TURN_REWARD])
     if run.trainer.distributed.is_main:
         rows[keys.TURN_REWARD][:, 0] = torch.arange(len(rows)) % 2
+    run.trainer.scorer.score_for_credit(rows)
     chosen = run.trainer.scorer.choose(rows, run.trainer.scorer.batch_size(rows))
     run.close()
     return len(chosen)
