@@ -50,7 +50,7 @@ def run(settings: dict, output_dir: Path) -> tuple[list[dict], list[dict]]:
     found = build_run(RunConfig(output_dir=output_dir, **COMMON | settings))
     rows: list[dict] = []
     learn = found.trainer.learn
-    found.trainer.learn = lambda batch: rows.append(leaves(batch)) or learn(batch)
+    found.trainer.learn = lambda batch, **options: rows.append(leaves(batch)) or learn(batch, **options)
     try:
         history = found.trainer.train()
         history.append(

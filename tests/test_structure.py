@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torchrl_llm"
 
 LAYERS = (
-    {"keys", "options", "optional", "prefixes", "segments", "interrupts", "tiny", ""},
+    {"keys", "options", "optional", "prefixes", "segments", "interrupts", "files", "tiny", ""},
     {"episode", "stops"},
     {"objectives.functional"},
     {"envs", "modules", "objectives"},

@@ -17,13 +17,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 # torchrl_llm.trainers exports the functions for scripts.
 __all__ = [
-    "AllReduceMax",
     "Interrupted",
     "catch_signals",
     "children_ignore_sigint",
@@ -69,13 +68,6 @@ class Interrupted(SystemExit):
 
     def __str__(self) -> str:
         return f"interrupted by {self.name}{self.state}"
-
-
-class AllReduceMax(Protocol):
-    """The one method of :class:`~torchrl_llm.trainers.Distributed` that :func:`interruptible` needs."""
-
-    def all_reduce_max(self, value: int) -> int:
-        """The largest of a number over the ranks."""
 
 
 class _Drop(KeyboardInterrupt):
@@ -169,7 +161,7 @@ def run_begins() -> None:
         _active.begun = True
 
 
-def interruptible(function: Callable[[], T], distributed: AllReduceMax | None = None) -> T:
+def interruptible(function: Callable[[], T], all_reduce_max: Callable[[int], int] | None = None) -> T:
     """Call ``function``; a signal stops it at once, and after a signal it is not called.
 
     A function and not a context manager: a handler may raise between any two bytecodes, also while a context is left.
@@ -177,8 +169,9 @@ def interruptible(function: Callable[[], T], distributed: AllReduceMax | None = 
     Args:
         function: may be left at any point; its changes must not matter if it does not return. It must not call collectives
             of the ranks, because a single rank may leave it.
-        distributed: the ranks, which all call this and agree at its end whether any of them was to stop. ``None``: this
-            process alone; if there are others, signals wait.
+        all_reduce_max: the largest of a number over the ranks, which all call this and agree at its end whether any of them
+            was to stop (:meth:`torchrl_llm.trainers.Distributed.all_reduce_max`). ``None``: this process alone; if there are
+            others, signals wait.
 
     Returns:
         What ``function`` returns.
@@ -193,7 +186,7 @@ def interruptible(function: Callable[[], T], distributed: AllReduceMax | None = 
     signals = _active
     here = threading.current_thread() is threading.main_thread()
     # One process of several that stopped by itself would leave the others waiting in a collective.
-    if signals is None or not here or (distributed is None and _several()):
+    if signals is None or not here or (all_reduce_max is None and _several()):
         return function()
     outer, result = signals.drops, None
     try:
@@ -210,7 +203,7 @@ def interruptible(function: Callable[[], T], distributed: AllReduceMax | None = 
         if not isinstance(error, KeyboardInterrupt):  # an engine may fail because it got the signal of the terminal too
             logger.info("dropped with %s: %s", type(error).__name__, error)
     # A rank without the signal stops too: it would wait for the others in its next collective.
-    signum = signals.received if distributed is None else distributed.all_reduce_max(signals.received)
+    signum = signals.received if all_reduce_max is None else all_reduce_max(signals.received)
     if signum:
         raise Interrupted(signum)
     return result  # type: ignore[return-value]

@@ -356,13 +356,22 @@ def options_class(name: str, options: Mapping[str, Option], meaning: Mapping[str
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    """The annotations of a constructor; none where names cannot be resolved (imported for a type checker only)."""
+    """The annotations of a constructor; none for a class of others whose names are imported for a type checker only.
+
+    Raises:
+        TypeError: such a name in a :class:`Checked` class, whose options would not be checked.
+    """
     try:
         # A dataclass inherits fields whose annotations are to be read in the module of its base. A class below
         # a dataclass may have a constructor of its own, whose annotations count then.
         declared = "__dataclass_fields__" in vars(cls)
         return get_type_hints(cls if declared else vars(cls)["__init__"], include_extras=True)
-    except NameError:
+    except NameError as error:
+        if issubclass(cls, Checked):
+            raise TypeError(
+                f"An annotation of {cls.__module__}.{cls.__qualname__} cannot be read ({error}), and options are checked by their "
+                "annotations: import the name in its module at run time, outside of functions and of `if TYPE_CHECKING`."
+            ) from error
         return {}
 
 

@@ -82,6 +82,8 @@ PARTS = {
         "algo": "GRPO",
         "dtype": "float64",
         "dynamic_sampling": 3,
+        "kl_in": "reward",  # so that groups are scored before they are chosen
+        "kl_coeff": 0.05,
         "max_iterations": 2,
         "evaluation_interval": 0,
     },
@@ -135,7 +137,8 @@ def choose(out):
     rows[keys.TURN_REWARD] = torch.zeros_like(rows[keys.TURN_REWARD])
     if run.trainer.distributed.is_main:
         rows[keys.TURN_REWARD][:, 0] = torch.arange(len(rows)) % 2
-    chosen = run.trainer.choose(rows)
+    run.trainer.scorer.score_for_credit(rows)
+    chosen = run.trainer.scorer.choose(rows, run.trainer.scorer.batch_size(rows))
     run.close()
     return len(chosen)
 
@@ -169,9 +172,9 @@ def train(out, *, callbacks=(), **settings):
     learn, update, accumulate = trainer.learn, trainer.update, trainer.updater.accumulate
     batches, spoken, parts = [], [], []
 
-    def recorded(batch):
+    def recorded(batch, **options):
         batches.append(batch.select(keys.TOKENS, keys.ATTENTION_MASK, keys.EPISODE_ID, keys.GROUP_ID))
-        return learn(batch)
+        return learn(batch, **options)
 
     def counted(batch):
         spoken.append(int((batch[keys.TURN_IDS] >= 0).any(-1).sum()))

@@ -88,6 +88,6 @@ def prepared(trainer):
     """A scored and credited batch."""
     next(iter(trainer.collector))
     rows = trainer.replay_buffer[:].contiguous()
-    trainer.score(rows)
+    trainer.scorer.score(rows)
     trainer.loss.value_estimator(rows)
     return rows

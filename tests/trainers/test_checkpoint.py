@@ -21,8 +21,8 @@ from torchrl.checkpoint import Checkpoint, CheckpointError
 
 from torchrl_llm.envs import TaskSampler
 from torchrl_llm.testing.environments import Faulty
-from torchrl_llm.trainers import Callback, ConfigError, build_run, verify
-from torchrl_llm.trainers.checkpoint_parts import config_changes
+from torchrl_llm.trainers import Callback, ConfigError, build_run, checkpoint_files, checkpoint_parts, verify
+from torchrl_llm.trainers.checkpoint_parts import config_changes, git_revision
 from torchrl_llm.trainers.loggers import rewind_csv
 
 RUN = {
@@ -44,7 +44,7 @@ CASES = [
     ("GRPO", {"lora_r": 4, "refresh_reference": 2}),
     ("LLMPPO", {"lora_r": 4}),
     ("LLMREINFORCE", {"top_p": 0.9}),
-    ("GRPO", {"dynamic_sampling": 2}),
+    ("GRPO", {"dynamic_sampling": 2, "kl_in": "reward"}),
     ("GRPO", {"env_name": [f"game:GuessTheNumber-v0-{level}" for level in ("easy", "hard")], "adaptive_mixture": True}),
 ]
 
@@ -108,6 +108,26 @@ class TestResume:
         assert str(timeless) == str(
             [{k: v for k, v in m.items() if not k.startswith("time/")} for m in whole.trainer.history]
         )
+
+    def test_a_checkpoint_is_checked_once(self, tmp_path, monkeypatch):
+        """Its sums take a pass over all files."""
+        settings = RUN | {"max_iterations": 1}
+        build_run(small_config(tmp_path, **settings)).trainer.train()
+        checked, sha256 = [], checkpoint_files._sha256
+        monkeypatch.setattr(checkpoint_files, "_sha256", lambda path: (checked.append(path), sha256(path))[1])
+        run = build_run(small_config(tmp_path, **settings, resume=True))
+        assert run.trainer.iteration == 1
+        assert len(checked) == len({*checked}) > 5
+
+    def test_the_git_revision_is_that_of_the_start(self, tmp_path, monkeypatch):
+        def moved_on(*_, **__):
+            raise AssertionError("git was asked while the run went on")
+
+        run = build_run(small_config(tmp_path, **RUN | {"max_iterations": 1}))
+        monkeypatch.setattr(checkpoint_parts.subprocess, "run", moved_on)
+        run.trainer.train()
+        saved = verify(run.checkpoints.latest())["metadata"]["environment"]
+        assert saved["git_revision"] == git_revision()
 
     def test_what_failed_and_was_dropped_is_counted_on(self, tmp_path):
         class Sometimes(Faulty):

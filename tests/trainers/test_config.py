@@ -137,6 +137,29 @@ class TestRunConfig:
         with pytest.raises(ConfigError, match=message):
             RunConfig(**settings)
 
+    @pytest.mark.parametrize(
+        ("algo", "settings", "message"),
+        [
+            ("GRPO", {"baseline": "leave_one_out"}, "leave_one_out"),
+            ("GRPO", {"discounted_objective": True, "gamma": 0.9}, 'is for credit="turn"'),
+            ("LLMPPO", {"weighting": "constant"}, "set weight_constant"),
+            ("LLMPPO", {"dual_clip": 1.1}, "dual_clip"),
+            ("LLMPPO", {"sampler_correction": "truncate"}, "without sampler_bounds"),
+            ("LLMPPO", {"sampler_correction": "mask", "sampler_bounds": 2}, r"takes \(low, high\)"),
+            (
+                "LLMREINFORCE",
+                {"unit_weight": "equal", "ratio_level": "turn", "weighting": "sequence"},
+                "leave weighting='sequence' out",
+            ),
+            ("LLMPPO", {"estimator": "TurnVTrace"}, 'Use clipping="none"'),
+            ("LLMREINFORCE", {"estimator": "TurnVTrace", "clipping": "none"}, "needs a critic"),
+        ],
+    )
+    def test_what_loss_and_estimator_refuse_is_refused_before_models_are_loaded(self, algo, settings, message):
+        group = {"group_size": 4} if algo == "GRPO" else {}
+        with pytest.raises(ConfigError, match=message):
+            RunConfig(algo=algo, **group, **settings)
+
     def test_a_misspelt_field_names_the_nearest(self):
         with pytest.raises(TypeError, match=r"RunConfig has no option 'lr_actr'\. Did you mean 'lr_actor'\?"):
             RunConfig(lr_actr=1.0)

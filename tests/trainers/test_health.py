@@ -8,11 +8,12 @@ import pytest
 from torchrl_llm.trainers.health import HealthWatch
 
 
-def warnings_of(history, caplog):
+def warnings_of(history, caplog, *, resumed_after=0):
     caplog.clear()
     watch = HealthWatch()
     with caplog.at_level(logging.WARNING):
-        for iteration, metrics in enumerate(history, start=1):
+        watch.on_start(SimpleNamespace(history=history[:resumed_after]))
+        for iteration, metrics in enumerate(history[resumed_after:], start=resumed_after + 1):
             watch.on_iteration(SimpleNamespace(iteration=iteration), metrics)
     return [record.getMessage() for record in caplog.records]
 
@@ -37,6 +38,17 @@ def test_a_fall_of_the_mean(caplog):
     (message,) = warnings_of(runs(*[0.9] * 6, *[0.5] * 6), caplog)
     assert message.startswith("iteration 8: success fell from 0.90 to 0.74")
     assert "target_kl" in message
+
+
+def test_a_resumed_run_falls_from_the_best_before_it(caplog):
+    history = runs(*[0.9] * 6, *[0.5] * 6)
+    whole = warnings_of(history, caplog)
+    for resumed_after in (3, 6, 7):
+        assert warnings_of(history, caplog, resumed_after=resumed_after) == whole
+
+
+def test_a_resumed_run_has_been_warned(caplog):
+    assert warnings_of(runs(0.5, 0.5, **{"policy/kl_old": 0.2}), caplog, resumed_after=1) == []
 
 
 @pytest.mark.parametrize("name", ["policy/kl_old", "policy/kl_update"])

@@ -14,13 +14,17 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import GradientState
 from small_runs import ALGORITHMS, ModelStub, Won, prepared, small_config, weights
+from torchrl.collectors import Collector
+from torchrl.envs import TransformedEnv
+from torchrl.objectives.value import GAE
 from torchrl.record.loggers import CSVLogger
 
 from torchrl_llm import keys
 from torchrl_llm.envs import TaskSampler
-from torchrl_llm.objectives import LLMReinforceLoss, TurnEstimator, TurnVTrace
+from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss, TurnEstimator, TurnVTrace
 from torchrl_llm.record import METRICS, wilson_interval
 from torchrl_llm.trainers import Callback, ConfigError, LLMTrainer, build_run, make_objective, verify
+from torchrl_llm.trainers.base import StockCollector
 from torchrl_llm.trainers.checkpoint import NOT_EVALUATED
 
 
@@ -406,6 +410,29 @@ class TestParts:
         run.trainer.loss.make_value_estimator(TurnVTrace)
         with pytest.raises(ConfigError, match="leaves no gap"):
             run.trainer.train()
+        run.close()
+
+    def test_the_kl_that_decays_is_one_that_the_loss_sets(self, tmp_path):
+        """``kl_fraction`` reaches no estimator of another package, whatever its attributes are called."""
+
+        class Foreign(GAE):
+            kl_coeff = 1.0
+
+        def make_loss(config, models):
+            loss = LLMPPOLoss(models.actor, models.critic, kl_coeff=0.0)
+            return loss.make_value_estimator(Foreign(gamma=1.0, lmbda=1.0, value_network=None))
+
+        config = small_config(tmp_path, "LLMPPO", kl_coeff=0.1, kl_decay_fraction=0.5)
+        with pytest.raises(ConfigError, match="lowers the loss's kl_coeff, which is 0"):
+            build_run(config, make_loss=make_loss)
+
+    def test_a_stock_collector_shows_the_environments_of_a_mixture(self, tmp_path):
+        names = [f"game:GuessTheNumber-v0-{level}" for level in ("easy", "hard")]
+        run = build_run(small_config(tmp_path, env_name=names))
+        env = TransformedEnv(run.trainer.collector.env)
+        collector = Collector(env, run.policy, frames_per_batch=8, trust_policy=True)
+        assert list(StockCollector.of(collector).env_names) == list(run.trainer.env_names) == names
+        collector.shutdown()
         run.close()
 
     def test_the_estimator_may_be_chosen_later(self, tmp_path):

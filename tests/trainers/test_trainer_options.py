@@ -12,6 +12,7 @@ from torchrl_llm.data import nonzero_variance, overlong, penalize_overlong
 from torchrl_llm.objectives import TurnVTrace
 from torchrl_llm.testing.environments import Echo
 from torchrl_llm.trainers import Callback, ConfigError, LLMTrainer, RunConfig, build_run, make_objective
+from torchrl_llm.trainers.base import StockCollector
 from torchrl_llm.trainers.config import LOSSES, loss_settings
 
 
@@ -41,7 +42,7 @@ class TestOptions:
     def test_old_log_probs(self, tmp_path, choice, top_p, scored):
         run = build_run(small_config(tmp_path, old_log_probs=choice, top_p=top_p, max_iterations=1))
         rows = one_batch(run)
-        run.trainer.score(rows)
+        run.trainer.scorer.score(rows)
         assert (keys.OLD_LOG_PROB in rows) == scored
         (metrics,) = run.trainer.train()
         assert (metrics["policy/log_prob_gap"] > 1e-3) == (top_p < 1)
@@ -100,6 +101,25 @@ class TestOptions:
         with pytest.raises(ConfigError, match="a group of their own"):
             LLMTrainer(**parts, optimizer=together)
 
+    @pytest.mark.parametrize(
+        ("algo", "number", "expected"),
+        [
+            ("LLMPPO", 3, "has 3 groups of parameters; expected one for the actor and one for the critic:"),
+            ("LLMREINFORCE", 2, "has 2 groups of parameters; expected one for the actor:"),
+        ],
+    )
+    def test_each_network_has_one_group_of_parameters(self, tmp_path, algo, number, expected):
+        """A further group would be stepped without clipping, and out of target_kl's sight."""
+        run = build_run(small_config(tmp_path, algo))
+        parts = {
+            name: getattr(run.trainer, name) for name in ("collector", "replay_buffer", "policy", "loss", "config")
+        }
+        parameters = [*run.models.actor_parameters(), *run.models.critic_parameters()]
+        cut = torch.optim.AdamW([{"params": parameters[start::number]} for start in range(number)])
+        with pytest.raises(ConfigError, match=expected):
+            LLMTrainer(**parts, optimizer=cut)
+        run.close()
+
     SWAPPED = ((1.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 0.0))
     EQUAL = ((1.0, 0.0),) * 4
 
@@ -131,21 +151,23 @@ class TestOptions:
             rows[keys.TURN_IDS][number] = -1
             rows[keys.TURN_IDS][number, 1 : 1 + count] = 0
             rows[keys.TURN_IDS][number, 20:22] = 1
+        trainer.scorer.score_for_credit(rows)
         before = rows.clone()
-        chosen = trainer.choose(rows)
+        chosen = trainer.scorer.choose(rows, len(rows))
         assert chosen[keys.GROUP_ID].unique().tolist() == kept
         assert set(rows.keys(True, True)) == set(before.keys(True, True))
         assert (rows == before).all(), "what was judged is still to be learned from"
         if kept:
-            trainer.score(chosen)
-            assert (trainer.credit(chosen)[keys.ADVANTAGE] != 0).any()
+            trainer.scorer.score(chosen)
+            assert (trainer.scorer.credit(chosen)[keys.ADVANTAGE] != 0).any()
         run.close()
 
     def test_a_kl_of_rounding_does_not_teach(self, tmp_path):
         settings = {"kl_in": "reward", "kl_coeff": 0.5, "group_size": 2, "dynamic_sampling": 1}
         run = build_run(small_config(tmp_path, "GRPO", **settings), env=TwoTurns)
         rows = one_batch(run)
-        assert len(run.trainer.choose(rows)) == 0
+        run.trainer.scorer.score_for_credit(rows)
+        assert len(run.trainer.scorer.choose(rows, len(rows))) == 0
         run.close()
 
     def test_dynamic_sampling(self, tmp_path):
@@ -153,7 +175,7 @@ class TestOptions:
         run = build_run(small_config(tmp_path, "GRPO", **settings))
         learned = []
         learn = run.trainer.learn
-        run.trainer.learn = lambda batch: (learned.append(batch.clone()), learn(batch))[1]
+        run.trainer.learn = lambda batch, **options: (learned.append(batch.clone()), learn(batch, **options))[1]
         (metrics,) = run.trainer.train()
         (batch,) = learned
         assert batch.shape[0] == 8
@@ -167,6 +189,44 @@ class TestOptions:
         (metrics,) = once.trainer.train()
         assert metrics["rollout/episodes"] == 8
         assert metrics["data/frac_nonzero_variance"] < 1
+
+    @pytest.mark.parametrize(
+        ("algo", "settings", "env", "rounds"),
+        [("LLMPPO", {}, None, 1), ("GRPO", {"kl_in": "reward", "kl_coeff": 0.5}, TwoTurns, 3)],
+    )
+    def test_dynamic_sampling_scores_an_episode_once(self, tmp_path, algo, settings, env, rounds):
+        shared = {"group_size": 2, "max_iterations": 1, "dynamic_sampling": 3}
+        run = build_run(small_config(tmp_path, algo, **shared | settings), env=env)
+        scorer, scored = run.trainer.scorer, []
+        score = scorer.score
+        scorer.score = lambda rows: (scored.extend(rows[keys.EPISODE_ID].tolist()), score(rows))[1]
+        (metrics,) = run.trainer.train()
+        assert metrics["rollout/episodes"] == 8 * rounds
+        assert sorted(scored) == sorted({*scored})
+        assert len(scored) == 8 * rounds
+
+    def test_dynamic_sampling_learns_from_what_it_would_have_scored_again(self, tmp_path):
+        """The scores that episodes were chosen by are those of the update."""
+        updated = []
+        for again in (False, True):
+            settings = {"group_size": 2, "max_iterations": 1, "dynamic_sampling": 2, "dtype": "float64"}
+            run = build_run(small_config(tmp_path / str(again), "LLMPPO", **settings))
+            learn = run.trainer.learn
+            run.trainer.learn = lambda rows, scored, again=again, learn=learn: learn(rows, scored=scored and not again)
+            run.trainer.train()
+            updated.append(weights(run))
+        torch.testing.assert_close(*updated, rtol=0, atol=1e-12)
+
+    def test_dynamic_sampling_fills_one_batch_of_a_stock_collector(self, tmp_path):
+        run = build_run(small_config(tmp_path, "LLMREINFORCE", max_iterations=1, dynamic_sampling=2, group_size=2))
+        trainer, learned = run.trainer, []
+        trainer.rollouts = StockCollector()
+        found, learn = trainer.scorer.found, trainer.learn
+        # Two batches in which every group gets credit, of which the first is not enough.
+        trainer.scorer.found = lambda rows: min(found(rows), 7)
+        trainer.learn = lambda rows, **options: (learned.append(len(rows)), learn(rows, **options))[1]
+        (metrics,) = trainer.train()
+        assert (metrics["rollout/episodes"], learned) == (16, [8])
 
     def test_nothing_is_learned_where_nothing_differs(self, tmp_path):
         config = small_config(tmp_path, "GRPO", dynamic_sampling=2, max_iterations=2, weight_decay=0.1)

@@ -13,8 +13,8 @@ FAR = {"lr_actor": 0.03, "epochs": 3}
 
 
 def prepared(trainer, rows):
-    trainer.score(rows)
-    return trainer.credit(rows)
+    trainer.scorer.score(rows)
+    return trainer.scorer.credit(rows)
 
 
 def updated(tmp_path, algo="LLMREINFORCE", **settings):

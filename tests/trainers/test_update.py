@@ -157,7 +157,7 @@ class TestUpdate:
     def test_truncating_sampler_is_scored_anew(self, tmp_path):
         run = build_run(small_config(tmp_path, top_p=0.8))
         rows = one_batch(run)
-        run.trainer.score(rows)
+        run.trainer.scorer.score(rows)
         gap = (rows[keys.OLD_LOG_PROB] - rows[keys.SAMPLE_LOG_PROB])[rows[keys.TURN_IDS] >= 0]
         assert gap.max() <= 1e-5
         assert gap.min() < -0.01
@@ -169,7 +169,7 @@ class TestUpdate:
         for _ in range(3):
             run.trainer.learn(rows.clone())
         with torch.no_grad(), use_adapter(run.models.model, None):
-            run.trainer.score(rows)
+            run.trainer.scorer.score(rows)
         first = run.models.reference(rows.clone())[keys.LOG_PROB]
         assert torch.equal(first, rows[keys.REF_LOG_PROB])
         assert all(torch.equal(p, before[name]) for name, p in run.models.model.named_parameters() if name in before)

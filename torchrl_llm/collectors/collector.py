@@ -43,6 +43,7 @@ class EpisodeCollector(Checked, BaseCollector):
 
     Attributes:
         batch_size, group_size: episodes of a batch, and of a group.
+        env_names: the environments of a mixture; empty for an environment that is no :class:`~torchrl_llm.envs.GEMEnv`.
         max_staleness: how many versions old a token may be at delivery.
         background: whether a thread collects while the caller trains.
         runs_here: whether the policy of this process collects.
@@ -84,6 +85,7 @@ class EpisodeCollector(Checked, BaseCollector):
             raise ValueError(f"The environment's batch size is {self.env.batch_size}; expected one dimension [N].")
         base = base_env(self.env)
         self.group_size = base.group_size if isinstance(base, GEMEnv) else 1
+        self.env_names: tuple[str, ...] = base.names if isinstance(base, GEMEnv) else ()
         if batch_size < 1 or batch_size % self.group_size:
             raise ValueError(f"batch_size is {batch_size}; expected a multiple of the group size {self.group_size}.")
         self.policy = policy
@@ -293,8 +295,9 @@ class EpisodeCollector(Checked, BaseCollector):
         if stopped and isinstance(self.policy, TurnPolicy) and self.policy.pending:
             _cancel(self.policy)
         self.closed = True
-        if close_env and not self.env.is_closed:
-            self.env.close(raise_if_closed=raise_on_error)
+        if close_env:
+            # Whatever env.is_closed says: TorchRL takes an environment for closed until it says otherwise.
+            self.env.close(raise_if_closed=False)
         if not stopped:
             message = "The policy's step has not come back; its thread was left behind. Close the policy's engine."
             if raise_on_error:

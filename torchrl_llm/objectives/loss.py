@@ -193,6 +193,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
     def _check_options(self) -> None:
         if self.kl_kind == "k1" and self.kl_in == "loss":
             raise ValueError('kl_kind="k1" has no gradient in expectation; use "k2", "k3", or kl_in="reward".')
+        if self.weighting == "constant" and self.weight_constant is None and self.unit_weight != "equal":
+            raise ValueError('weighting="constant" takes a constant: set weight_constant, in tokens per episode.')
         if self.unit_weight == "equal":
             if self.weighting not in ("token", self.ratio_level):
                 raise ValueError(
@@ -206,7 +208,6 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
                 f"expected {self.tensor_keys.entropy!r} among them (TokenScorer(..., entropy=True))."
             )
         nothing = torch.zeros(1, 1)
-        F.loss_weights(nothing.long(), self.weighting, self.weight_constant)
         self._surrogate(nothing, nothing)  # raises on invalid bounds
 
     def _check_sampler_correction(self) -> None:
@@ -214,9 +215,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         if kind is None:
             return
         if bounds is None:
-            raise ValueError(
-                f"sampler_correction={kind!r} without sampler_bounds: they go together, give both or none."
-            )
+            raise ValueError(f"sampler_correction={kind!r} without sampler_bounds: they go together, give both.")
         if isinstance(bounds, tuple | list) == (kind == "truncate"):
             expected = "a cap" if kind == "truncate" else "(low, high)"
             raise ValueError(f"sampler_bounds is {bounds!r}; sampler_correction={kind!r} takes {expected}.")
@@ -329,7 +328,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
             )
         if declared.corrects_sampler and (self.clipping != "none" or self.sampler_correction):
             raise ValueError(
-                f"The advantages of {name} hold the ratio to the sampler already: with clipping={self.clipping!r} and "
+                f"The advantages of the estimator {name} hold the ratio to the sampler already: with clipping={self.clipping!r} and "
                 f'sampler_correction={self.sampler_correction!r} it would count twice. Use clipping="none" and no correction.'
             )
 

@@ -12,12 +12,13 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from torchrl.collectors import BaseCollector
+from torchrl.collectors import BaseCollector, Collector
 from torchrl.data import ReplayBuffer
 from torchrl.record.loggers import Logger
 
 from torchrl_llm.collectors import EpisodeCollector
-from torchrl_llm.envs import SeenTasks
+from torchrl_llm.collectors.collector import base_env
+from torchrl_llm.envs import GEMEnv, SeenTasks
 from torchrl_llm.interrupts import interruptible
 from torchrl_llm.modules import TokenScorer
 from torchrl_llm.modules.policy import TurnPolicy
@@ -26,7 +27,7 @@ from torchrl_llm.options import ConfigError
 from torchrl_llm.record import Timer
 from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.distributed import Distributed
-from torchrl_llm.trainers.schedule import LearningRateSchedule
+from torchrl_llm.trainers.schedule import GROUPS, LearningRateSchedule
 from torchrl_llm.trainers.settings import TrainerConfig
 from torchrl_llm.weight_update import WeightSync
 
@@ -64,6 +65,15 @@ class StockCollector:
     runs_here = logprobs_match_trainer = True
     background = True  # as one with a thread, it cannot go back to its state before a rollout
     interruptible: Any = None
+
+    def __init__(self, env_names: tuple[str, ...] = ()) -> None:
+        self.env_names = env_names
+
+    @classmethod
+    def of(cls, collector: BaseCollector) -> StockCollector:
+        """For a collector of TorchRL's; one of several processes does not show its environment, nor the names of a mixture."""
+        env = base_env(collector.env) if isinstance(collector, Collector) else None
+        return cls(env.names if isinstance(env, GEMEnv) else ())
 
     def metrics(self) -> dict[str, float]:
         """None."""
@@ -124,9 +134,9 @@ class TrainerBase:
         if weight_sync is not None:
             weight_sync.parameter_gather = self.distributed.parameter_gather
         self.check_options()
-        self.rollouts: Any = collector if isinstance(collector, EpisodeCollector) else StockCollector()
-        self.rollouts.interruptible = partial(interruptible, distributed=self.distributed)
-        self.env_names: tuple[str, ...] = getattr(getattr(collector, "env", None), "names", ())
+        self.rollouts: Any = collector if isinstance(collector, EpisodeCollector) else StockCollector.of(collector)
+        self.rollouts.interruptible = partial(interruptible, all_reduce_max=self.distributed.all_reduce_max)
+        self.env_names: tuple[str, ...] = self.rollouts.env_names
         self.timer = Timer()
         self.seen_tasks = SeenTasks() if seen_tasks is None else seen_tasks
         self.generator = torch.Generator().manual_seed(config.seed)
@@ -159,7 +169,14 @@ class TrainerBase:
         self.__dict__ |= {"module": module, "optimizer": optimizer}  # past __setattr__
 
     def _check_parameters(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse an optimizer that steps other parameters than the loss trains, which would run without an error."""
+        """Refuse an optimizer whose parameters or groups are not those of the loss, which would run without an error."""
+        groups, names = len(optimizer.param_groups), GROUPS if self.loss.critic_network is not None else GROUPS[:1]
+        if groups > len(names):
+            raise ConfigError(
+                f"The optimizer has {groups} groups of parameters; expected {' and '.join(f'one for the {name}' for name in names)}: "
+                "gradients are clipped, and critic_warmup and target_kl hold the actor back, by group. Give each network's "
+                "parameters as one group."
+            )
         stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         trained = {id(parameter): name for name, parameter in self.loss.named_parameters() if parameter.requires_grad}
         idle = sorted(trained[each] for each in trained.keys() - stepped)
@@ -196,8 +213,7 @@ class TrainerBase:
                 f"min_entropy_fraction={config.min_entropy_fraction} is a share of the loss's entropy_target, and it has none: set it, "
                 "or leave min_entropy_fraction out."
             )
-        penalized = self.loss.kl_coeff or getattr(self.loss.value_estimator, "kl_coeff", 0)
-        if config.kl_decay_fraction is not None and not penalized:
+        if config.kl_decay_fraction is not None and not (self.loss.kl_coeff or self.credit_holds_kl):
             yield (
                 f"kl_decay_fraction={config.kl_decay_fraction} lowers the loss's kl_coeff, which is 0: set it, or leave "
                 "kl_decay_fraction out."
@@ -219,6 +235,12 @@ class TrainerBase:
         # Autocast is around the training's forwards only: the sampler then computes in another precision.
         everywhere = self.policy.logprobs_match_trainer and self.rollouts.logprobs_match_trainer
         return everywhere and self.accelerator.mixed_precision == "no"
+
+    @property
+    def credit_holds_kl(self) -> bool:
+        """Whether the estimator takes the KL to the reference out of the rewards, with the loss's ``kl_fraction``."""
+        estimator = self.loss.value_estimator
+        return isinstance(estimator, TurnEstimator) and estimator.kl_coeff != 0
 
     @property
     def credit_corrects_sampler(self) -> bool:

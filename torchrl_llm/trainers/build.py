@@ -27,7 +27,7 @@ from torchrl_llm.modules import ActorCritic, HFPolicy, TurnPolicy, VLLMPolicy, l
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.stops import response_end_ids
-from torchrl_llm.trainers.config import LOSSES, ConfigError, RunConfig
+from torchrl_llm.trainers.config import ConfigError, RunConfig
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import evaluate
 from torchrl_llm.trainers.sources import model_path
@@ -187,7 +187,11 @@ def make_policy(
         policy = _make_engine(config, tokenizer, sampling)
         # Level 1: level 2 drops the base weights, which a sync of the adapter does not bring back.
         sync_options: Any = {"method": config.weight_sync or "auto", "sleep_level": 1 if config.sleep_mode else 0}
-        return policy, EngineWeightSync(models.model, models.adapter, policy=policy, **sync_options)
+        try:
+            return policy, EngineWeightSync(models.model, models.adapter, policy=policy, **sync_options)
+        except BaseException:
+            policy.close()
+            raise
     policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed)
     if config.collector != "ray":
         return policy, None
@@ -286,9 +290,7 @@ def make_collector(
 
 def make_objective(config: RunConfig, models: ActorCritic) -> TurnPolicyLoss:
     """The loss of ``config.algo`` with its value estimator; fields that are None keep the class's default."""
-    networks = (models.actor, models.critic) if config.algo == "LLMPPO" else (models.actor,)
-    loss: Any = LOSSES[config.algo](*networks, **config.loss_options())
-    return loss if config.estimator is None else loss.make_value_estimator(config.value_estimator())
+    return config.make_loss(models.actor, models.critic)
 
 
 def make_optimizer(config: RunConfig, models: ActorCritic) -> torch.optim.Optimizer:

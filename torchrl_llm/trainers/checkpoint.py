@@ -28,7 +28,7 @@ from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation, 
 from torchrl_llm.modules import ActorCritic
 from torchrl_llm.trainers import checkpoint_files as files
 from torchrl_llm.trainers.base import TrainerBase
-from torchrl_llm.trainers.checkpoint_parts import Collectors, Optimizer, environment, states_of
+from torchrl_llm.trainers.checkpoint_parts import Collectors, Optimizer, environment, git_revision, states_of
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,7 @@ class CheckpointStore:
         on_save: Callable[[], None] | None = None,
         components: Mapping[str, Any] | None = None,
     ) -> None:
+        git_revision()  # read now, and remembered: the first save may come hours later
         self.components = dict(components or {})
         if taken := sorted(self.components.keys() & _OWN):
             raise ValueError(f"A component is called {taken[0]!r}; every run has one of that name. Choose another.")
@@ -242,8 +243,13 @@ class CheckpointStore:
         with trainer.distributed.full_state_on_cpu():
             yield write
 
-    def resume(self, trainer: TrainerBase, path: str | Path) -> dict[str, Any]:
+    def resume(self, trainer: TrainerBase, path: str | Path, manifest: dict[str, Any] | None = None) -> dict[str, Any]:
         """Put ``trainer`` where it was when ``path`` was saved.
+
+        Args:
+            trainer: a new one, with the parts that were saved.
+            path: the checkpoint's folder.
+            manifest: what :meth:`verify` returned for it; ``None``: the first rank verifies it here.
 
         Returns:
             The manifest.
@@ -252,7 +258,9 @@ class CheckpointStore:
             CheckpointError: the checkpoint is damaged; the message names the file, and a whole one if there is one. Or its
                 manifest is not that of the rest.
         """
-        manifest = self.verify(path)
+        if manifest is None:
+            # On one rank: the sums take a pass over all files, which all ranks share.
+            manifest = trainer.distributed.on_main(lambda: self.verify(path))
         with trainer.distributed.full_state_on_cpu(read=True):
             try:
                 self.models.load_pretrained(path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -135,11 +136,15 @@ def environment() -> dict[str, Any]:
             # Such as this package, where it runs from a checkout and is not installed.
             continue
     # The number of threads decides in which order floats are added.
-    return {"versions": versions, "threads": torch.get_num_threads(), "git_revision": _git_revision()}
+    return {"versions": versions, "threads": torch.get_num_threads(), "git_revision": git_revision()}
 
 
-def _git_revision() -> str | None:
-    """The commit of this library, where it runs from its own repository (and not from one that it is installed in)."""
+@cache
+def git_revision() -> str | None:
+    """The commit of this library, where it runs from its own repository (and not from one that it is installed in).
+
+    It is that of the first call in this process: what is checked out later is not what runs.
+    """
     here = Path(__file__)
 
     def git(*arguments: str) -> str:

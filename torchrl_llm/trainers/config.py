@@ -1,7 +1,7 @@
 """All settings of a run under flat names: :class:`RunConfig`, and which settings contradict each other.
 
 A YAML file and the command line of ``examples/multiturn.py`` have exactly the names of its fields, which
-:mod:`torchrl_llm.trainers.settings` declares. Contradictions are errors at construction. Nothing here builds anything.
+:mod:`torchrl_llm.trainers.settings` declares. Contradictions are errors at construction. Nothing here loads a model.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Literal
 
-from torchrl_llm import objectives
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
+from torch import nn
+
+from torchrl_llm import keys, objectives
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.options import (
     Checked,
@@ -22,7 +25,6 @@ from torchrl_llm.options import (
     Idle,
     NonNegative,
     Option,
-    check_options,
     meanings,
     nearest,
     options_class,
@@ -38,6 +40,10 @@ LOSSES: dict[Algorithm, type[objectives.TurnPolicyLoss]] = {
 }
 """The loss of each algorithm, which declares the algorithm's settings (:func:`loss_settings`)."""
 
+
+_NO_ACTOR = TensorDictModule(nn.Identity(), in_keys=[keys.TOKENS], out_keys=[keys.LOG_PROB, keys.ENTROPY])
+_NO_CRITIC = TensorDictModule(nn.Identity(), in_keys=[keys.TOKENS], out_keys=[keys.STATE_VALUE, keys.BOOTSTRAP_VALUE])
+"""The keys of actor and critic, and no weights: what a loss asks of them when it is made."""
 
 _DECIDED_BY_THE_RUN = ("actor", "critic", "single_turn", "partial")
 """Parameters of losses that are no settings."""
@@ -201,9 +207,8 @@ class RunConfig(
             self.resume, self.resume_from = True, Path(self.resume_from).expanduser()
         super().__post_init__()
         self.sampling()  # raises what SamplingConfig says of its fields
-        # Here too, because the loss itself is made after the models are loaded.
-        check_options(LOSSES[self.algo], self.loss_options())
         self._check_estimator()
+        self._check_loss()
 
     def _contradictions(self) -> Iterator[str]:
         yield from super()._contradictions()
@@ -299,15 +304,32 @@ class RunConfig(
             raise ConfigError(
                 f"estimator={self.estimator!r} needs a critic, and algo={self.algo!r} has none: use LLMPPO."
             )
-        if chosen.corrects_sampler and (self.clipping != "none" or self.sampler_correction):
-            raise ConfigError(
-                f"estimator={self.estimator!r} corrects for the sampler itself, where clipping and sampler_correction would do so "
-                'again: set clipping to "none" and leave sampler_correction out.'
-            )
         own, known = options_of(LOSSES[self.algo].default_value_estimator), options_of(chosen)
         unused = tuple(name for name in names_of(_LossOptions) if name in own and name not in known)
         instead = "choose an estimator that has the option"
         Idle(unused, {"estimator": (self.estimator,)}, instead).check(vars(self), dict.fromkeys(unused))
+
+    def _check_loss(self) -> None:
+        """Raise what the loss and its estimator say of their options, before models are loaded for them."""
+        try:
+            self.make_loss(_NO_ACTOR, _NO_CRITIC)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def make_loss(
+        self, actor: TensorDictModuleBase, critic: TensorDictModuleBase | None = None
+    ) -> objectives.TurnPolicyLoss:
+        """The algorithm's loss with its value estimator; settings that are ``None`` keep the class's default.
+
+        Args:
+            actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
+            critic: LLMPPO's; the other algorithms leave it out.
+        """
+        networks = (actor, critic) if self.algo == "LLMPPO" else (actor,)
+        loss: Any = LOSSES[self.algo](*networks, **self.loss_options())
+        return loss if self.estimator is None else loss.make_value_estimator(self.value_estimator())
 
     def loss_options(self, loss_class: type[objectives.TurnPolicyLoss] | None = None) -> dict[str, Any]:
         """The keyword arguments of the algorithm's loss; fields that are ``None`` are left to its class.

@@ -7,6 +7,7 @@ decides how a run continues is the same on every rank. Communication is accelera
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
@@ -92,7 +93,10 @@ class Distributed:
         """Refuse to :meth:`prepare` an optimizer of new parameters where gradients of the old ones are averaged."""
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """For all micro-batches but the last: inside, gradients add up on this rank and are not averaged yet."""
+        """For all micro-batches but the last: inside, gradients add up on this rank and are not averaged yet (DDP).
+
+        FSDP2 averages each time: unsharded gradients would take the memory that sharding saves.
+        """
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
@@ -100,7 +104,7 @@ class Distributed:
         self.accelerator.backward(loss * self.world_size)  # wrapped modules average gradients
 
     def reach_all_parameters(self, loss: Tensor, everything: Tensor) -> Tensor:
-        """``loss``, which reaches a part of the parameters, where backward needs a gradient of each.
+        """``loss``, which reaches a part of the parameters, where backward needs a gradient of each (DDP).
 
         Args:
             loss: the term to minimize.
@@ -168,8 +172,8 @@ class Distributed:
         return rows if names is None else rows.select(*names, strict=False)
 
 
-class DDP(Distributed):
-    """Several processes, each with a copy of the weights."""
+class Several(Distributed):
+    """Several processes; :class:`DDP` and :class:`FSDP2` say where the weights are."""
 
     saves_alone = False
 
@@ -177,21 +181,11 @@ class DDP(Distributed):
         super().__init__(accelerator)
         self.process_group = dist.group.WORLD
 
-    def prepare(self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module) -> Prepared:
-        return self.accelerator.prepare_model(loss), self.accelerator.prepare_optimizer(optimizer)
-
     def check_replaceable(self) -> None:
         raise ConfigError(
-            f"replace_optimizer() with {self.world_size} processes, which average the gradients of the old parameters: "
-            "make another trainer."
+            f"New parameters (replace_optimizer(), load_checkpoint(merge_lora_configs=True)) with {self.world_size} processes, which "
+            "average the gradients of the old ones: make another trainer, or start a run with init_from and merge_lora_configs."
         )
-
-    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        return self.accelerator.no_sync(module)
-
-    def reach_all_parameters(self, loss: Tensor, everything: Tensor) -> Tensor:
-        # DDP waits for a gradient of every parameter. find_unused_parameters would search the graph in each forward instead.
-        return loss + 0.0 * everything
 
     def nonempty(self, rows: TensorDictBase, spare: TensorDictBase) -> TensorDictBase:
         return rows if rows.shape[0] else zero_weight_rows(spare)
@@ -219,9 +213,11 @@ class DDP(Distributed):
                 result = function()
             except Exception as raised:  # noqa: BLE001, any error: the other ranks would wait for ever
                 error = raised
-        result, error = self.broadcast((result, error))
+        result, sent = self.broadcast((result, None if error is None else picklable(error)))
         if error is not None:
-            raise error
+            raise error  # itself, with its traceback
+        if sent is not None:
+            raise sent
         return result
 
     def all_gather_rows(self, rows: TensorDictBase, names: Sequence[keys.NestedKey] | None = None) -> TensorDictBase:
@@ -230,7 +226,21 @@ class DDP(Distributed):
         return gathered[gathered[keys.EPISODE_ID].argsort()].to(rows.device)
 
 
-class FSDP2(DDP):
+class DDP(Several):
+    """Several processes, each with a copy of the weights."""
+
+    def prepare(self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module) -> Prepared:
+        return self.accelerator.prepare_model(loss), self.accelerator.prepare_optimizer(optimizer)
+
+    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
+        return self.accelerator.no_sync(module)
+
+    def reach_all_parameters(self, loss: Tensor, everything: Tensor) -> Tensor:
+        # DDP waits for a gradient of every parameter. find_unused_parameters would search the graph in each forward instead.
+        return loss + 0.0 * everything
+
+
+class FSDP2(Several):
     """Several processes, each with a shard of weights, gradients and optimizer state.
 
     Args:
@@ -259,14 +269,6 @@ class FSDP2(DDP):
             lambda frozen: self._root.full_parameters(frozen=frozen), self._root.gathered
         )
         return self._root, self.accelerator.prepare_optimizer(optimizer)
-
-    def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
-        # Averaged each time: unsharded gradients would take the memory that sharding saves.
-        return nullcontext()
-
-    def reach_all_parameters(self, loss: Tensor, everything: Tensor) -> Tensor:
-        # FSDP2 reduces the gradients that there are, and waits for no others.
-        return loss
 
     def gathered_parameters(self) -> AbstractContextManager[None]:
         return self._root.gathered()
@@ -299,6 +301,24 @@ def check_accumulation(accelerator: Accelerator) -> None:
             f"ACCELERATE_GRADIENT_ACCUMULATION_STEPS), which would divide every gradient by {steps}. Leave it at 1: "
             "minibatch_size says how many episodes an optimizer step has, and max_tokens how many tokens a backward pass."
         )
+
+
+def picklable(error: Exception) -> Exception:
+    """``error``, or, where another process could not read it, a ``RuntimeError`` with its text.
+
+    Examples:
+        >>> class Odd(Exception):
+        ...     def __init__(self, code, why):
+        ...         super().__init__(f"{code}: {why}")
+        >>> picklable(Odd(7, "no room")), picklable(OSError("no room"))
+        (RuntimeError('Odd: 7: no room'), OSError('no room'))
+    """
+    try:
+        pickle.loads(pickle.dumps(error))
+    # Any error: pickle runs the code of the error's class.
+    except Exception:  # noqa: BLE001
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _fsdp_plugin(accelerator: Accelerator) -> FullyShardedDataParallelPlugin | None:

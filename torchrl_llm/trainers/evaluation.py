@@ -105,7 +105,8 @@ def _collect(
     collector = TurnCollector(
         env, policy, batch_size=episodes, exploration_type=mode, max_faults=env.max_faults, keep_failed=True
     )
-    collector.interruptible = partial(interruptible, distributed=distributed)
+    all_reduce_max = None if distributed is None else distributed.all_reduce_max
+    collector.interruptible = partial(interruptible, all_reduce_max=all_reduce_max)
     return collector.rollout()
 
 

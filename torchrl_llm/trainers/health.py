@@ -28,16 +28,29 @@ class HealthWatch(Callback):
     """
 
     def __init__(self) -> None:
+        self._forget()
+
+    def _forget(self) -> None:
         self._warned: set[str] = set()
         self._wins: list[float] = []
         self._best = 0.0
 
+    def on_start(self, trainer: Any) -> None:
+        """Take note of the iterations before: a resumed run falls from its best, and has been warned of what it was warned of."""
+        self._forget()
+        for metrics in trainer.history:
+            self._new_problems(metrics)
+
     def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:
+        for problem in self._new_problems(metrics):
+            logger.warning("iteration %d: %s", trainer.iteration, problem)
+
+    def _new_problems(self, metrics: dict[str, float]) -> list[str]:
+        """What the metrics of the next iteration say for the first time."""
         self._wins = [*self._wins, metrics["rollout/success"]][-WINDOW:]
-        for kind, problem in self._problems(metrics):
-            if kind not in self._warned:
-                self._warned.add(kind)
-                logger.warning("iteration %d: %s", trainer.iteration, problem)
+        found = [(kind, problem) for kind, problem in self._problems(metrics) if kind not in self._warned]
+        self._warned |= {kind for kind, _ in found}
+        return [problem for _, problem in found]
 
     def _problems(self, metrics: dict[str, float]) -> Iterator[tuple[str, str]]:
         kl = max(metrics.get(name, 0.0) for name in ("policy/kl_old", "policy/kl_update"))

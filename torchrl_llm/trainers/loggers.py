@@ -7,6 +7,7 @@ from pathlib import Path
 
 from torchrl.record.loggers import Logger, TensorboardLogger, get_logger
 
+from torchrl_llm.files import write_text
 from torchrl_llm.trainers.config import RunConfig
 
 
@@ -41,7 +42,7 @@ def _wandb_id(where: Path) -> str:
     path = where / "wandb_id"
     if not path.exists():
         where.mkdir(parents=True, exist_ok=True)
-        path.write_text(uuid.uuid4().hex[:8])
+        write_text(path, uuid.uuid4().hex[:8])
     return path.read_text()
 
 
@@ -56,6 +57,4 @@ def rewind_csv(directory: str | Path, steps: int) -> None:
         lines = path.read_text().splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and int(line.partition(",")[0]) <= steps]
         if kept != lines:
-            new = path.with_name(f".{path.name}.new")
-            new.write_text("".join(kept))
-            new.replace(path)
+            write_text(path, "".join(kept))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchrl.record.loggers import Logger
 
@@ -22,7 +22,19 @@ from torchrl_llm.trainers.trainer import LLMTrainer
 logger = logging.getLogger(__name__)
 
 
-def find_start(config: RunConfig, folder: RunFolder) -> Path | None:
+class Start(NamedTuple):
+    """The checkpoint that a run continues.
+
+    Attributes:
+        path: its folder.
+        manifest: what :func:`~torchrl_llm.trainers.verify` returned for it.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+
+
+def find_start(config: RunConfig, folder: RunFolder) -> Start | None:
     """The checkpoint to continue, if any; ``folder`` and the checkpoint are checked, and nothing is changed."""
     folder.check()
     checkpoints = folder.checkpoints
@@ -45,14 +57,13 @@ def find_start(config: RunConfig, folder: RunFolder) -> Path | None:
                 f"resume_from is {config.resume_from}, but {config.output_dir} holds another run (checkpoint {latest}): "
                 "resume=true without resume_from continues that one, or choose another output_dir."
             )
-    if start is not None:
-        manifest = checkpoints.verify(start)
-        if "optimizer" not in manifest["components"]:
-            raise ConfigError(
-                f"{start} holds weights only (save_optimizer=False): start a run from them with init_from."
-            )
-        _check_same(config, manifest["metadata"], start)
-    return start
+    if start is None:
+        return None
+    manifest = checkpoints.verify(start)
+    if "optimizer" not in manifest["components"]:
+        raise ConfigError(f"{start} holds weights only (save_optimizer=False): start a run from them with init_from.")
+    _check_same(config, manifest["metadata"], start)
+    return Start(start, manifest)
 
 
 def _check_same(config: RunConfig, saved: dict[str, Any], start: Path) -> None:

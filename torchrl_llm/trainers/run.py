@@ -7,6 +7,7 @@ Its parts are plain TorchRL (:mod:`torchrl_llm.trainers.build`): replace any of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,7 @@ class Run:
         evaluation_env: the environment of evaluations during the run.
         make_env: makes an environment for a task stream: ``make_env(stream="test")``.
         opening: the callback behind :meth:`begin`.
+        resources: closes what was opened for the run, from the last to the first.
     """
 
     config: RunConfig
@@ -65,6 +67,7 @@ class Run:
     evaluation_env: GEMEnv
     make_env: Callable[..., GEMEnv]
     opening: Opening
+    resources: ExitStack
 
     def begin(self) -> None:
         """Make ``config.output_dir`` this run's, as ``trainer.train()`` does first: an earlier run there is moved aside.
@@ -128,12 +131,10 @@ class Run:
 
         Raises:
             CheckpointError: the checkpoint is damaged, or has no optimizer to load.
+            ConfigError: adapters would be merged, and there are several processes, which share the old ones.
         """
-        if merge_lora_configs and self.trainer.distributed.world_size > 1:
-            raise ConfigError(
-                "load_checkpoint(merge_lora_configs=True) makes new parameters, but several processes share the old ones "
-                "already: start a run with init_from and merge_lora_configs."
-            )
+        if merge_lora_configs:
+            self.trainer.distributed.check_replaceable()
         load_optimizer = load_optimizer and not merge_lora_configs
         manifest = verify(path)
         if load_optimizer and "optimizer" not in manifest["components"]:
@@ -155,14 +156,11 @@ class Run:
             self.weight_sync.send()
 
     def close(self) -> None:
-        """Shut collector, environments, engine and loggers down, and release the folder; a second call does nothing."""
-        # The collector first: its threads use environments and engine.
-        self.trainer.close()
-        self.evaluation_env.close(raise_if_closed=False)
-        if self.weight_sync is not None:
-            self.weight_sync.close()
-        self.policy.close()
-        self.opening.folder.close()
+        """Shut collector, environments, engine and loggers down, and release the folder; a second call does nothing.
+
+        All are closed if one of them fails; then its error is raised.
+        """
+        self.resources.close()
 
 
 def build_run(
@@ -196,16 +194,36 @@ def build_run(
         ImportError, RuntimeError: with ``collector="ray"``, Ray is not installed, or not running.
     """
     _check_arguments(config, env, make_env, make_loss)
+    with ExitStack() as opened:
+        return _build(
+            config, opened, env=env, make_env=make_env, make_loss=make_loss, callbacks=callbacks, components=components
+        )
+
+
+def _build(
+    config: RunConfig,
+    opened: ExitStack,
+    *,
+    env: Any,
+    make_env: Callable[..., GEMEnv] | None,
+    make_loss: MakeLoss | None,
+    callbacks: Sequence[Callback],
+    components: Mapping[str, Any] | None,
+) -> Run:
+    """:func:`build_run`; ``opened`` closes what it opens, and is empty when all is well."""
     accelerator = build.make_accelerator(config)
     distributed = Distributed.of(accelerator)
     build.check_sharding(config, distributed)
     folder = RunFolder(config)
+    opened.callback(folder.close)
     start = distributed.on_main(lambda: find_start(config, folder))  # before the models are loaded
     tokenizer = load_tokenizer(config)
     shard = {"worker": distributed.rank, "num_workers": distributed.world_size} if distributed.world_size > 1 else {}
     make_env = partial(build.make_environment, config, tokenizer, make_env or _stock_env(config, env), **shard)
     make_train_env = partial(make_env, stream="train", group_size=config.group_size)
     train_env, evaluation_env = make_train_env(), make_env(stream="eval")
+    for each in (train_env, evaluation_env):
+        opened.callback(each.close, raise_if_closed=False)
     given = [name for name in ("adaptive_mixture", "env_weights") if getattr(config, name)]
     if given and train_env.task_sampler.mixture_size < 2:
         raise ConfigError(
@@ -214,15 +232,21 @@ def build_run(
         )
     sampling = build.make_sampling(config, train_env)
     models = build.load_models(config, tokenizer, sampling, device=accelerator.device)
+    # Before an engine and workers are started.
+    loss = (make_loss or build.make_objective)(config, models)
+    if not isinstance(loss, TurnPolicyLoss):
+        raise ConfigError(f"make_loss(config, models) returned a {type(loss).__name__}; expected a TurnPolicyLoss.")
     policy, weight_sync = build.make_policy(config, tokenizer, sampling, models)
+    opened.callback(policy.close)
+    if weight_sync is not None:
+        opened.callback(weight_sync.close)
     replay_buffer = build.make_replay_buffer(config)
     workers = {}
     if isinstance(weight_sync, RayWeightSync):
         workers = build.worker_options(config, make_train_env, tokenizer, models, weight_sync)
     collector = build.make_collector(config, train_env, policy, replay_buffer, distributed, **workers)
-    loss = (make_loss or build.make_objective)(config, models)
-    if not isinstance(loss, TurnPolicyLoss):
-        raise ConfigError(f"make_loss(config, models) returned a {type(loss).__name__}; expected a TurnPolicyLoss.")
+    # Before engine and environments are closed: its threads use them.
+    opened.callback(collector.shutdown)
     checkpoints = CheckpointStore(
         folder.checkpoints.directory,
         models=models,
@@ -232,7 +256,7 @@ def build_run(
         on_save=folder.settle,
         components=components,
     )
-    opening = Opening(config, folder, start)
+    opening = Opening(config, folder, None if start is None else start.path)
     seen_tasks = SeenTasks()
     # First: it locks and prepares the folder before another callback writes there.
     watchers: list[Callback] = [opening]
@@ -258,9 +282,10 @@ def build_run(
         seen_tasks=seen_tasks,
         offload=build.make_offload(config, models),
     )
+    opened.callback(trainer.close)
     if start is not None:
-        manifest = checkpoints.resume(trainer, start)
-        accept_changes(config, trainer, manifest["metadata"]["config"])
+        checkpoints.resume(trainer, start.path, start.manifest)
+        accept_changes(config, trainer, start.manifest["metadata"]["config"])
         policy.drop_cache()
         if config.accept_changes:
             trainer.reconsider()
@@ -279,6 +304,7 @@ def build_run(
         evaluation_env=evaluation_env,
         make_env=make_env,
         opening=opening,
+        resources=opened.pop_all(),
     )
 
 

@@ -32,6 +32,7 @@ from pathlib import Path
 from torchrl.checkpoint import Checkpoint
 from torchrl.record.loggers import Logger
 
+from torchrl_llm.files import write_text
 from torchrl_llm.options import ConfigError
 from torchrl_llm.trainers.checkpoint import LINKS, CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import is_checkpoint
@@ -432,9 +433,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def _write_mark(folder: Path, state: str) -> None:
-    new = folder / f".{MARK}.new"
-    new.write_text(json.dumps({"written_by": "torchrl_llm", "state": state}) + "\n")
-    new.replace(folder / MARK)
+    write_text(folder / MARK, json.dumps({"written_by": "torchrl_llm", "state": state}) + "\n")
 
 
 def _state(folder: Path) -> str | None:

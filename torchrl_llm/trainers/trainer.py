@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from functools import cached_property
 
 import torch
@@ -61,6 +61,9 @@ class LLMTrainer(TrainerBase):
     Raises:
         ConfigError: parts that do not go together, such as an optimizer that steps other parameters than the loss's.
     """
+
+    _wanted = 0
+    """Episodes that dynamic sampling fills an update with."""
 
     @cached_property
     def scorer(self) -> RowScorer:
@@ -133,13 +136,18 @@ class LLMTrainer(TrainerBase):
         self._weigh_terms(self.steps)  # also here: dynamic sampling asks the estimator which groups get credit
         with self.saver.droppable():
             rows = self._next_batch(batches)
-            wanted = 0 if rows is None else self.scorer.wanted(rows)
+            if rows is None or not self.config.dynamic_sampling:
+                return rows
+            # Of the first batch: a stock collector does not say how many episodes it delivers.
+            self._wanted = self.scorer.batch_size(rows)
+            self.scorer.score_for_credit(rows)
             for _ in range(self.config.dynamic_sampling - 1):
-                if rows is None or self.scorer.found(rows) >= wanted:
+                if self.scorer.found(rows) >= self._wanted:
                     break
                 more = self._next_batch(batches)
                 if more is None:
                     break
+                self.scorer.score_for_credit(more)
                 rows = cat_rows([rows, more])
         return rows
 
@@ -159,7 +167,7 @@ class LLMTrainer(TrainerBase):
         return self.distributed.gathered_parameters() if here and not self.policy.owns_weights else self.offload()
 
     def iterate(self, batch: TensorDictBase) -> dict[str, float]:
-        """One iteration on the rows that were collected: choose, score, credit, update; returns its metrics."""
+        """One iteration on the rows that :meth:`collect` returned: choose, score, credit, update; returns its metrics."""
         collected, before = self.distributed.all_gather_rows(batch, ROLLOUT_KEYS), self.steps
         self.steps += int(collected[keys.TURN_MASK].sum())
         self.episodes += collected.shape[0]
@@ -167,14 +175,16 @@ class LLMTrainer(TrainerBase):
         self._weigh_terms(before)
         if keys.TASK_ID in collected:
             self.seen_tasks.add(collected[keys.TASK_ID].cpu())
-        chosen = self.choose(batch)
+        dynamic = bool(self.config.dynamic_sampling)
+        chosen = self.scorer.choose(batch, self._wanted) if dynamic else batch
         num_chosen = self.distributed.all_reduce_sum(chosen.shape[0])
         metrics = rollout_metrics(collected, self.env_names)
         metrics["data/frac_nonzero_variance"] = num_chosen / collected.shape[0]
         metrics["data/staleness"] = staleness(collected, self.policy.policy_version)
         if num_chosen:
             # The spare rows are a whole group, because GroupRelative refuses a part of one.
-            metrics |= self.learn(self.distributed.nonempty(chosen, batch[: self.rollouts.group_size]))
+            rows = self.distributed.nonempty(chosen, batch[: self.rollouts.group_size])
+            metrics |= self.learn(rows, scored=dynamic and self.scorer.credit_reads_scores)
         else:
             logger.warning("iteration %d: no group has an advantage; nothing to learn from", self.iteration)
         self.iteration += 1
@@ -186,17 +196,20 @@ class LLMTrainer(TrainerBase):
         self.loss.entropy_fraction = entropy_fraction(self.config, before)
         self.loss.kl_fraction = kl_fraction(self.config, before)
 
-    def choose(self, batch: TensorDictBase) -> TensorDictBase:
-        """The rows of ``batch`` to learn from: with ``config.dynamic_sampling`` only groups that get credit."""
-        return self.scorer.choose(batch) if self.config.dynamic_sampling else batch
+    def learn(self, batch: TensorDictBase, *, scored: bool = False) -> dict[str, float]:
+        """Score, credit and update on rows ``[B]``; then the policy gets the new weights.
 
-    def learn(self, batch: TensorDictBase) -> dict[str, float]:
-        """Score, credit and update on rows ``[B]``; then the policy gets the new weights."""
+        Args:
+            batch: whole groups.
+            scored: they hold the scores of the present weights already, as :meth:`collect` writes them for dynamic sampling.
+        """
         sleeper = self.weight_sync if self.weight_sync is not None and self.weight_sync.sleep_level else None
         if sleeper is not None:
             # Before the first forward, which needs the engine's memory.
             sleeper.sleep()
-        self.scorer.score_and_credit(batch)
+        if not scored:
+            self.scorer.score(batch)
+        self.scorer.credit(batch)
         # After the credit: baselines and normalization count the episodes that are left out.
         kept = batch[~overlong(batch, self.policy.sampling.max_output_tokens)] if self.config.overlong_filter else batch
         num_kept = self.distributed.all_reduce_sum(kept.shape[0])
@@ -217,14 +230,6 @@ class LLMTrainer(TrainerBase):
         if num_kept or sleeper is not None:
             metrics |= self._send_weights()
         return metrics
-
-    def score(self, batch: TensorDictBase) -> None:
-        """Write what the loss needs from frozen weights into rows ``[B]``: old and reference log-probs, values."""
-        self.scorer.score(batch)
-
-    def credit(self, batch: TensorDictBase) -> TensorDictBase:
-        """Shape the rewards of scored rows ``[B]`` as the settings say, and write the estimator's credit."""
-        return self.scorer.credit(batch)
 
     def update(self, batch: TensorDictBase) -> dict[str, float]:
         """``config.epochs`` passes of optimizer steps over ``batch``; returns the means of the loss's metrics.
@@ -296,7 +301,7 @@ class LLMTrainer(TrainerBase):
         self.stop_reason = reached or self.stop_reason
 
     def _stop_if_interrupted(self) -> None:
-        interruptible(lambda: None, self.distributed)
+        interruptible(lambda: None, self.distributed.all_reduce_max)
 
     def reconsider(self) -> None:
         """Forget why the run ended and look at the limits again: they may be others since it was resumed."""
@@ -309,11 +314,14 @@ class LLMTrainer(TrainerBase):
         try:
             yield
         finally:
-            for callback in self.callbacks:
-                callback.on_end(self)
+            # Each ends, whatever the others raise.
+            with ExitStack() as last_to_first:
+                for callback in reversed(self.callbacks):
+                    last_to_first.callback(callback.on_end, self)
 
     def close(self) -> None:
-        """Shut the collector down and flush the loggers; safe to call twice."""
-        self.collector.shutdown()
-        for target in self.loggers:
-            target.flush()
+        """Shut the collector down and flush the loggers, also if one of them fails; safe to call twice."""
+        with ExitStack() as last_to_first:
+            for target in self.loggers:
+                last_to_first.callback(target.flush)
+            last_to_first.callback(self.collector.shutdown)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import torch
 from tensordict import TensorDictBase
@@ -54,26 +54,25 @@ class RowScorer:
 
     # ------------------------------------------------------------------ scores and credit
 
-    def score_and_credit(self, batch: TensorDictBase, *, score: bool = True) -> TensorDictBase:
-        """:meth:`score`, unless told not to, and :meth:`credit` on the training's device and precision."""
+    @contextmanager
+    def _scoring(self) -> Iterator[None]:
+        """The training's device and precision, timed."""
         with self.run.timer("score"), self.run.accelerator.autocast():
-            if score:
-                with self.run.distributed.gathered_parameters():
-                    self.score(batch)
-            return self.credit(batch)
+            yield
 
     @torch.no_grad()
     def score(self, batch: TensorDictBase) -> None:
-        """Write the inputs of the loss that need frozen weights: old and reference log-probs, values."""
+        """Write the inputs of the loss that need frozen weights into rows ``[B]``: old and reference log-probs, values."""
         limit, loss = self.run.config.max_tokens, self.run.loss
-        if self.scores_old:
-            data.apply_in_micro_batches(loss.actor_network, batch, limit, prefix_cost(loss.actor_network))
-            batch.rename_key_(keys.LOG_PROB, keys.OLD_LOG_PROB)
-        if self.run.reference is not None:
-            data.apply_in_micro_batches(self.run.reference, batch, limit, prefix_cost(self.run.reference))
-            batch.rename_key_(keys.LOG_PROB, keys.REF_LOG_PROB)
-        if loss.critic_network is not None:
-            data.apply_in_micro_batches(loss.critic_network, batch, limit, prefix_cost(loss.critic_network))
+        with self._scoring(), self.run.distributed.gathered_parameters():
+            if self.scores_old:
+                data.apply_in_micro_batches(loss.actor_network, batch, limit, prefix_cost(loss.actor_network))
+                batch.rename_key_(keys.LOG_PROB, keys.OLD_LOG_PROB)
+            if self.run.reference is not None:
+                data.apply_in_micro_batches(self.run.reference, batch, limit, prefix_cost(self.run.reference))
+                batch.rename_key_(keys.LOG_PROB, keys.REF_LOG_PROB)
+            if loss.critic_network is not None:
+                data.apply_in_micro_batches(loss.critic_network, batch, limit, prefix_cost(loss.critic_network))
 
     def credit(self, batch: TensorDictBase) -> TensorDictBase:
         """Shape the rewards of scored rows ``[B]`` as the settings say, and write the estimator's credit."""
@@ -81,12 +80,23 @@ class RowScorer:
         if config.overlong_penalty:
             buffer = config.overlong_buffer or limit
             data.penalize_overlong(batch, config.overlong_penalty, max_response_length=limit, buffer=buffer)
-        return self.estimator(batch)
+        with self._scoring():
+            return self.estimator(batch)
 
     # ------------------------------------------------------------------ dynamic sampling
 
-    def wanted(self, rows: TensorDictBase) -> int:
-        """How many episodes an update is to have on all ranks, where the collector delivered ``rows`` in one batch."""
+    @property
+    def credit_reads_scores(self) -> bool:
+        """Whether advantages depend on log-probs or values that are scored; if not, only rows to learn from are scored."""
+        return self.run.credit_holds_kl or self.run.credit_corrects_sampler or self.run.loss.critic_network is not None
+
+    def score_for_credit(self, rows: TensorDictBase) -> None:
+        """:meth:`score` one batch of the collector, if its advantages depend on it: once, because weights do not change meanwhile."""
+        if self.credit_reads_scores:
+            self.score(rows)
+
+    def batch_size(self, rows: TensorDictBase) -> int:
+        """How many episodes one batch of the collector has on all ranks, where it delivered ``rows``."""
         own = self.run.rollouts.batch_size
         return int(self.run.distributed.all_reduce_sum(rows.shape[0] if own is None else own))
 
@@ -94,21 +104,17 @@ class RowScorer:
         """How many episodes of ``rows``, on all ranks, are in groups that get credit."""
         return int(self.run.distributed.all_reduce_sum(int(self._nonzero_variance(rows).sum())))
 
-    def choose(self, rows: TensorDictBase) -> TensorDictBase:
-        """The rows of groups that get credit: at most one batch's, the first in the order in which one process collects them."""
+    def choose(self, rows: TensorDictBase, wanted: int) -> TensorDictBase:
+        """The rows of groups that get credit: at most ``wanted`` on all ranks, the first in the order in which one process collects them."""
         chosen = rows[self._nonzero_variance(rows)]
         ids = zip(chosen[keys.GROUP_ID].tolist(), chosen[keys.EPISODE_ID].tolist(), strict=True)
-        first = [episode for _, episode in sorted(self.run.distributed.all_gather(list(ids)))[: self.wanted(rows)]]
+        first = [episode for _, episode in sorted(self.run.distributed.all_gather(list(ids)))[:wanted]]
         return chosen[torch.isin(chosen[keys.EPISODE_ID], torch.tensor(first, dtype=torch.int64, device=rows.device))]
 
     def _nonzero_variance(self, rows: TensorDictBase) -> Tensor:
         """Which rows are of groups that the update would learn from, ``[B]`` bool: what the estimator really does decides."""
-        estimator = self.estimator
-        # Forwards run only where the advantages depend on what they score.
-        penalized = isinstance(estimator, TurnEstimator) and estimator.kl_coeff != 0
-        scored = penalized or self.run.credit_corrects_sampler or self.run.loss.critic_network is not None
-        # In a copy: the rows that are chosen are scored and credited again, as one batch.
-        return data.nonzero_variance(self.score_and_credit(rows.copy(), score=scored))
+        # In a copy: the rows that are chosen are credited again, as one batch.
+        return data.nonzero_variance(self.credit(rows.copy()))
 
 
 class Updater:

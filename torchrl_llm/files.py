@@ -1,0 +1,26 @@
+"""Text files that are whole at every moment: :func:`write_text`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a file in UTF-8, whole or not at all: after a crash it has the old text or the new one.
+
+    Args:
+        path: the file, in a folder that exists; an older one is replaced.
+        text: the whole text.
+
+    Examples:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_text(f"{folder}/id", "7")
+        ...     [(file.name, file.read_text()) for file in Path(folder).iterdir()]
+        [('id', '7')]
+    """
+    path = Path(path)
+    # Beside it, because only within a file system a rename replaces a file at once.
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
