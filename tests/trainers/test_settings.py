@@ -25,6 +25,7 @@ from torchrl.checkpoint import CheckpointError
 from torchrl_llm.envs import EnvironmentFault, GEMEnv, NotAppendOnlyError
 from torchrl_llm.modules import AdapterError
 from torchrl_llm.objectives import ReBN
+from torchrl_llm.record.recording import read_recording
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 from torchrl_llm.trainers import ConfigError, RunConfig, build, build_run, loggers
 
@@ -262,6 +263,12 @@ def fresh_state(config: RunConfig, env: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AcceleratorState, "_shared_state", {})
         return trained(config, env)
+
+
+def recorded(config: RunConfig, env: Any) -> Any:
+    """The episodes of each recording."""
+    trained(config, env)
+    return {path.name: read_recording(path).episodes for path in config.output_dir.glob("rollouts/*")}
 
 
 def placed(config: RunConfig, env: Any) -> Any:
@@ -516,6 +523,9 @@ LAW: dict[str, list[Case]] = {
     "wandb": [works(True, run=logged)],
     "wandb_project": [works("mine", wandb=True, run=logged), idle("mine")],
     "progress": [works(True, run=built)],
+    "record_interval": [works(0)],
+    "record_tasks": [works(1, run=recorded), idle(2, record_interval=0)],
+    "record_megabytes": [works(1e-3, max_iterations=3, record_interval=1), idle(1.0, record_interval=0)],
 }  # fmt: skip
 
 

@@ -188,6 +188,9 @@ class RunConfig(
         Idle(("checkpoint_interval", "keep_checkpoints"), {"save_checkpoints": (False,)}, "save checkpoints"),
         Idle(("accept_changes",), {"resume": (False,), "resume_from": (None,)}, "set resume"),
         Idle(("wandb_project",), {"wandb": (False,)}, "set wandb"),
+        Idle(
+            ("record_tasks", "record_megabytes"), {"record_interval": (0,)}, "record episodes (record_interval above 0)"
+        ),
     )
 
     def __post_init__(self) -> None:

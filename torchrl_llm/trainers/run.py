@@ -19,6 +19,7 @@ from torchrl_llm.modules import ActorCritic, TurnPolicy
 from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.optional import running_ray
 from torchrl_llm.options import ConfigError
+from torchrl_llm.record.recording import FOLDER
 from torchrl_llm.trainers import build
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReference
 from torchrl_llm.trainers.checkpoint import CheckpointStore
@@ -28,6 +29,7 @@ from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.health import HealthWatch
+from torchrl_llm.trainers.recorder import RolloutRecorder
 from torchrl_llm.trainers.resume import Opening, accept_changes, find_start
 from torchrl_llm.trainers.run_folder import RunFolder
 from torchrl_llm.trainers.sources import load_tokenizer
@@ -53,6 +55,7 @@ class Run:
         evaluation_env: the environment of evaluations during the run.
         make_env: makes an environment for a task stream: ``make_env(stream="test")``.
         opening: the callback behind :meth:`begin`.
+        recorder: keeps episodes for the run report; ``None``: none are kept.
     """
 
     config: RunConfig
@@ -65,6 +68,7 @@ class Run:
     evaluation_env: GEMEnv
     make_env: Callable[..., GEMEnv]
     opening: Opening
+    recorder: RolloutRecorder | None = None
 
     def begin(self) -> None:
         """Make ``config.output_dir`` this run's, as ``trainer.train()`` does first: an earlier run there is moved aside.
@@ -238,6 +242,8 @@ def build_run(
     watchers: list[Callback] = [opening]
     if distributed.is_main:
         watchers.append(HealthWatch())
+    recorder = _recorder(config, tokenizer)
+    watchers += [] if recorder is None else [recorder]
     if config.refresh_reference:
         watchers.append(RefreshReference(models, config.refresh_reference))
     if config.progress and distributed.is_main:
@@ -279,7 +285,15 @@ def build_run(
         evaluation_env=evaluation_env,
         make_env=make_env,
         opening=opening,
+        recorder=recorder,
     )
+
+
+def _recorder(config: RunConfig, tokenizer: Any) -> RolloutRecorder | None:
+    if not config.record_interval:
+        return None
+    limits = {"tasks": config.record_tasks, "max_bytes": int(config.record_megabytes * 10**6)}
+    return RolloutRecorder(config.output_dir / FOLDER, tokenizer, interval=config.record_interval, **limits)
 
 
 def _check_arguments(config: RunConfig, env: Any, make_env: Any, make_loss: Any) -> None:
