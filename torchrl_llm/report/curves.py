@@ -71,7 +71,7 @@ PANELS = (
     ),
     Panel("Truncated episodes", {"rollout/truncated": "training"}, low=0.0, high=1.0),
 )
-"""The plots of the page; one whose metrics a run has not is left out."""
+"""The plots of the page; one whose metrics a run lacks, or that are 0 throughout, is left out."""
 
 _INKS = {"#010101": "--ink", "#020202": "--muted", "#030303": "--grid", "#0a0101": "--c1", "#0a0202": "--c2", "#0a0303": "--c3", "#0a0404": "--c4"}  # fmt: skip
 """Colors in the drawing -> variables of the page, which differ between its light and its dark scheme."""
@@ -90,7 +90,7 @@ def draw_curves(history: Sequence[Mapping[str, float]], before: Mapping[str, flo
     """
     if find_spec("matplotlib") is None or not history:
         return []
-    shown = [panel for panel in PANELS if any(name in metrics for name in panel.metrics for metrics in history)]
+    shown = [panel for panel in PANELS if any(metrics.get(name) for name in panel.metrics for metrics in history)]
     return [(panel.title, _draw(panel, history, before)) for panel in shown]
 
 

@@ -6,13 +6,14 @@ const SHADES = {
 };
 const LANES = { reward: "reward", value: "value V", advantage: "advantage", return: "return to go", error: "TD error r + γV′ − V" };
 const STOPS = {
-  RUNNING: "still running", WON: "won", LOST: "lost", TURN_LIMIT: "turn limit of the environment", MAX_TURNS: "cut at max_turns",
+  RUNNING: "still running", WON: "won", LOST: "lost", TURN_LIMIT: "turn limit", MAX_TURNS: "cut at max_turns",
   CONTEXT: "context full", ERROR: "environment failed", TIMEOUT: "environment timed out", ENV_TRUNCATED: "truncated by the environment",
 };
 const PAGE = 300; // list entries at a time: more make typing in the search slow
 
 const state = { episode: 0, shade: "credit", query: "", recording: "", outcome: "", sort: "order", shown: PAGE };
 let index, episodes = [];
+const taskNames = new Map();
 
 // ---------------------------------------------------------------- data
 
@@ -62,6 +63,8 @@ function prepare() {
   index.groups.forEach((group, number) => {
     group.number = number;
     group.from = index.recordings[group.recording];
+    if (!taskNames.has(group.task)) taskNames.set(group.task, `task ${taskNames.size + 1}`);
+    group.taskName = taskNames.get(group.task);
     let tokenStart = 0, actionStart = 0;
     for (const episode of group.episodes) {
       Object.assign(episode, { group, tokenStart, actionStart, number: episodes.length, actions: 0, length: 0 });
@@ -71,6 +74,7 @@ function prepare() {
       }
       tokenStart += episode.length;
       actionStart += episode.actions;
+      episode.name = episode.id % 2 ** 40; // the streams of evaluations begin at multiples of it
       episode.turns = episode.lanes.reward.length;
       episode.total = episode.lanes.reward.reduce((sum, reward) => sum + reward, 0);
       episode.surprise = largest(episode.lanes.error || episode.lanes.advantage);
@@ -132,15 +136,18 @@ function lanes(episode) {
     el("table", { class: "lanes" }, el("thead", {}, head), el("tbody", {}, ...rows))), why);
 }
 
+// What a group is shaded by: where it lacks the chosen quantity, the log-probs, which every recording has.
+const shadeOf = (group) => (group.from.missing[state.shade] ? "log_prob" : state.shade);
+
 function paint(node, group, values, i) {
   node.className = "token";
-  const value = valueOf(group, values, state.shade, i);
+  const shade = shadeOf(group), value = valueOf(group, values, shade, i);
   if (value === null) return;
-  const [, , typical] = group.scales[state.shade];
+  const [, , typical] = group.scales[shade];
   const share = typical ? Math.min(1, Math.abs(value) / typical) : 0;
-  if (state.shade === "clipped") {
+  if (shade === "clipped") {
     if (Math.round(value)) node.classList.add(Math.round(value) === 2 ? "masked" : "clip");
-  } else if (state.shade === "credit" || state.shade === "ratio") signed(node, value, typical);
+  } else if (shade === "credit" || shade === "ratio") signed(node, value, typical);
   else {
     node.classList.add("seq");
     node.style.setProperty("--a", share.toFixed(3));
@@ -148,18 +155,16 @@ function paint(node, group, values, i) {
 }
 
 function legend(group) {
-  const line = el("div", { class: "legend" });
-  const missing = group.from.missing[state.shade];
-  if (state.shade === "none") line.append("Not shaded.");
-  else if (missing) line.append(`${SHADES[state.shade]}: ${missing}.`);
-  else {
-    const typical = group.scales[state.shade][2];
-    const swatch = (kind) => { const node = el("span", { class: `swatch ${kind}` }); node.style.setProperty("--a", 1); return node; };
-    line.append(index.quantities[state.shade] + ".");
-    if (state.shade === "clipped") line.append(swatch("clip"), "clipped");
-    else if (state.shade === "credit" || state.shade === "ratio") line.append(swatch("pos"), `+${number(typical)}: likelier`, swatch("neg"), `−${number(typical)}: less likely`);
-    else line.append(swatch("seq"), state.shade === "log_prob" ? `${number(-typical)} or less: surprising` : `${number(typical)} or more`);
-  }
+  const shade = shadeOf(group), line = el("div", { class: "legend" });
+  if (shade !== state.shade) line.append(`${SHADES[state.shade]}: ${group.from.missing[state.shade]}. Shaded by log-prob: `);
+  if (shade === "none") return el("div", { class: "legend" }, "Not shaded.");
+  const typical = group.scales[shade][2];
+  const swatch = (kind) => { const node = el("span", { class: `swatch ${kind}` }); node.style.setProperty("--a", 1); return node; };
+  line.append(`${index.quantities[shade]}.`);
+  if (shade === "clipped") line.append(swatch("clip"), "clipped");
+  else if (shade === "credit") line.append(swatch("pos"), `+${number(typical)}: made likelier`, swatch("neg"), `−${number(typical)}: less likely`);
+  else if (shade === "ratio") line.append(swatch("pos"), `× ${number(Math.exp(typical))}`, swatch("neg"), `× ${number(Math.exp(-typical))}`);
+  else line.append(swatch("seq"), shade === "log_prob" ? `${number(-typical)} or less: surprising` : `${number(typical)} or more`);
   return line;
 }
 
@@ -208,7 +213,7 @@ async function conversation(episode) {
   const query = state.query.toLowerCase();
   const parts = (await spansOf(episode)).map((span) => {
     if (span.turn === -2) return el("div", { class: "cut" }, "Earlier turns leave the context; the model sees from here on:");
-    if (span.turn < 0) return el("div", { class: "env" }, el("div", { class: "who" }, "environment"), el("pre", { dir: "auto" }, span.texts.join("")));
+    if (span.turn < 0) return el("div", { class: "env" }, el("div", { class: "who" }, "environment"), el("pre", { dir: "auto" }, span.texts.join("").replace(/^\n+/, "")));
     const facts = [`${span.texts.length} tokens`, `reward ${number(episode.lanes.reward[span.turn])}`];
     if (episode.lanes.advantage) facts.push(`advantage ${number(episode.lanes.advantage[span.turn])}`);
     return el("div", { class: "model" },
@@ -218,30 +223,30 @@ async function conversation(episode) {
   return el("div", { class: "text" }, ...parts);
 }
 
-function switches(group, change) {
+function switches(groups, change) {
   const bar = el("div", { class: "shade", role: "group", "aria-label": "Shade tokens by" }, el("span", { class: "muted small" }, "shade by"));
   for (const [name, label] of [...Object.entries(SHADES), ["none", "none"]]) {
-    const missing = group.from.missing[name];
+    const missing = groups.every((group) => group.from.missing[name]) && groups[0].from.missing[name];
     bar.append(el("button", {
-      type: "button", "data-shade": name, "aria-pressed": String(state.shade === name), disabled: Boolean(missing), title: missing || index.quantities[name],
-      onclick: () => { state.shade = name; change(); },
+      type: "button", "data-shade": name, "aria-pressed": String(groups.some((group) => shadeOf(group) === name)), disabled: Boolean(missing),
+      title: missing || index.quantities[name], onclick: () => { state.shade = name; change(); },
     }, label));
   }
-  bar.append(legend(group));
+  if (groups.length === 1) bar.append(legend(groups[0]));
   return bar;
 }
 
 function headline(episode) {
   const { group } = episode;
-  const facts = [group.from.label, `task ${group.task}`, episode.env, `${episode.turns} turns`, `${episode.length} tokens, ${episode.actions} of them the model's`];
-  return el("div", {}, el("h3", {}, el("span", { class: `mark ${episode.won ? "won" : "lost"}` }), ` Episode ${episode.id}: ${STOPS[episode.stop]}, return ${number(episode.total)}`),
+  const facts = [group.from.label, group.taskName, episode.env, `${episode.turns} turns`, `${episode.length} tokens, ${episode.actions} of them the model's`];
+  return el("div", {}, el("h3", {}, el("span", { class: `mark ${episode.won ? "won" : "lost"}` }), ` Episode ${episode.name}: ${STOPS[episode.stop]}, return ${number(episode.total)}`),
     el("p", { class: "muted small" }, facts.filter(Boolean).join(" · ")));
 }
 
 // ---------------------------------------------------------------- the view of episodes
 
 const SORTS = {
-  order: ["in order", () => 0],
+  order: ["newest first", (a, b) => b.group.recording - a.group.recording],
   surprise: ["largest surprise |r + γV′ − V|", (a, b) => b.surprise - a.surprise],
   clipped: ["most clipped tokens", (a, b) => b.clipped - a.clipped],
   longest: ["longest", (a, b) => b.length - a.length],
@@ -277,19 +282,20 @@ async function refreshList() {
   list.replaceChildren(...listed.slice(0, state.shown).map((episode) => el("li", {}, el("button", {
     type: "button", "data-episode": episode.number, "aria-current": episode.number === state.episode ? "true" : null,
     onclick: () => openEpisode(episode.number),
-  }, el("span", { class: `mark ${episode.won ? "won" : "lost"}` }), el("span", {}, `${episode.id} · ${STOPS[episode.stop]}`),
+  }, el("span", { class: `mark ${episode.won ? "won" : "lost"}` }), el("span", {}, STOPS[episode.stop], el("span", { class: "muted small" }, `  ${episode.name}`)),
   el("span", { class: "value" }, number(episode.total)),
-  el("span", { class: "under" }, `${episode.group.from.label} · ${episode.turns} turns · ${episode.length} tokens${episode.clipped ? ` · ${episode.clipped} clipped` : ""}`)))));
+  el("span", { class: "under" }, `${episode.group.from.label} · ${episode.group.taskName} · ${episode.turns} turns · ${episode.length} tokens${episode.clipped ? ` · ${episode.clipped} clipped` : ""}`)))));
   if (listed.length > state.shown) {
     list.append(el("li", {}, el("button", { type: "button", onclick: () => { state.shown += PAGE; refreshList(); } }, `${listed.length - state.shown} more`)));
   }
+  list.querySelector("[aria-current]")?.scrollIntoView({ block: "nearest" });
   view("episodes").querySelector(".count").textContent = `${listed.length} of ${episodes.length} episodes; right: return`;
 }
 
 async function openEpisode(number_, { keepHash = false } = {}) {
   state.episode = number_;
   const episode = episodes[number_], place = view("episodes").querySelector(".detail");
-  const parts = [headline(episode), lanes(episode), switches(episode.group, () => openEpisode(number_, { keepHash: true })), await conversation(episode)];
+  const parts = [headline(episode), lanes(episode), switches([episode.group], () => openEpisode(number_, { keepHash: true })), await conversation(episode)];
   if (state.episode !== number_) return; // another one was opened meanwhile
   place.replaceChildren(...parts);
   for (const button of view("episodes").querySelectorAll("[data-episode]")) {
@@ -317,57 +323,81 @@ function buildEpisodes() {
 
 // ---------------------------------------------------------------- trees
 
-// The episodes of a task as a trie: what the environment said and the model answered, turn by turn.
+// The episodes of a task as a trie: a node is a response after what came before it, its replies are what the environment said then.
+// The first message is that of the task, and no fork, even where its wording differs.
 async function trie(group) {
-  const root = { children: new Map(), episodes: [] };
+  const reply = (text) => ({ text, children: new Map(), episodes: [] });
+  const root = reply("");
   for (const episode of group.episodes) {
-    let node = root, heard = "";
-    node.episodes.push(episode);
+    let at = root, node = null, heard = "";
+    at.episodes.push(episode);
     for (const span of await spansOf(episode)) {
       const text = span.texts.join("");
       if (span.turn < 0) { heard += text; continue; }
-      const key = `${heard}\u0000${text}`;
-      if (!node.children.has(key)) node.children.set(key, { heard, text, turn: span.turn, children: new Map(), episodes: [] });
-      node = node.children.get(key);
+      if (node === null) at.text ||= heard;
+      else at = hear(node, heard, episode);
+      if (!at.children.has(text)) at.children.set(text, { text, turn: span.turn, replies: new Map(), episodes: [] });
+      node = at.children.get(text);
       node.episodes.push(episode);
       heard = "";
     }
-    (node.ends ??= []).push([episode, heard]);
+    if (node) hear(node, heard, episode).ends.push(episode);
   }
   return root;
 }
 
-function branch(node, scale, shared) {
+function hear(node, text, episode) {
+  if (!node.replies.has(text)) node.replies.set(text, { text, children: new Map(), episodes: [], ends: [] });
+  const reply = node.replies.get(text);
+  reply.episodes.push(episode);
+  return reply;
+}
+
+const byVisits = (nodes) => [...nodes.values()].sort((a, b) => b.episodes.length - a.episodes.length);
+
+function* repliesBelow(at) {
+  for (const node of at.children.values()) {
+    for (const reply of node.replies.values()) { yield reply; yield* repliesBelow(reply); }
+  }
+}
+
+// Replies without the lines at their ends that all of them share: the template's, and what an environment always says.
+function shorten(root) {
+  const all = [...repliesBelow(root)], lines = all.map((reply) => reply.text.split("\n"));
+  const shared = (line) => lines.every((each) => each.length && each[0] !== undefined && line(each) === line(lines[0]));
+  const texts = new Set(all.map((reply) => reply.text));
+  while (texts.size > 1 && shared((each) => each[0]) && lines.every((each) => each.length > 1)) lines.forEach((each) => each.shift());
+  while (texts.size > 1 && shared((each) => each.at(-1)) && lines.every((each) => each.length > 1)) lines.forEach((each) => each.pop());
+  all.forEach((reply, i) => { reply.short = lines[i].join("\n").trim(); });
+}
+
+function branch(node, scale) {
   const visits = node.episodes, wins = visits.filter((episode) => episode.won).length / visits.length;
   const advantages = visits.filter((episode) => episode.lanes.advantage).map((episode) => episode.lanes.advantage[node.turn]);
-  const children = [...node.children.values()].sort((a, b) => b.episodes.length - a.episodes.length);
   const rate = el("span", { class: "rate" }, el("i"));
   rate.firstChild.style.width = `${100 * wins}%`;
   const chip = advantages.length ? signed(el("span", { class: "cell" }, number(mean(advantages))), mean(advantages), scale) : el("span", {}, "–");
-  const open = visits.length > 1;
-  const heard = el("div", { class: "reply" }, node.heard === shared ? "" : node.heard.trim());
-  const ends = (node.ends || []).map(([episode, last]) => el("div", { class: "end" },
-    el("span", { class: "mono" }, last.trim()), last.trim() ? " " : "", el("a", { href: `#episodes/${episode.number}` }, `episode ${episode.id}: ${STOPS[episode.stop]}, return ${number(episode.total)}`)));
-  const inner = el("ul", {}, ...ends.map((end) => el("li", {}, end)), ...children.map((child) => branch(child, scale, null)));
-  return el("li", {}, heard.textContent ? heard : null, el("details", { open }, el("summary", {},
+  const replies = byVisits(node.replies).map((reply) => el("li", {}, el("div", { class: "reply" }, reply.short),
+    ...reply.ends.map((episode) => el("div", { class: "end" }, el("a", { href: `#episodes/${episode.number}` }, `episode ${episode.name}: ${STOPS[episode.stop]}, return ${number(episode.total)}`))),
+    reply.children.size ? el("ul", {}, ...byVisits(reply.children).map((child) => branch(child, scale))) : null));
+  return el("li", {}, el("details", { open: visits.length > 1 }, el("summary", {},
     el("code", {}, node.text), el("span", { class: "num" }, `${visits.length} `, el("small", {}, visits.length === 1 ? "visit" : "visits")),
     el("span", { class: "num", title: "win rate of the episodes through here" }, rate, `${Math.round(100 * wins)} %`),
-    el("span", { class: "num", title: "mean advantage of this turn" }, chip)), inner));
+    el("span", { class: "num", title: "mean advantage of this turn" }, chip)), el("ul", { class: "replies" }, ...replies)));
 }
 
 async function showTree(number_) {
   const group = index.groups[number_], root = await trie(group);
-  const children = [...root.children.values()].sort((a, b) => b.episodes.length - a.episodes.length);
+  shorten(root);
   const scale = largest(group.episodes.flatMap((episode) => episode.lanes.advantage || []));
-  const shared = children.every((child) => child.heard === children[0].heard) ? children[0]?.heard : null;
   const wins = group.episodes.filter((episode) => episode.won).length;
-  const options = index.groups.map((each, i) => [i, `${each.from.label} · task ${each.task} · ${each.episodes.length} episodes`]);
+  const options = index.groups.map((each, i) => [i, `${each.from.label} · ${each.taskName} · ${each.episodes.length} episodes`]);
+  const fold = (open) => el("button", { type: "button", onclick: () => view("trees").querySelectorAll("details").forEach((each) => { each.open = open; }) }, open ? "unfold all" : "fold all");
   view("trees").replaceChildren(
-    el("div", { class: "pick" }, select("Group", options, number_, (value) => showTree(Number(value))),
-      el("span", { class: "muted small" }, `${wins} of ${group.episodes.length} won; each line: a response, its visits, win rate and mean advantage`),
-      el("button", { type: "button", onclick: () => view("trees").querySelectorAll("details").forEach((each) => { each.open = true; }) }, "unfold all")),
-    shared == null ? "" : el("div", { class: "env" }, el("div", { class: "who" }, "environment"), el("pre", { dir: "auto" }, shared)),
-    el("ul", { class: "tree" }, ...children.map((child) => branch(child, scale, shared))));
+    el("div", { class: "pick" }, select("Group", options, number_, (value) => showTree(Number(value))), fold(true), fold(false),
+      el("span", { class: "muted small" }, `${wins} of ${group.episodes.length} won. A line is a response: its visits, the win rate of the episodes through it, the mean advantage of its turn.`)),
+    el("div", { class: "env first" }, el("div", { class: "who" }, "environment"), el("pre", { dir: "auto" }, root.text)),
+    el("ul", { class: "tree" }, ...byVisits(root.children).map((child) => branch(child, scale))));
 }
 
 // ---------------------------------------------------------------- then and now
@@ -388,7 +418,7 @@ async function pane(groups, side) {
     select(side, groups.map((each, i) => [i, each.from.label]), compared[side], (value) => change(side, value)),
     select("Episode", group.episodes.map((each, i) => [i, `episode ${i + 1} of ${group.episodes.length}: ${STOPS[each.stop]}`]), which, (value) => { compared.episodes[side] = Number(value); showThenAndNow(); }),
     el("span", { class: "muted small" }, `won ${wins} of ${group.episodes.length}, mean return ${number(mean(group.episodes.map((each) => each.total)))}`)),
-  headline(episode), lanes(episode), switches(group, showThenAndNow), await conversation(episode));
+  headline(episode), lanes(episode), legend(group), await conversation(episode));
 }
 
 async function showThenAndNow() {
@@ -400,17 +430,18 @@ async function showThenAndNow() {
   if (!all.has(compared.task)) Object.assign(compared, { task: [...all.keys()][0], then: 0, now: -1, episodes: {} });
   const groups = all.get(compared.task);
   if (compared.now < 0) compared.now = groups.length - 1;
-  const tasks = [...all].map(([task, its]) => [task, `task ${task} · ${its.length} recordings`]);
+  const tasks = [...all].map(([task, its]) => [task, `${taskNames.get(task)} · ${its.length} recordings`]);
   const strip = el("div", { class: "strip" }, ...groups.map((group, i) => {
     const wins = group.episodes.filter((each) => each.won).length / group.episodes.length, bar = el("i");
     bar.style.height = `${100 * wins}%`;
     return el("button", { type: "button", title: `${group.from.label}: win rate ${Math.round(100 * wins)} %`, "aria-label": `${group.from.label}: win rate ${Math.round(100 * wins)} %`,
       "aria-pressed": String(i === compared.then || i === compared.now), onclick: () => { compared.now = i; showThenAndNow(); } }, bar);
   }));
+  const panes = [await pane(groups, "then"), await pane(groups, "now")];
   view("then-and-now").replaceChildren(
     el("div", { class: "pick" }, select("Task", tasks, compared.task, (value) => { Object.assign(compared, { task: value, then: 0, now: -1, episodes: {} }); showThenAndNow(); }),
-      el("span", { class: "muted small" }, "bars: win rate of its episodes in each recording; a click compares it")), strip,
-    el("div", { class: "panes" }, await pane(groups, "then"), await pane(groups, "now")));
+      el("span", { class: "muted small" }, `win rate of its episodes, from ${groups[0].from.label} to ${groups.at(-1).from.label}; a click on a bar compares it`)), strip,
+    switches([groups[compared.then], groups[compared.now]], showThenAndNow), el("div", { class: "panes" }, ...panes));
 }
 
 // ---------------------------------------------------------------- navigation
@@ -478,8 +509,9 @@ async function start() {
   // What the run did not compute cannot be shown first.
   const training = index.recordings.find((each) => each.kind === "training");
   if (training?.missing.credit) state.shade = "log_prob";
-  const last = episodes.filter((episode) => episode.group.from.kind === "training").at(-1);
-  if (last) state.episode = last.number;
+  const last = index.groups.findLast((group) => group.from.kind === "training");
+  // The first to look at: where the newest credit was most surprising.
+  if (last) state.episode = last.episodes.reduce((most, each) => (each.surprise > most.surprise ? each : most)).number;
   document.addEventListener("keydown", keys);
   addEventListener("hashchange", show);
   show();

@@ -11,27 +11,23 @@ from torchrl_llm.report.run_files import RunFiles
 Rows = list[tuple[str, ...]]
 
 
-def outcome(files: RunFiles) -> Rows:
-    """Name, before, after: win rate with its interval, return, turns."""
+def outcome(files: RunFiles) -> list[tuple[str, tuple[str, str], tuple[str, str]]]:
+    """Win rate, return and turns: name, and number and interval before and after."""
     before, result = files.before, files.result
     earlier = before.get("success_ci95") or result.get("success_before_ci95")
-    rows: Rows = []
-    for name, title, interval in (
-        ("success", "win rate", (earlier, result.get("success_ci95"))),
-        ("reward", "return", (None, None)),
-        ("turns", "turns", (None, None)),
-    ):
-        first = before.get(name, result.get(f"{name}_before"))
-        rows.append(
-            (title, _with_interval(first, interval[0]), _with_interval(result.get(f"{name}_after"), interval[1]))
-        )
+    intervals = {"success": (earlier, result.get("success_ci95"))}
+    rows = []
+    for name, title in (("success", "win rate"), ("reward", "return"), ("turns", "turns")):
+        values = before.get(name, result.get(f"{name}_before")), result.get(f"{name}_after")
+        first, last = map(_with_interval, values, intervals.get(name, (None, None)))
+        rows.append((title, first, last))
     return rows
 
 
-def _with_interval(value: float | None, interval: Sequence[float] | None) -> str:
+def _with_interval(value: float | None, interval: Sequence[float] | None) -> tuple[str, str]:
     if value is None:
-        return "not evaluated"
-    return f"{value:.3f}" + (f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else "")
+        return "not evaluated", ""
+    return f"{value:.3f}", f"[{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""
 
 
 def headline(files: RunFiles) -> dict[str, str]:

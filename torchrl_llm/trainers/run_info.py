@@ -28,11 +28,12 @@ def run_info(config: RunConfig) -> dict[str, Any]:
         {'batch_size': ['8', '32'], 'seed': ['3', '0']}
     """
     defaults, outputs = options_of(RunConfig), names_of(settings.OutputConfig)
-    changed = {
-        name: [str(value), shown_default(name)]
-        for name, value in sorted(vars(config).items())
-        if name not in outputs and value != defaults[name].default
+    given = {name: value for name, value in sorted(vars(config).items()) if value != defaults[name].default}
+    # An option of the loss may be given its default, for the settings have None there.
+    shown = {
+        name: [str(value), shown_default(name, config.algo)] for name, value in given.items() if name not in outputs
     }
+    changed = {name: pair for name, pair in shown.items() if pair[0] != pair[1]}
     names = config.env_name if isinstance(config.env_name, str) else ", ".join(config.env_name)
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
