@@ -98,7 +98,8 @@ def about(kind: str = "training", iteration: int = 1, **changes: Any) -> dict[st
 def write_rows(run: Path, rows: TensorDict, name: str = "iteration-000000000001", **changes: Any) -> Path:
     """Record rows in the folder of a run, with ``"clipped"`` where a token's log-prob is large."""
     arrays = trimmed(rows)
-    arrays["clipped"] = (arrays["sample_log_prob"] < -1.5) & (arrays["turn_ids"] >= 0)
+    if keys.LOSS_WEIGHT in rows:
+        arrays["clipped"] = (arrays["sample_log_prob"] < -1.5) & (arrays["turn_ids"] >= 0)
     path = run / FOLDER / f"{name}.safetensors"
     write_recording(path, arrays, **about(**changes))
     return path

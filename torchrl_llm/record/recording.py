@@ -178,6 +178,7 @@ class RecordingFolder:
         own = {name: value for name, value in about.items() if name != "interval"}
         path = self.file(about["kind"], about["iteration"])
         write_recording(path, arrays, **own, interval=self.interval)
+        self._drop_between(keep=about["iteration"])  # the newest so far, if it was there as that only
         while self._bytes() > self.max_bytes and any(1 < number < about["iteration"] for number in self.training()):
             self.interval *= 2
             self._drop_between(keep=about["iteration"])

@@ -70,15 +70,8 @@ _MERGED = (
 )
 _FILES = (
     *("csv/scalars/*/*.csv", "csv/texts/hparams[0-9]*.txt", "tensorboard/**/events.out.tfevents.*", "wandb_id"),
-    *(
-        "config.yaml",
-        "run.json",
-        "rollouts/*.safetensors",
-        "merged/model*.safetensors",
-        "merged/chat_template.jinja",
-        *_REPORT,
-    ),
-    *(f"merged/{name}.json" for name in _MERGED),
+    *("config.yaml", "run.json", *(f"merged/{name}.json" for name in _MERGED), *_REPORT),
+    *("rollouts/*.safetensors", "merged/model*.safetensors", "merged/chat_template.jinja"),
 )
 """The files in these folders, without those of checkpoints, which list theirs. Other files stay, W&B's own among them."""
 
