@@ -92,7 +92,8 @@ class RolloutRecorder(Callback):
 
     def on_batch(self, trainer: Any, rows: TensorDictBase, metrics: dict[str, float]) -> None:
         if trainer.distributed.is_main:
-            chosen = choose_rows(rows, self.tasks, self._followed)
+            # Half of a batch: the scoring pass of all of it would be felt where batches are small.
+            chosen = choose_rows(rows, self.tasks, self._followed, most=len(rows) // 2)
             # A copy: the update writes into the rows.
             self._rows, self._weights = rows[chosen].clone(), {}
 
@@ -157,13 +158,14 @@ class RolloutRecorder(Callback):
         rows[keys.LOSS_WEIGHT] = weight
 
 
-def choose_rows(rows: TensorDictBase, tasks: int, followed: Sequence[int] = ()) -> Tensor:
+def choose_rows(rows: TensorDictBase, tasks: int, followed: Sequence[int] = (), *, most: int | None = None) -> Tensor:
     """Indices of the rows to record: the first 16 episodes of each of a few tasks.
 
     Args:
         rows: ``[B]``; a task is told by ``"task_id"``, or by ``"group_id"`` where there is none.
         tasks: how many at most.
         followed: tasks that come first, if they are there.
+        most: episodes beyond which no further task is added; the first is there in any case. Default: no bound.
 
     Returns:
         ``[b]`` int64, in the order of the rows.
@@ -175,11 +177,16 @@ def choose_rows(rows: TensorDictBase, tasks: int, followed: Sequence[int] = ()) 
         (tensor([0, 1, 2]), tensor([0, 2, 3]))
     """
     task = rows.get(keys.TASK_ID, None)
-    task = (rows[keys.GROUP_ID] if task is None else task).tolist()
-    there = dict.fromkeys(task)
-    chosen = [*dict.fromkeys([each for each in followed if each in there] + list(there))][:tasks]
-    places = {each: [i for i, own in enumerate(task) if own == each][:_EPISODES] for each in chosen}
-    return torch.tensor(sorted(i for own in places.values() for i in own), dtype=torch.int64)
+    places: dict[int, list[int]] = {}
+    for i, each in enumerate((rows[keys.GROUP_ID] if task is None else task).tolist()):
+        places.setdefault(each, []).append(i)
+    order = dict.fromkeys([each for each in followed if each in places] + list(places))
+    chosen: list[int] = []
+    for each in list(order)[:tasks]:
+        own = places[each][:_EPISODES]
+        if not chosen or most is None or len(chosen) + len(own) <= most:
+            chosen += own
+    return torch.tensor(sorted(chosen), dtype=torch.int64)
 
 
 @torch.no_grad()
@@ -187,6 +194,8 @@ def score_after_update(trainer: Any, rows: TensorDictBase) -> dict[str, str]:
     """Write log-prob, entropy and ``"clipped"`` under the present weights into rows ``[B]``; what was not, and why."""
     if trainer.distributed.sharded:
         return dict.fromkeys(_NEW, "the weights are sharded (FSDP2), and scoring takes all processes")
+    if trainer.weight_sync is not None and trainer.weight_sync.sleep_level:
+        return dict.fromkeys(_NEW, "the engine has the memory that scoring takes (sleep_mode)")
     loss = trainer.loss
     with trainer.accelerator.autocast():
         apply_in_micro_batches(loss.actor_network, rows, trainer.config.max_tokens, prefix_cost(loss.actor_network))
