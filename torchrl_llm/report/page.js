@@ -253,12 +253,13 @@ const SORTS = {
   worst: ["lowest return", (a, b) => a.total - b.total],
   best: ["highest return", (a, b) => b.total - a.total],
 };
-const OUTCOMES = { "": "any outcome", won: "won", lost: "not won", truncated: "truncated", failed: "environment failed" };
+const OUTCOMES = { "": "any outcome", won: "won", lost: "not won", early: "lost early (defeat, format error)", truncated: "truncated", failed: "environment failed" };
 
 function matches(episode) {
   if (state.recording !== "" && episode.group.recording !== Number(state.recording)) return false;
   if (state.outcome === "won") return episode.won;
   if (state.outcome === "lost") return !episode.won;
+  if (state.outcome === "early") return episode.stop === "LOST";
   if (state.outcome === "truncated") return ["MAX_TURNS", "CONTEXT", "ENV_TRUNCATED"].includes(episode.stop);
   if (state.outcome === "failed") return ["ERROR", "TIMEOUT"].includes(episode.stop);
   return true;
