@@ -58,7 +58,7 @@ _REPORT = (
     *("merged", "result.json", "evaluation_before.json", "learning_curve.png"),
     *("conversations_before.md", "conversations_after.md", "report.html"),
 )
-_NAMES = ("config.yaml", "run.json", "rollouts", "checkpoints", "csv", "tensorboard", "wandb", "wandb_id", *_REPORT)
+_NAMES = ("config.yaml", "checkpoints", "csv", "run.json", "rollouts", "tensorboard", "wandb", "wandb_id", *_REPORT)
 """The files and folders that a run writes."""
 
 _WORK = ("csv/scalars/**/*.csv", "rollouts/*.safetensors", *_REPORT)
