@@ -126,6 +126,30 @@ class TestResume:
         again.trainer.train()
         assert {name: path.read_bytes() for name, path in recordings(config).items()} == whole
 
+    def test_an_iteration_whose_evaluation_failed_is_kept(self, tmp_path, whole):
+        class Fails(Callback):
+            def on_evaluation(self, trainer, metrics):
+                raise RuntimeError("no")
+
+        options = self.options | {"evaluation_interval": 4}
+        with pytest.raises(RuntimeError, match="no"):
+            build_run(small_config(tmp_path, **options), callbacks=[Fails()]).trainer.train()
+        config = small_config(tmp_path, **options, resume=True)
+        build_run(config).trainer.train()
+        found = {name: read_recording(path) for name, path in recordings(config).items()}
+        assert list(found) == list(whole)
+        assert set(found[names(4)[0]].missing) == {"log_prob", "entropy", "clipped"}
+        assert found[names(6)[0]].missing == {}
+
+    def test_a_damaged_recording_does_not_stop_a_resume(self, tmp_path, caplog):
+        config = small_config(tmp_path, **self.options | {"max_iterations": 3})
+        build_run(config).trainer.train()
+        recordings(config)[names(2)[0]].write_bytes(b"no")
+        longer = self.options | {"resume": True, "accept_changes": ["max_iterations"]}
+        build_run(small_config(tmp_path, **longer)).trainer.train()
+        assert "is no recording, or is damaged" in caplog.text
+        assert names(6)[0] in recordings(config)
+
     def test_what_comes_after_the_checkpoint_is_written_again(self, tmp_path, whole):
         config = small_config(tmp_path, **self.options | {"max_iterations": 3})
         build_run(config).trainer.train()

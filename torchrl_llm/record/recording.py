@@ -7,6 +7,7 @@ of every token in them. It is read without the model, its tokenizer and torch.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_llm import keys
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 """Version of the format; another one is not read."""
@@ -167,7 +170,10 @@ class RecordingFolder:
             ended: it has ended there. Else its newest recording, if it is not due, goes too: it was there as the last one.
         """
         for number, path in self.training().items():
-            self.interval = max(self.interval, read_recording(path).interval)
+            try:
+                self.interval = max(self.interval, read_recording(path).interval)
+            except RecordingError as error:  # the run can do without it
+                logger.warning("%s", error)
             if number > iteration:
                 path.unlink()
         if not ended:

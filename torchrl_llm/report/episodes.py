@@ -221,9 +221,9 @@ def quantized(values: Floats, *, signed: bool) -> tuple[npt.NDArray[np.uint8], l
         ``[n]`` bytes, and ``[low, high, typical]``: the ends of the range, and the size that is shaded fully.
 
     Examples:
-        >>> data, (low, high, _) = quantized(np.array([-1.0, 0.0, 0.5, np.nan]), signed=True)
+        >>> data, (low, high, _) = quantized(np.array([-1.0, 0.0, 0.25, np.nan]), signed=True)
         >>> data.tolist(), low, high
-        ([1, 128, 192, 0], -1.0, 1.0)
+        ([1, 128, 160, 0], -1.0, 1.0)
     """
     finite = np.isfinite(values)
     known = values[finite]

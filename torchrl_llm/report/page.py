@@ -67,8 +67,7 @@ class _Page:
     Attributes:
         files: of the run.
         encoder: of the groups in it.
-        groups: their descriptions, in the order of the run.
-        blocks: their tokens.
+        groups: description and block of each, in the order of the run.
         left_out: groups that are recorded and not in it.
     """
 
@@ -85,11 +84,13 @@ class _Page:
     def add_groups(self, limit: int | None) -> None:
         """Encode the recorded groups, those that matter most first, until the page has ``limit`` bytes."""
         ordered = by_importance([list(groups_of(each, number)) for number, each in enumerate(self.recordings)])
-        size = len(self.render())
+        size = len(self.render().encode())
         for position, group in enumerate(ordered):
+            known = len(self.encoder.pieces)
             about, block = self.encoder.encode(group)
-            # What it adds to the index is compressed with the others, to a third or less.
-            size += len(block) + 80 + len(json.dumps(about)) // 2
+            # What it adds to the index is compressed with that of the others, to a third or less.
+            added = len(json.dumps([about, self.encoder.pieces[known:]]))
+            size += len(block) + 80 + added // 2
             if limit is not None and size > limit and position:
                 self.left_out = len(ordered) - position
                 break

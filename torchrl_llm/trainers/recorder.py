@@ -28,12 +28,10 @@ logger = logging.getLogger(__name__)
 _EPISODES = 16
 """Most episodes of a task in a recording: a group of usual size."""
 
-_NEW = {
-    "log_prob": "log-prob after the update",
-    "entropy": "entropy after the update",
-    "clipped": "whether the clip binds after the update",
-}
-"""What the scoring pass adds to the rows."""
+_CLIPPED = "clipped"
+
+_NEW = ("log_prob", "entropy", _CLIPPED)
+"""What the scoring pass adds to the rows: log-prob and entropy after the update, and whether the clip binds then."""
 
 
 class RolloutRecorder(Callback):
@@ -111,20 +109,24 @@ class RolloutRecorder(Callback):
         if rows is None:  # there was nothing to learn from, or this is not the main process
             return
         self._write_weights(rows)
-        about = self._about(trainer, "training", _gamma(trainer)) | {"missing": dict.fromkeys(_NEW, "not scored")}
+        about = self._about(trainer, "training", _gamma(trainer))
         if self.folder.is_due(trainer.iteration) or trainer.stop_reason is not None:
-            about["missing"] = score_after_update(trainer, rows)
-            self._write(trimmed_with_clip(rows), about)
+            missing = score_after_update(trainer, rows)
+            self._write(trimmed_with_clip(rows), about | {"missing": missing})
         else:
             self._unwritten = trimmed(rows), about
 
     def on_end(self, trainer: Any) -> None:
+        if self._rows is not None and trainer.unfinished is not None:
+            # The run stops in the evaluation after an update. A resumed run makes up for that, and not for the update.
+            self._write_weights(self._rows)
+            self._unwritten = trimmed(self._rows), self._about(trainer, "training", _gamma(trainer))
         if self._unwritten is not None:
             arrays, about = self._unwritten
-            # An error may have ended the run within an update: its weights are then those of no iteration.
-            about["missing"] = dict.fromkeys(_NEW, "the run was interrupted before these rows were scored")
-            self._write(arrays, about)
-            self._unwritten = None
+            # Not scored now: an error may have ended the run within an update, whose weights are those of no iteration.
+            missing = dict.fromkeys(_NEW, "the run was interrupted before these rows were scored")
+            self._write(arrays, about | {"missing": missing})
+        self._rows = self._unwritten = None
 
     def record_evaluation(self, trainer: Any, rows: TensorDictBase, kind: Kind) -> None:
         """Record episodes of the evaluation before or after training, of the tasks that the recordings follow.
@@ -205,9 +207,6 @@ def score_after_update(trainer: Any, rows: TensorDictBase) -> dict[str, str]:
     pooled = pool_log_ratio(log_ratio, turn_ids, loss.ratio_level, loss.ratio_reduction)
     rows[_CLIPPED] = loss.surrogate(pooled, rows[keys.ADVANTAGE])[1] & (turn_ids >= 0)
     return {} if keys.ENTROPY in rows else {"entropy": "the model's scorer does not compute it"}
-
-
-_CLIPPED = "clipped"
 
 
 def trimmed_with_clip(rows: TensorDictBase) -> dict[str, Tensor]:
