@@ -172,7 +172,9 @@ class TestUntrusted:
         """Texts of tokens are in compressed blocks; all else goes through the template's escape."""
         payload = PAYLOADS[0]
         pieces = about()["pieces"] | dict(enumerate(PAYLOADS))
-        write_rows(tmp_path, made_rows(), env_names=[payload], pieces=pieces, missing={"entropy": payload})
+        rows = made_rows()
+        rows[keys.TOKENS][:, : len(PAYLOADS)] = torch.arange(len(PAYLOADS))
+        write_rows(tmp_path, rows, env_names=[payload], pieces=pieces, missing={"entropy": payload})
         write_metrics(tmp_path)
         write_result(tmp_path, stop_reason=payload, env_name=payload, algo=payload)
         info = {
@@ -188,6 +190,7 @@ class TestUntrusted:
         assert text.count("<script") == text.count("</script>") == 3  # the index, a group, the page's own
         assert "document.title='run'" not in text
         assert "&lt;script&gt;" in text
+        assert set(index_of(text)["pieces"]) >= {visible(each) for each in PAYLOADS}
 
     def test_what_cannot_be_seen_is_named(self):
         assert visible(PAYLOADS[2]) == "⟨202E⟩gnp.exe⟨2066⟩"
