@@ -112,7 +112,7 @@ PACKAGES = {
     "objectives": ("functional",),
     "collectors": (),
     "weight_update": (),
-    "trainers": ("base", "recorder", "resume", "run_folder", "run_info", "saving", "update"),
+    "trainers": ("base", "resume", "run_folder", "run_info", "saving", "update"),
     "record": ("health", "pieces", "recording", "report"),
     "report": ("curves", "episodes", "run_files"),
     "testing": ("enumerable", "environments", "policies", "probes", "simulation", "tiny", "tokenizers", "worlds"),

@@ -21,7 +21,7 @@ def run_info(config: RunConfig) -> dict[str, Any]:
 
     Returns:
         What JSON has: ``"started"``, ``"title"``, ``"changed"`` (name -> value and default as text), ``"seed"``,
-        ``"environment"`` (:func:`~torchrl_llm.trainers.checkpoint_parts.environment`) and ``"machine"``.
+        ``"environment"`` (versions, threads, revision) and ``"machine"``.
 
     Examples:
         >>> run_info(RunConfig(seed=3, batch_size=8))["changed"]
