@@ -112,8 +112,9 @@ PACKAGES = {
     "objectives": ("functional",),
     "collectors": (),
     "weight_update": (),
-    "trainers": ("base", "resume", "run_folder", "saving", "update"),
-    "record": ("report",),
+    "trainers": ("base", "resume", "run_folder", "run_info", "saving", "update"),
+    "record": ("health", "pieces", "recording", "report"),
+    "report": ("curves", "episodes", "run_files"),
     "testing": ("enumerable", "environments", "policies", "probes", "simulation", "tiny", "tokenizers", "worlds"),
 }
 """Each package of the library, and its modules that are documented by themselves."""

@@ -16,7 +16,7 @@ LAYERS = (
     {"objectives.functional"},
     {"envs", "modules", "objectives"},
     {"data", "record", "weight_update"},
-    {"collectors"},
+    {"collectors", "report"},
     {"trainers"},
 )
 """Each imports from those before it, and from itself."""

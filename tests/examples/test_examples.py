@@ -64,7 +64,8 @@ class TestMultiturn:
         assert "95 % interval" in table
         assert "before" in table
         names = re.search(rf"^report: {out}/ \((.*)\)$", table, re.MULTILINE).group(1).split(", ")
-        assert {"result.json", "learning_curve.png", "conversations_before.md", "conversations_after.md"} == set(names)
+        texts = {"conversations_before.md", "conversations_after.md"}
+        assert {"report.html", "result.json", "learning_curve.png"} | texts == set(names)
         assert all((out / name).exists() for name in names)
         assert json.loads((out / "result.json").read_text()) == json.loads(json.dumps(result))
         wanted = {"algo", "seed", "success_before", "success_after", "success_ci95", "episodes", "iterations", "wall_s"}
@@ -86,7 +87,7 @@ class TestMultiturn:
         run.begin()
         RunReport(print).write(run, "interrupted")
         run.close()
-        assert f"report: {out}/ (result.json)\n" in capsys.readouterr().out
+        assert f"report: {out}/ (report.html, result.json)\n" in capsys.readouterr().out
 
     def test_weights_and_biases_offline(self, tmp_path, monkeypatch):
         for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(tmp_path)}.items():

@@ -34,6 +34,7 @@ from setting_traces import (
     other_tokenizer,
     own_env,
     placed,
+    recorded,
     remote_code,
     scripted,
     trained,
@@ -231,6 +232,9 @@ LAW: dict[str, list[Case]] = {
     "wandb": [works(True, run=logged)],
     "wandb_project": [works("mine", wandb=True, run=logged), idle("mine")],
     "progress": [works(True, run=built)],
+    "record_interval": [works(0)],
+    "record_tasks": [works(1, run=recorded), idle(2, record_interval=0)],
+    "record_megabytes": [works(1e-3, max_iterations=3, record_interval=1), idle(1.0, record_interval=0)],
 }  # fmt: skip
 
 

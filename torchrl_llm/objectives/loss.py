@@ -208,7 +208,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
                 f"expected {self.tensor_keys.entropy!r} among them (TokenScorer(..., entropy=True))."
             )
         nothing = torch.zeros(1, 1)
-        self._surrogate(nothing, nothing)  # raises on invalid bounds
+        self.surrogate(nothing, nothing)  # raises on invalid bounds
 
     def _check_sampler_correction(self) -> None:
         kind, bounds = self.sampler_correction, self.sampler_bounds
@@ -344,10 +344,10 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         Returns:
             ``[B, L]``.
         """
-        return self._surrogate(log_ratio, advantage)[0]
+        return self.surrogate(log_ratio, advantage)[0]
 
-    def _surrogate(self, log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
-        """The objective, and a mask of the tokens whose ratio is clipped."""
+    def surrogate(self, log_ratio: Tensor, advantage: Tensor) -> tuple[Tensor, Tensor]:
+        """The stock :meth:`objective`, and a mask of the tokens whose ratio is clipped; ``[B, L]`` each."""
         if self.clipping == "none":
             return F.importance_ratio(log_ratio) * advantage, torch.zeros_like(log_ratio, dtype=torch.bool)
         if self.clipping == "cispo":
@@ -440,7 +440,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
     def _diagnose(
         self, out: TensorDictBase, weight: Tensor, token_ratio: Tensor, log_ratio: Tensor, advantage: Tensor
     ) -> None:
-        clipped = self._surrogate(log_ratio, advantage)[1]
+        clipped = self.surrogate(log_ratio, advantage)[1]
         # The tokens are the old policy's, so this is KL(old || new).
         out["kl_approx"] = (weight * F.kl_estimate(torch.zeros_like(token_ratio), token_ratio, "k3")).sum()
         out["log_ratio"] = (weight * token_ratio.abs()).sum()

@@ -12,6 +12,7 @@ from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import evaluate
 from torchrl_llm.trainers.health import HealthWatch
+from torchrl_llm.trainers.recorder import RolloutRecorder
 from torchrl_llm.trainers.report import run_and_report
 from torchrl_llm.trainers.run import Run, build_run
 from torchrl_llm.trainers.settings import TrainerConfig
@@ -27,6 +28,7 @@ __all__ = [
     "Interrupted",
     "LLMTrainer",
     "ProgressBar",
+    "RolloutRecorder",
     "Run",
     "RunConfig",
     "TrainerConfig",

@@ -106,24 +106,26 @@ def _only(algo: Algorithm) -> tuple[str, ...]:
     return tuple(name for name in loss_settings(algo) if name not in {*others, "group_size"})
 
 
-def shown_default(name: str) -> str:
-    """The default of a setting as text; for an option of the losses, the default of each loss.
+def shown_default(name: str, algo: Algorithm | None = None) -> str:
+    """The default of a setting as text; for an option of the losses, the default of each loss, or of that of ``algo`` alone.
 
     Examples:
         >>> shown_default("epochs"), shown_default("clip_epsilon"), shown_default("kl_in")
         ('1', '0.2', 'loss (LLMPPO, GRPO), reward (LLMREINFORCE)')
         >>> shown_default("gamma")
         '0.99 (LLMPPO), 0.9 (LLMREINFORCE), 1.0 (GRPO)'
+        >>> shown_default("gamma", "GRPO")
+        '1.0'
     """
     if name not in names_of(_LossOptions):
         return str(options_of(RunConfig)[name].default)
     algorithms: dict[str, list[str]] = {}
-    for algo, loss in LOSSES.items():
-        if name in loss_settings(algo):
+    for each, loss in LOSSES.items():
+        if name in loss_settings(each) and algo in (None, each):
             default = options_of(loss)[name].default
             if default is None and name in options_of(loss.default_value_estimator):
                 default = getattr(loss.default_value_estimator(), name)  # which decides it when it is made
-            algorithms.setdefault(str(default), []).append(algo)
+            algorithms.setdefault(str(default), []).append(each)
     if len(algorithms) == 1:
         return next(iter(algorithms))
     return ", ".join(f"{default} ({', '.join(algos)})" for default, algos in algorithms.items())
@@ -194,6 +196,9 @@ class RunConfig(
         Idle(("checkpoint_interval", "keep_checkpoints"), {"save_checkpoints": (False,)}, "save checkpoints"),
         Idle(("accept_changes",), {"resume": (False,), "resume_from": (None,)}, "set resume"),
         Idle(("wandb_project",), {"wandb": (False,)}, "set wandb"),
+        Idle(
+            ("record_tasks", "record_megabytes"), {"record_interval": (0,)}, "record episodes (record_interval above 0)"
+        ),
     )
 
     def __post_init__(self) -> None:

@@ -1,24 +1,14 @@
-"""What says that a run goes wrong, and what to do: :class:`HealthWatch`."""
+"""Warnings in the log where a run goes wrong: :class:`HealthWatch`."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from statistics import fmean
 from typing import Any
 
+from torchrl_llm.record.health import HealthRules
 from torchrl_llm.trainers.callbacks import Callback
 
 logger = logging.getLogger(__name__)
-
-WINDOW = 5
-"""Iterations that the mean of the success rate is over: that of one batch of a hundred episodes moves by 0.1 by chance."""
-FALL = 0.15
-"""Loss of success below the best such mean: healthy runs on GuessTheNumber lost 0.11 at most, collapses 0.4 and more."""
-LONG_UPDATE = 0.05
-"""KL per action token, in nats: healthy updates of those runs moved the policy by less than 0.01, collapses by 0.1 and more."""
-SETTLED = 0.02
-"""Entropy of the first response, in nats, below which about one in 300 differs from the others."""
 
 
 class HealthWatch(Callback):
@@ -28,52 +18,14 @@ class HealthWatch(Callback):
     """
 
     def __init__(self) -> None:
-        self._forget()
-
-    def _forget(self) -> None:
-        self._warned: set[str] = set()
-        self._wins: list[float] = []
-        self._best = 0.0
+        self._rules = HealthRules()
 
     def on_start(self, trainer: Any) -> None:
         """Take note of the iterations before: a resumed run falls from its best, and has been warned of what it was warned of."""
-        self._forget()
+        self._rules = HealthRules()
         for metrics in trainer.history:
-            self._new_problems(metrics)
+            self._rules.problems(metrics)
 
     def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:
-        for problem in self._new_problems(metrics):
+        for problem in self._rules.problems(metrics):
             logger.warning("iteration %d: %s", trainer.iteration, problem)
-
-    def _new_problems(self, metrics: dict[str, float]) -> list[str]:
-        """What the metrics of the next iteration say for the first time."""
-        self._wins = [*self._wins, metrics["rollout/success"]][-WINDOW:]
-        found = [(kind, problem) for kind, problem in self._problems(metrics) if kind not in self._warned]
-        self._warned |= {kind for kind, _ in found}
-        return [problem for _, problem in found]
-
-    def _problems(self, metrics: dict[str, float]) -> Iterator[tuple[str, str]]:
-        kl = max(metrics.get(name, 0.0) for name in ("policy/kl_old", "policy/kl_update"))
-        if kl > LONG_UPDATE:
-            yield (
-                "long",
-                f"the update moved the policy by {kl:.2g} nats a token, more than {LONG_UPDATE}: one such update can undo a run. Set "
-                "target_kl to 0.01, which shortens its steps, or lower lr_actor.",
-            )
-        mean = fmean(self._wins) if len(self._wins) == WINDOW else 0.0
-        self._best = max(self._best, mean)
-        if self._best - mean > FALL and len(self._wins) == WINDOW:
-            yield (
-                "fall",
-                f"success fell from {self._best:.2f} to {mean:.2f} (means of {WINDOW} iterations): start again from an earlier "
-                "checkpoint with init_from, with target_kl=0.01 or a lower lr_actor.",
-            )
-        entropy, success = metrics.get("policy/first_turn_entropy", SETTLED), metrics["rollout/success"]
-        # A policy that wins nearly always may settle.
-        if entropy < SETTLED and success < 0.9:
-            yield (
-                "settled",
-                f"the first response is nearly always the same (policy/first_turn_entropy {entropy:.2g}) and success is {success:.2f}: "
-                "what is never tried is never learned. Start again with a KL that falls (kl_coeff=0.1, kl_kind=k2, kl_in=loss, "
-                "kl_decay_fraction=0.8), with a higher entropy_coeff and entropy_target, or with a lower lr_actor.",
-            )

@@ -1,4 +1,4 @@
-"""The report of a run with an evaluation before and after it: ``result.json``, a learning curve, sample episodes.
+"""The report of a run with an evaluation before and after it: ``report.html``, ``result.json``, a learning curve, sample episodes.
 
 The scripts in ``examples/`` are calls of :func:`run_and_report`, which builds a run, trains, reports and closes it.
 """
@@ -6,15 +6,19 @@ The scripts in ``examples/`` are calls of :func:`run_and_report`, which builds a
 from __future__ import annotations
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torchrl_llm.interrupts import Interrupted, catch_signals, interruptible
+from torchrl_llm.record.recording import Kind
 from torchrl_llm.record.report import comparison_table, episodes_text, plot_learning_curve, write_json
+from torchrl_llm.report import write_report
 from torchrl_llm.trainers.cli import resume_command
 from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.evaluation import Evaluation
@@ -24,6 +28,8 @@ try:
     import resource
 except ImportError:  # no POSIX system
     resource = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
 
 # Unbuffered, also into a pipe: a run is watched, and may be killed.
 _PRINT = partial(print, flush=True)
@@ -83,7 +89,7 @@ def evaluate_before(run: Run) -> Evaluation | None:
         return None
     before = run.final_evaluation()
     if run.trainer.distributed.is_main:
-        _write_conversations(run, before, "before")
+        _write_episodes(run, before, "before")
         write_json(before.statistics(), path)
     return before
 
@@ -115,14 +121,21 @@ class RunReport:
         result = self._result(run, stop_reason)
         write_json(result, out / "result.json")
         if self.after is not None:
-            _write_conversations(run, self.after, "after")
+            _write_episodes(run, self.after, "after")
             if run.config.export_merged:
                 run.models.export_merged(out / "merged", run.tokenizer)
         both = {"before": self.before, "after": self.after}
         evaluations = {when: each for when, each in both.items() if each is not None}
         table = f"\n\n{comparison_table(evaluations)}\n" if evaluations else ""
         self.say(f"\n{title}: {stop_reason}{table}")
-        wanted = ("result.json", "learning_curve.png", "conversations_before.md", "conversations_after.md")
+        _write_page(out)
+        wanted = (
+            "report.html",
+            "result.json",
+            "learning_curve.png",
+            "conversations_before.md",
+            "conversations_after.md",
+        )
         self.say(f"report: {out}/ ({', '.join(name for name in wanted if (out / name).exists())})")
         return result
 
@@ -155,7 +168,19 @@ def _peak_rss_mb() -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // unit
 
 
-def _write_conversations(run: Run, evaluation: Evaluation, when: str) -> None:
+def _write_episodes(run: Run, evaluation: Evaluation, when: Kind) -> None:
     kwargs = run.config.chat_template_kwargs
     text = episodes_text(evaluation.rows, run.tokenizer, count=_COUNT, chat_template_kwargs=kwargs)
     (run.config.output_dir / f"conversations_{when}.md").write_text(f"# Conversations {when} training\n\n{text}")
+    if run.recorder is not None:
+        run.recorder.record_evaluation(run.trainer, evaluation.rows, when)
+
+
+def _write_page(folder: Path) -> None:
+    """Write ``report.html``; an error is logged, because the run and its other files must not be lost to it."""
+    try:
+        write_report(folder)
+    except Exception:
+        logger.exception(
+            "report.html could not be written; everything else was, and write_report(%r) tries again", str(folder)
+        )

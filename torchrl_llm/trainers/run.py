@@ -20,6 +20,7 @@ from torchrl_llm.modules import ActorCritic, TurnPolicy
 from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.optional import running_ray
 from torchrl_llm.options import ConfigError
+from torchrl_llm.record.recording import FOLDER
 from torchrl_llm.trainers import build
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReference
 from torchrl_llm.trainers.checkpoint import CheckpointStore
@@ -29,6 +30,7 @@ from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.health import HealthWatch
+from torchrl_llm.trainers.recorder import RolloutRecorder
 from torchrl_llm.trainers.resume import Opening, accept_changes, find_start
 from torchrl_llm.trainers.run_folder import RunFolder
 from torchrl_llm.trainers.sources import load_tokenizer
@@ -55,6 +57,7 @@ class Run:
         make_env: makes an environment for a task stream: ``make_env(stream="test")``.
         opening: the callback behind :meth:`begin`.
         resources: closes what was opened for the run, from the last to the first.
+        recorder: keeps episodes for the run report; ``None``: none are kept.
     """
 
     config: RunConfig
@@ -68,6 +71,7 @@ class Run:
     make_env: Callable[..., GEMEnv]
     opening: Opening
     resources: ExitStack
+    recorder: RolloutRecorder | None = None
 
     def begin(self) -> None:
         """Make ``config.output_dir`` this run's, as ``trainer.train()`` does first: an earlier run there is moved aside.
@@ -262,6 +266,8 @@ def _build(
     watchers: list[Callback] = [opening]
     if distributed.is_main:
         watchers.append(HealthWatch())
+    recorder = _recorder(config, tokenizer)
+    watchers += [] if recorder is None else [recorder]
     if config.refresh_reference:
         watchers.append(RefreshReference(models, config.refresh_reference))
     if config.progress and distributed.is_main:
@@ -305,7 +311,15 @@ def _build(
         make_env=make_env,
         opening=opening,
         resources=opened.pop_all(),
+        recorder=recorder,
     )
+
+
+def _recorder(config: RunConfig, tokenizer: Any) -> RolloutRecorder | None:
+    if not config.record_interval:
+        return None
+    limits = {"tasks": config.record_tasks, "max_bytes": int(config.record_megabytes * 10**6)}
+    return RolloutRecorder(config.output_dir / FOLDER, tokenizer, interval=config.record_interval, **limits)
 
 
 def _check_arguments(config: RunConfig, env: Any, make_env: Any, make_loss: Any) -> None:

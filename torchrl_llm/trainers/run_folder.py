@@ -57,12 +57,12 @@ _ATTEMPTS, _PAUSE = 5, 0.1
 
 _REPORT = (
     *("merged", "result.json", "evaluation_before.json", "learning_curve.png"),
-    *("conversations_before.md", "conversations_after.md"),
+    *("conversations_before.md", "conversations_after.md", "report.html"),
 )
-_NAMES = ("config.yaml", "checkpoints", "csv", "tensorboard", "wandb", "wandb_id", *_REPORT)
+_NAMES = ("config.yaml", "checkpoints", "csv", "run.json", "rollouts", "tensorboard", "wandb", "wandb_id", *_REPORT)
 """The files and folders that a run writes."""
 
-_WORK = ("csv/scalars/**/*.csv", *_REPORT)
+_WORK = ("csv/scalars/**/*.csv", "rollouts/*.safetensors", *_REPORT)
 """Those that a run has only if it got results; checkpoints are the others."""
 
 _MERGED = (
@@ -71,8 +71,8 @@ _MERGED = (
 )
 _FILES = (
     *("csv/scalars/*/*.csv", "csv/texts/hparams[0-9]*.txt", "tensorboard/**/events.out.tfevents.*", "wandb_id"),
-    *("config.yaml", "merged/model*.safetensors", "merged/chat_template.jinja", *_REPORT),
-    *(f"merged/{name}.json" for name in _MERGED),
+    *("config.yaml", "run.json", *(f"merged/{name}.json" for name in _MERGED), *_REPORT),
+    *("rollouts/*.safetensors", "merged/model*.safetensors", "merged/chat_template.jinja"),
 )
 """The files in these folders, without those of checkpoints, which list theirs. Other files stay, W&B's own among them."""
 

@@ -328,3 +328,9 @@ class OutputConfig(Checked):
     whole checkpoint."""
     progress: bool = True
     """Show a progress bar."""
+    record_interval: Natural = 10
+    """Iterations between recordings of episodes for the run report, besides the first and the last; 0 records none."""
+    record_tasks: Count = 4
+    """Tasks of a recording, with up to 16 episodes each."""
+    record_megabytes: Positive = 64.0
+    """What the recordings may take on disk; beyond it record_interval is doubled, and what lies between deleted."""

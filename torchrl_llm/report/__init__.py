@@ -1,0 +1,8 @@
+"""The run report: one self-contained HTML page of a run's folder, see :func:`write_report`.
+
+It reads files only, so that it can be written again at any time and anywhere, without the model.
+"""
+
+from torchrl_llm.report.page import write_report
+
+__all__ = ["write_report"]

@@ -1,0 +1,176 @@
+"""The learning curves of the page, as SVG: :func:`draw_curves`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot.
+
+    Attributes:
+        title: what it shows, with its unit.
+        metrics: metric -> its label.
+        held_out: the metric of evaluations, if they have it.
+        low: the lower end of the vertical axis; ``None``: as the data have it.
+        high: its upper end.
+    """
+
+    title: str
+    metrics: Mapping[str, str]
+    held_out: str | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+PANELS = (
+    Panel("Win rate", {"rollout/success": "training"}, "evaluation/success", 0.0, 1.0),
+    Panel("Return", {"rollout/reward": "training"}, "evaluation/reward"),
+    Panel("Turns per episode", {"rollout/turns": "training"}, "evaluation/turns"),
+    Panel("Response length, tokens", {"rollout/response_length": "training"}),
+    Panel(
+        "Entropy, nats",
+        {
+            "policy/entropy": "per token",
+            "policy/first_turn_entropy": "first response",
+            "optim/entropy_target": "target",
+        },
+        low=0.0,
+    ),
+    Panel(
+        "KL of an update, nats per token",
+        {"policy/kl_old": "during", "policy/kl_update": "before to after"},
+        low=0.0,
+    ),
+    Panel("KL to the reference, nats per token", {"policy/kl_reference": "policy"}, low=0.0),
+    Panel(
+        "Clip fraction",
+        {"policy/clip_fraction": "policy", "critic/clip_fraction": "critic"},
+        low=0.0,
+    ),
+    Panel("Critic's explained variance", {"critic/explained_variance": "before the update"}, high=1.0),
+    Panel("Gradient norm", {"optim/grad_norm_actor": "actor", "optim/grad_norm_critic": "critic"}, low=0.0),
+    Panel(
+        "Seconds per iteration",
+        {
+            "time/rollout_s": "rollout",
+            "time/score_s": "score",
+            "time/update_s": "update",
+            "time/sync_s": "sync",
+        },
+        low=0.0,
+    ),
+    Panel("Truncated episodes", {"rollout/truncated": "training"}, low=0.0, high=1.0),
+)
+"""The plots of the page; one whose metrics a run lacks, or that are 0 throughout, is left out."""
+
+_INKS = {"#010101": "--ink", "#020202": "--muted", "#030303": "--grid", "#0a0101": "--c1", "#0a0202": "--c2", "#0a0303": "--c3", "#0a0404": "--c4"}  # fmt: skip
+"""Colors in the drawing -> variables of the page, which differ between its light and its dark scheme."""
+_INK, _MUTED, _GRID, *_CYCLE = _INKS
+
+
+def draw_curves(history: Sequence[Mapping[str, float]], before: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Title and SVG of each plot over the turns collected.
+
+    Args:
+        history: the metrics of each iteration.
+        before: those of the evaluation before training, as ``evaluation/...``; empty without one.
+
+    Returns:
+        The plots; none without matplotlib, or without an iteration.
+    """
+    if find_spec("matplotlib") is None or not history:
+        return []
+    shown = [panel for panel in PANELS if any(metrics.get(name) for name in panel.metrics for metrics in history)]
+    return [(panel.title, _draw(panel, history, before)) for panel in shown]
+
+
+def _draw(panel: Panel, history: Sequence[Mapping[str, float]], before: Mapping[str, float]) -> str:
+    import matplotlib as mpl
+    from matplotlib.figure import Figure  # not pyplot, which keeps every figure
+
+    # Text stays text, in the page's font. The salt makes ids of clip paths the same each time, and different between plots.
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": panel.title, "font.size": 9, "path.simplify_threshold": 0.5}
+    with mpl.rc_context(style):
+        figure = Figure(figsize=(3.6, 2.0), layout="constrained")
+        axes = figure.subplots()
+        labels = _lines(axes, panel, history) + _held_out(axes, panel, history, before)
+        _plain(axes, panel)
+        if len(labels) > 1:
+            axes.legend(loc="best", frameon=False, fontsize=8, labelcolor=_INK, handlelength=1.2, borderaxespad=0.1)
+        out = StringIO()
+        figure.savefig(
+            out, format="svg", transparent=True, metadata={"Date": None, "Creator": None, "Format": None, "Type": None}
+        )
+    return _for_page(out.getvalue())
+
+
+def _lines(axes: Axes, panel: Panel, history: Sequence[Mapping[str, float]]) -> list[str]:
+    """Draw the metrics of training; where there are evaluations, they recede."""
+    labels = []
+    evaluated = panel.held_out is not None and any(panel.held_out in metrics for metrics in history)
+    for (name, label), color in zip(panel.metrics.items(), _CYCLE, strict=False):
+        points = [(metrics["rollout/steps"], metrics[name]) for metrics in history if name in metrics]
+        if points:
+            # A single point is no line.
+            marker = "o" if len(points) == 1 else None
+            steps, values = zip(*points, strict=True)
+            axes.plot(steps, values, color=_MUTED if evaluated else color, lw=1.1, marker=marker, ms=3, label=label)
+            labels.append(label)
+    return labels
+
+
+def _held_out(
+    axes: Axes, panel: Panel, history: Sequence[Mapping[str, float]], before: Mapping[str, float]
+) -> list[str]:
+    """Draw the evaluations, the one before training at 0 turns, with their interval where they have one."""
+    name = panel.held_out
+    found: list[Mapping[str, float]] = [{"rollout/steps": 0.0, **before}, *history]
+    evaluated = [metrics for metrics in found if name in metrics]
+    if name is None or not evaluated:
+        return []
+    steps = [metrics["rollout/steps"] for metrics in evaluated]
+    axes.plot(steps, [metrics[name] for metrics in evaluated], "o-", color=_CYCLE[0], lw=1.3, ms=3, label="held-out")
+    if all(f"{name}_low" in metrics for metrics in evaluated):
+        low, high = ([metrics[f"{name}_{end}"] for metrics in evaluated] for end in ("low", "high"))
+        axes.fill_between(steps, low, high, color=_CYCLE[0], alpha=0.18, lw=0)
+    return ["held-out"]
+
+
+def _plain(axes: Axes, panel: Panel) -> None:
+    """Few lines: a faint grid, no frame."""
+    axes.set_ylim(bottom=panel.low, top=panel.high)
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", color=_GRID, lw=0.6)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_MUTED, length=0, labelsize=8)
+    axes.locator_params(nbins=5)
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k" if value >= 1000 else f"{value:g}")
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def _for_page(svg: str) -> str:
+    """The ``<svg>`` alone, in the colors and the font of the page, without a size of its own."""
+    svg = svg[svg.index("<svg") :]
+    for color, variable in _INKS.items():
+        svg = svg.replace(color, f"var({variable})")
+    svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
+    return re.sub(r' (width|height)="[\d.]+pt"', "", svg, count=2)
+
+
+def as_metrics(statistics: Mapping[str, Any]) -> dict[str, float]:
+    """The content of ``evaluation_before.json`` under the names of metrics."""
+    values = {name: statistics[name] for name in ("success", "reward", "turns") if name in statistics}
+    if "success_ci95" in statistics:
+        values |= dict(zip(("success_low", "success_high"), statistics["success_ci95"], strict=True))
+    return {f"evaluation/{name}": float(value) for name, value in values.items()}

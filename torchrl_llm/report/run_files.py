@@ -1,0 +1,107 @@
+"""What the folder of a run holds for its report: :class:`RunFiles`."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchrl_llm.record.recording import FOLDER, Recording, RecordingError, read_recording
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFiles:
+    """The files of a run as its report reads them. A run may lack any of them: it still runs, or an older version wrote it.
+
+    Attributes:
+        folder: the run's.
+        info: ``run.json``, see :func:`torchrl_llm.trainers.run_info.run_info`; empty without it.
+        result: ``result.json``; empty without it.
+        before: ``evaluation_before.json``; empty without it.
+        history: the metrics of every iteration, from the CSV files.
+        recordings: files of recorded episodes: those before training, of training in order, after training.
+    """
+
+    folder: Path
+    info: Mapping[str, Any]
+    result: Mapping[str, Any]
+    before: Mapping[str, Any]
+    history: list[dict[str, float]]
+    recordings: list[Path]
+    problems: list[str] = field(default_factory=list)
+    """Files that could not be read, and why."""
+
+    @classmethod
+    def of(cls, folder: Path) -> RunFiles:
+        """Read everything but the recordings.
+
+        Raises:
+            FileNotFoundError: there is no such folder, or nothing of a run in it.
+        """
+        if not folder.is_dir():
+            raise FileNotFoundError(f"{folder} is no folder; expected the output_dir of a run.")
+        problems: list[str] = []
+        names = ("run.json", "result.json", "evaluation_before.json")
+        info, result, before = (_json(folder / name, problems) for name in names)
+        history, recordings = read_history(folder / "csv"), _recordings(folder / FOLDER)
+        if not (info or result or before or history or recordings):
+            raise FileNotFoundError(
+                f"{folder} holds nothing of a run (run.json, result.json, csv/, {FOLDER}/): give the output_dir of one."
+            )
+        return cls(
+            folder=folder,
+            info=info,
+            result=result,
+            before=before,
+            history=history,
+            recordings=recordings,
+            problems=problems,
+        )
+
+    def read(self, path: Path) -> Recording | None:
+        """A recording; ``None``: the file is damaged, which :attr:`problems` then says."""
+        try:
+            return read_recording(path)
+        except RecordingError as error:
+            self.problems.append(str(error))
+            return None
+
+
+def _recordings(folder: Path) -> list[Path]:
+    order = [
+        folder / "before.safetensors",
+        *sorted(folder.glob("iteration-*.safetensors")),
+        folder / "after.safetensors",
+    ]
+    return [path for path in order if path.exists()]
+
+
+def _json(path: Path, problems: list[str]) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.name} could not be read: {error}")
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def read_history(folder: Path) -> list[dict[str, float]]:
+    """The metrics of each iteration from the files of TorchRL's ``CSVLogger``, ``scalars/**/*.csv`` with lines ``step,value``.
+
+    A line that a crash has cut short, and values that are not finite, are left out.
+    """
+    history: dict[int, dict[str, float]] = {}
+    scalars = folder / "scalars"
+    for path in sorted(scalars.glob("**/*.csv")):
+        name = path.relative_to(scalars).with_suffix("").as_posix()
+        for line in path.read_text().splitlines(keepends=True):
+            step, _, value = line.partition(",")
+            if line.endswith("\n") and math.isfinite(float(value)):
+                history.setdefault(int(step), {})[name] = float(value)
+    # An iteration has its turns; a line of other metrics alone is none.
+    return [history[step] for step in sorted(history) if "rollout/steps" in history[step]]
