@@ -100,6 +100,7 @@ def _settings_table(config: type, *, without: tuple[str, ...] = ()) -> str:
 
 PACKAGES = {
     "keys": (),
+    "arguments": (),
     "episode": (),
     "interrupts": (),
     "options": (),
@@ -112,8 +113,9 @@ PACKAGES = {
     "objectives": ("functional",),
     "collectors": (),
     "weight_update": (),
-    "trainers": ("base", "resume", "run_folder", "saving", "update"),
+    "trainers": ("base", "resume", "run_folder", "saved", "saving", "update"),
     "record": ("report",),
+    "cli": (),
     "testing": ("enumerable", "environments", "policies", "probes", "simulation", "tiny", "tokenizers", "worlds"),
 }
 """Each package of the library, and its modules that are documented by themselves."""

@@ -11,13 +11,15 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torchrl_llm"
 
 LAYERS = (
-    {"keys", "options", "optional", "prefixes", "segments", "interrupts", "tiny", ""},
+    {"keys", "options", "optional", "arguments", "prefixes", "segments", "interrupts", "tiny", ""},
     {"episode", "stops"},
     {"objectives.functional"},
     {"envs", "modules", "objectives"},
     {"data", "record", "weight_update"},
     {"collectors"},
     {"trainers"},
+    {"cli"},
+    {"__main__"},
 )
 """Each imports from those before it, and from itself."""
 

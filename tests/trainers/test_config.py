@@ -16,7 +16,6 @@ from torchrl_llm.trainers import (
     TrainerConfig,
     parse_run_config,
     resume_command,
-    save_run_config,
 )
 from torchrl_llm.trainers.config import LOSSES
 
@@ -349,7 +348,7 @@ class TestParseRunConfig:
             assert len(text[start : start + 200].split("(type")[0]) > len(name) + 17, name
 
 
-class TestSaveRunConfig:
+class TestSave:
     @pytest.mark.parametrize(
         "settings",
         [
@@ -363,13 +362,13 @@ class TestSaveRunConfig:
     )  # fmt: skip
     def test_what_is_saved_is_read_again(self, tmp_path, settings):
         config = RunConfig(**settings)
-        save_run_config(config, tmp_path / "config.yaml")
+        config.save(tmp_path / "config.yaml")
         again = parse_run_config([f"--config={tmp_path / 'config.yaml'}"])
-        assert again.as_json() == config.as_json()
+        assert again.as_json() == config.as_json() == RunConfig.from_yaml(tmp_path / "config.yaml").as_json()
         assert repr(again.chat_template_kwargs) == repr(config.chat_template_kwargs)
 
     def test_how_a_run_starts_is_left_out(self, tmp_path):
-        save_run_config(RunConfig(resume=True, accept_changes=["seed"]), tmp_path / "config.yaml")
+        RunConfig(resume=True, accept_changes=["seed"]).save(tmp_path / "config.yaml")
         assert parse_run_config([f"--config={tmp_path / 'config.yaml'}", "--overwrite"]).resume is False
 
 

@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from torchrl_llm.collectors import AsyncTurnCollector, RayTurnCollector, TurnCollector, adapt_mixture
 from torchrl_llm.collectors.async_turn import STEP_TIMEOUT
 from torchrl_llm.data import TurnsToSequence
-from torchrl_llm.envs import GEMEnv, SeenTasks
+from torchrl_llm.envs import ChatFormatter, GEMEnv, SeenTasks
 from torchrl_llm.envs.tasks import Stream
 from torchrl_llm.modules import ActorCritic, HFPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
@@ -132,7 +132,7 @@ def _mixed_precision(config: RunConfig) -> str:
     return _AUTOCAST.get(str(dtype).removeprefix("torch."), "no")
 
 
-def make_sampling(config: RunConfig, env: GEMEnv) -> SamplingConfig:
+def make_sampling(config: RunConfig, formatter: ChatFormatter) -> SamplingConfig:
     """The sampling settings, with the ids that end a response (:func:`torchrl_llm.stops.response_end_ids`)."""
     path = model_path(config)
     try:
@@ -140,7 +140,7 @@ def make_sampling(config: RunConfig, env: GEMEnv) -> SamplingConfig:
     except OSError:  # the model comes without one; transformers reads its configuration then
         named = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     # The formatter's own, for its settings (chat_template_kwargs) may change how a turn ends.
-    ids = {*env.formatter.end_of_turn_ids, *response_end_ids(env.formatter.tokenizer, named.eos_token_id)}
+    ids = {*formatter.end_of_turn_ids, *response_end_ids(formatter.tokenizer, named.eos_token_id)}
     return replace(config.sampling(), stop_ids=tuple(sorted(ids)))
 
 
