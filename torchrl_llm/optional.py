@@ -33,7 +33,8 @@ def import_extra(package: str, *, extra: str, what: str) -> Any:
     try:
         return import_module(package)
     except ImportError as error:
-        raise MissingExtraError(f"{what} needs {package!r}: pip install 'torchrl-llm[{extra}]'.") from error
+        name = package.partition(".")[0]
+        raise MissingExtraError(f"{what} needs {name!r}: pip install 'torchrl-llm[{extra}]'.") from error
 
 
 def import_ray() -> Any:

@@ -87,13 +87,16 @@ class Terminal:
         name = os.ttyname(self._side)
         self.process = start(arguments, [name] * 3, folder, {"TERM": "xterm-256color"} | (environment or {}))
 
+    def read(self) -> None:
+        """Take what has been written since, after a moment."""
+        if select.select([self._main], [], [], 0.2)[0]:
+            self.screen += os.read(self._main, 4096).decode(errors="replace").replace("\r\n", "\n")
+
     def wait_for(self, text: str, *, after: int = 0) -> int:
         """Wait until the screen shows ``text`` behind a place; returns the place behind it."""
         end = time.monotonic() + LIMIT
         while (place := self.screen.find(text, after)) < 0:
-            ready, _, _ = select.select([self._main], [], [], 0.2)
-            if ready:
-                self.screen += os.read(self._main, 4096).decode(errors="replace").replace("\r\n", "\n")
+            self.read()
             assert time.monotonic() < end, f"{text!r} is not on the screen:\n{self.screen}"
         return place + len(text)
 
@@ -103,8 +106,8 @@ class Terminal:
     def end(self) -> int:
         """The exit code, once the command has ended by itself."""
         code = ended(self.process)
-        while select.select([self._main], [], [], 0.1)[0]:
-            self.screen += os.read(self._main, 4096).decode(errors="replace").replace("\r\n", "\n")
+        while select.select([self._main], [], [], 0)[0]:
+            self.read()
         os.close(self._side)
         os.close(self._main)
         return code

@@ -85,6 +85,8 @@ class TestWrongInput:
             (["eval", "tiny", "--episodes", "0"], "--episodes is 0; expected an integer, at least 1"),
             (["eval", "tiny", "--epochs", "2"], "--epochs is no flag."),
             (["eval", "tiny", "--env", "game:Wordl-v0"], "GEM has no environment 'game:Wordl-v0'. Did you mean"),
+            (["report", "nowhere"], "The run is 'nowhere': there is no such folder"),
+            (["doctor", "--epochs=0"], "--epochs is 0; expected an integer, at least 1"),
             (["export", "tiny", "full"], "full is there already"),
             (["export", "tiny", "out", "--as", "adapter"], "holds a whole model (lora_r=0), and no adapter"),
         ],

@@ -19,12 +19,16 @@ from torchrl_llm.arguments import ArgumentParser
 from torchrl_llm.optional import import_extra
 from torchrl_llm.options import nearest
 
-__all__ = ["COMMANDS", "main"]
+__all__ = ["COMMANDS", "command_parser", "main"]
 
 COMMANDS = {
     "train": "train a model: evaluate, train, evaluate, report",
     "eval": "evaluate a checkpoint in an environment",
+    "play": "watch an episode turn by turn, or be the player or the environment",
+    "chat": "talk to a checkpoint",
+    "report": "write the HTML report of a run",
     "export": "write a checkpoint as an adapter or a merged model, with a model card",
+    "doctor": "say what is installed, and whether settings would run",
 }
 """Each command, and what it does."""
 
@@ -59,10 +63,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
-def _run(name: str, given: Sequence[str]) -> int:
+def command_parser(name: str) -> ArgumentParser:
+    """The parser of a command.
+
+    Args:
+        name: one of :data:`COMMANDS`.
+    """
     module = import_module(f"{__name__}.{name}")
     parser = ArgumentParser(prog=f"torchrl-llm {name}", description=module.__doc__)
     _add_arguments(parser, module)
+    return parser
+
+
+def _run(name: str, given: Sequence[str]) -> int:
+    parser, module = command_parser(name), import_module(f"{__name__}.{name}")
     arguments = parser.read(given)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:

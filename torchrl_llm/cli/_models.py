@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Sequence
+from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -17,9 +18,10 @@ CHECKPOINT = (
 )
 
 
-def add_checkpoint(parser: ArgumentParser, names: Sequence[str] = USED) -> None:
+def add_checkpoint(parser: ArgumentParser, names: Sequence[str] = USED, *, optional: bool = False) -> None:
     """Add the checkpoint, and the settings that it may be used with in another way than it was trained with."""
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT)
+    how: dict[str, Any] = {"nargs": "?", "default": None} if optional else {}
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT, **how)
     group = parser.add_argument_group(
         "settings",
         "Those of the run that trained the model hold, unless they are given here (the defaults are a run's).",
@@ -27,8 +29,8 @@ def add_checkpoint(parser: ArgumentParser, names: Sequence[str] = USED) -> None:
     add_flags(group, ("model_path", *names))
 
 
-def load(arguments: Namespace, saved: SavedModel | None = None) -> LoadedModel:
-    """The model that the arguments name."""
+def load(arguments: Namespace, saved: SavedModel | None = None, **changes: Any) -> LoadedModel:
+    """The model that the arguments name, with the settings that they give, and ``changes`` to those."""
     disable_progress_bar()  # of loading weights
     saved = saved or find_saved_model(arguments.checkpoint)
-    return load_saved_model(saved, saved.config(**given_settings(arguments)))
+    return load_saved_model(saved, saved.config(**{**given_settings(arguments), **changes}))

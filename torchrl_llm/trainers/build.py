@@ -144,20 +144,29 @@ def make_sampling(config: RunConfig, formatter: ChatFormatter) -> SamplingConfig
     return replace(config.sampling(), stop_ids=tuple(sorted(ids)))
 
 
+def make_lora(config: RunConfig) -> LoraConfig | None:
+    """The settings of the adapters; ``None``: all weights train."""
+    rank = config.lora_r
+    if not rank:
+        return None
+    alpha, targets = config.lora_alpha or 2 * rank, config.lora_targets
+    return LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+
+
+def has_own_reference(config: RunConfig) -> bool:
+    """Whether the reference is an adapter: with LoRA the frozen base model serves, unless the reference is to change."""
+    return bool(config.lora_r and (config.init_reference or config.refresh_reference))
+
+
 def load_models(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, *, device: Any) -> ActorCritic:
     """Actor, critic and reference of ``config`` on one base model."""
-    rank, lora = config.lora_r, None
-    if rank:
-        alpha, targets = config.lora_alpha or 2 * rank, config.lora_targets
-        lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
     reference: Any = config.kl_coeff != 0
-    # With LoRA the frozen base model serves as the reference, unless the reference is to change.
-    if reference and rank and (config.init_reference or config.refresh_reference):
+    if reference and has_own_reference(config):
         reference = "adapter"
     models = load_actor_critic(
         model_path(config),
         tokenizer=tokenizer,
-        lora=lora,
+        lora=make_lora(config),
         critic=config.algo == "LLMPPO" and ("shared" if config.critic_trunk == "shared" else True),
         reference=reference,
         sampling=sampling,

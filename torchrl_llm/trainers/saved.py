@@ -7,12 +7,12 @@ settings that it was trained with, from what runs, exports or transformers have 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from transformers import AutoConfig
+
 from torchrl_llm.envs import ChatFormatter, GEMEnv
-from torchrl_llm.envs.tasks import Stream
 from torchrl_llm.modules import ActorCritic, HFPolicy, load_actor_critic, weights
 from torchrl_llm.options import ConfigError, nearest
 from torchrl_llm.tiny import tiny_model_path
@@ -149,11 +149,25 @@ class LoadedModel:
     models: ActorCritic
     policy: HFPolicy
 
-    def make_env(self, *, stream: Stream = "test", **options: Any) -> GEMEnv:
-        """An environment of the settings, by default with the tasks of a run's last evaluation."""
-        return build.make_environment(
-            self.config, self.tokenizer, partial(stock_env(self.config), **options), stream=stream
-        )
+    def make_env(self) -> GEMEnv:
+        """An environment of the settings, with the tasks of a run's last evaluation."""
+        return environment_of(self.config, self.tokenizer)
+
+
+def environment_of(config: RunConfig, tokenizer: Any = None) -> GEMEnv:
+    """An environment of the settings, with the tasks of a run's last evaluation.
+
+    Args:
+        config: the settings.
+        tokenizer: the model's; ``None``: it is loaded.
+    """
+    return build.make_environment(config, tokenizer or load_tokenizer(config), stock_env(config), stream="test")
+
+
+def positions(config: RunConfig) -> int:
+    """The tokens that the model of the settings has positions for; where it does not say, ``config.max_model_len``."""
+    model = AutoConfig.from_pretrained(model_path(config), trust_remote_code=config.trust_remote_code)
+    return getattr(model.get_text_config(), "max_position_embeddings", None) or config.max_model_len
 
 
 def load_saved_model(saved: SavedModel, config: RunConfig) -> LoadedModel:
