@@ -56,14 +56,10 @@ def _run(arguments, variables, files, folder) -> None:
     os.setsid()
     os.chdir(folder)
     for number, name in enumerate(files):
-        # A terminal that is opened by the leader of a session controls it, so that Ctrl-C comes as a signal.
-        how = (
-            os.O_RDWR
-            if name.startswith("/dev/")
-            else os.O_RDONLY
-            if not number
-            else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        )
+        how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if number else os.O_RDONLY
+        if name.startswith("/dev/"):
+            # A terminal that is opened by the leader of a session controls it, so that Ctrl-C comes as a signal.
+            how = os.O_RDWR
         os.dup2(os.open(name, how), number)
     sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, "r" if not number else "w") for number in range(3))
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -73,7 +69,11 @@ def _run(arguments, variables, files, folder) -> None:
     sys.argv = ["torchrl-llm", *arguments]
     from torchrl_llm.cli import main
 
-    code = main()
+    try:
+        code = main()
+    except SystemExit as ended:  # of argparse, or by a signal
+        code = ended.code
+    sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # not by way of multiprocessing, which has standard files of its own
 

@@ -5,8 +5,10 @@ import json
 import os
 import select
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import fastjsonschema
@@ -47,8 +49,8 @@ class TestHelp:
         done = command("train", "--help", folder=tmp_path)
         assert done.returncode == 0
         text = " ".join(done.stdout.split())
-        part = text.index("The environment and the text that the model reads.:")
-        assert part < text.index("--max_model_len VALUE") < text.index("How responses are sampled.:")
+        part = text.index("The environment and the text that the model reads:")
+        assert part < text.index("--max_model_len VALUE") < text.index("How responses are sampled:")
         assert "default: 0.99 (LLMPPO), 0.9 (LLMREINFORCE), 1.0 (GRPO)" in text
 
     def test_python_m_is_the_same_command(self):
@@ -131,6 +133,19 @@ class TestTrain:
         assert done.returncode == 0, done.stderr
         assert json.loads((run / "result.json").read_text())["iterations"] == 3
         assert "win rate" in done.stdout
+
+    def test_ctrl_c_ends_it_with_the_command_that_goes_on(self, tmp_path):
+        files = [tmp_path / kind for kind in ("in", "out", "err")]
+        files[0].touch()
+        process = start(["train", *SMALL, "--max-iterations=null"], files, tmp_path, {})
+        while "before training" not in (files[1].read_text() if files[1].exists() else ""):
+            assert process.is_alive(), files[2].read_text()
+            time.sleep(0.1)
+        os.kill(process.pid, signal.SIGINT)
+        assert ended(process) == 130
+        said = files[2].read_text()
+        assert "go on with: torchrl-llm train --model-path=tiny" in said
+        assert "Traceback" not in said
 
     @pytest.mark.parametrize(("flag", "codes"), [("--print-schema", {141}), ("--help", {0, 141})])
     def test_a_reader_that_has_gone_is_no_error(self, tmp_path, flag, codes):

@@ -392,3 +392,15 @@ class TestResumeCommand:
         python, _, rest = resume_command(RunConfig(**settings)).partition(" ")
         assert Path(python).name.startswith("python")
         assert rest == expected
+
+    @pytest.mark.parametrize(
+        ("program", "expected"),
+        [
+            ("/somewhere/bin/torchrl-llm", "torchrl-llm train --resume"),
+            ("/somewhere/torchrl_llm/__main__.py", "-m torchrl_llm train --resume"),
+        ],
+    )
+    def test_it_names_the_program_as_it_is_called(self, monkeypatch, program, expected):
+        monkeypatch.setattr("sys.argv", [program, "train"])
+        found = resume_command(RunConfig())
+        assert found == expected or found.partition(" ")[2] == expected

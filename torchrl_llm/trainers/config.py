@@ -132,7 +132,7 @@ def settings_by_part() -> dict[str, tuple[str, ...]]:
     """The settings by the part that owns them: the first sentence of its docstring -> names.
 
     Examples:
-        >>> settings_by_part()["AdamW."]
+        >>> settings_by_part()["AdamW"]
         ('lr_actor', 'lr_critic', 'weight_decay', 'adam_beta2')
     """
     parts: dict[str, tuple[str, ...]] = {}
@@ -141,7 +141,7 @@ def settings_by_part() -> dict[str, tuple[str, ...]]:
         own = tuple(name for name in vars(part).get("__annotations__", {}) if name in options_of(RunConfig))
         if own:
             title = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", inspect.getdoc(part) or "").partition(". ")[0]
-            title = title.partition("\n")[0].replace("``", "").rstrip(".") + "."
+            title = title.partition("\n")[0].replace("``", "").rstrip(".")
             parts[title] = (*parts.get(title, ()), *own)
     return parts
 
