@@ -195,7 +195,7 @@ class TestEval:
     def test_in_a_new_process_is_the_last_evaluation_of_the_run(self, tmp_path, trained):
         run, _ = trained
         result = json.loads((run / "result.json").read_text())
-        done = command("eval", run, "--episodes=16", "--device=cpu", "--json", folder=tmp_path)
+        done = command("eval", run, "--device=cpu", "--json", folder=tmp_path)
         found = json.loads(done.stdout)
         assert (found["success"], found["reward"]) == (result["success_after"], result["reward_after"])
         assert found["success_ci95"] == result["success_ci95"]

@@ -18,15 +18,22 @@ CHECKPOINT = (
 )
 
 
+_MEANINGS = {
+    "model_path": "Of an adapter: the base model, if it is not where training found it.",
+    "seed": "Of the tasks and of the sampling noise.",
+}
+
+
 def add_checkpoint(parser: ArgumentParser, names: Sequence[str] = USED, *, optional: bool = False) -> None:
     """Add the checkpoint, and the settings that it may be used with in another way than it was trained with."""
     how: dict[str, Any] = {"nargs": "?", "default": None} if optional else {}
+    parser.usage = "%(prog)s [CHECKPOINT] [--FLAG VALUE ...]" if optional else "%(prog)s CHECKPOINT [--FLAG VALUE ...]"
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT, **how)
     group = parser.add_argument_group(
         "settings",
         "Those of the run that trained the model hold, unless they are given here (the defaults are a run's).",
     )
-    add_flags(group, ("model_path", *names))
+    add_flags(group, ("model_path", *names), _MEANINGS)
 
 
 def load(arguments: Namespace, saved: SavedModel | None = None, **changes: Any) -> LoadedModel:

@@ -3,8 +3,8 @@
     torchrl-llm eval runs/first --env game:GuessTheNumber-v0-easy --episodes 512
     torchrl-llm eval runs/first/checkpoints/best --episodes 2048 --seed 7 --json
 
-With the seed and the settings of the run, and as many episodes as its final_episodes, the result is that of its last
-evaluation.
+Without flags the newest checkpoint of a run gets the result of the run's last evaluation: the same tasks, seed and number of
+episodes.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from torchrl_llm.cli._models import add_checkpoint, load
 from torchrl_llm.options import ConfigError
 from torchrl_llm.record.report import comparison_table
 from torchrl_llm.trainers.evaluation import evaluate
+from torchrl_llm.trainers.saved import find_saved_model
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the checkpoint, the number of episodes, and settings."""
-    parser.add_argument("--episodes", type=int, default=512, metavar="N", help="episodes to collect (default: 512)")
+    parser.add_argument(
+        "--episodes", type=int, metavar="N", help="episodes to collect (default: the run's final_episodes, or 512)"
+    )
     parser.add_argument("--greedy", action="store_true", default=False, help="take the likeliest token; each task once")
     parser.add_argument("--json", action="store_true", default=False, help="print the result as JSON")
     add_checkpoint(parser)
@@ -29,12 +32,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(arguments: Namespace) -> int:
     """Evaluate and print."""
-    if arguments.episodes < 1:
-        raise ConfigError(f"--episodes is {arguments.episodes}; expected an integer, at least 1.")
-    loaded = load(arguments)
+    saved = find_saved_model(arguments.checkpoint)
+    episodes = vars(arguments).get("episodes", saved.settings.get("final_episodes", 512))
+    if episodes < 1:
+        raise ConfigError(f"--episodes is {episodes}; expected an integer, at least 1.")
+    loaded = load(arguments, saved)
     env = loaded.make_env()
     try:
-        result = evaluate(env, loaded.policy, arguments.episodes, greedy=arguments.greedy)
+        result = evaluate(env, loaded.policy, episodes, greedy=arguments.greedy)
     finally:
         env.close()
     names = {"checkpoint": arguments.checkpoint, "env_name": loaded.config.env_name, "seed": loaded.config.seed}

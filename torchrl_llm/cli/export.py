@@ -22,6 +22,7 @@ from torchrl_llm.trainers.saved import find_saved_model
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the checkpoint, the folder and the format."""
     add_checkpoint(parser, ("dtype", "device", "trust_remote_code"))
+    parser.usage = "%(prog)s CHECKPOINT OUT [--as adapter|merged] [--FLAG VALUE ...]"
     parser.add_argument("folder", metavar="OUT", help="the new folder")
     parser.add_argument(
         "--as", dest="format", choices=("adapter", "merged"), default="merged", help="the format (default: merged)"

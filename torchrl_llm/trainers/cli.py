@@ -6,13 +6,14 @@ import argparse
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torchrl_llm.arguments import ArgumentParser
 from torchrl_llm.options import ConfigError, IdleError, describe, meanings, options_of
-from torchrl_llm.trainers.config import RunConfig, settings_by_part, shown_default
+from torchrl_llm.trainers.config import RunConfig, plain, settings_by_part, shown_default
 from torchrl_llm.trainers.settings_file import read_settings, read_value
 
 
@@ -57,14 +58,22 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
         add_flags(parser.add_argument_group(title), names)
 
 
-def add_flags(group: argparse._ActionsContainer, names: Sequence[str]) -> None:
-    """Add a flag for each of these settings, with its meaning, type and default."""
+def add_flags(
+    group: argparse._ActionsContainer, names: Sequence[str], others: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Add a flag for each of these settings, with its meaning, type and default.
+
+    Args:
+        group: of a parser.
+        names: of the settings.
+        others: what some of them mean here, if it is not what they mean to a run.
+    """
     # Defaults stay RunConfig's: only flags that are given may reach it, because some of its rules ask what was given.
-    meaning, options = meanings(RunConfig), options_of(RunConfig)
+    meaning, options = {**meanings(RunConfig), **others}, options_of(RunConfig)
     for name in names:
         hint = options[name].hint
         # argparse formats help with %.
-        said = f"{meaning[name]} (type: {describe(hint)}; default: {shown_default(name)})".replace("%", "%%")
+        said = f"{plain(meaning[name])} (type: {describe(hint)}; default: {shown_default(name)})".replace("%", "%%")
         bare: dict[str, Any] = {"nargs": "?", "const": "true"} if hint is bool else {}
         flag = group.add_argument(
             *_SPELLINGS.get(name, ()),

@@ -128,6 +128,16 @@ def shown_default(name: str) -> str:
     return ", ".join(f"{default} ({', '.join(algos)})" for default, algos in algorithms.items())
 
 
+def plain(docstring: str) -> str:
+    """A docstring as text for a terminal: without the marks of reStructuredText.
+
+    Examples:
+        >>> plain("What :class:`~torchrl_llm.trainers.LLMTrainer` reads (``seed``).")
+        'What LLMTrainer reads (seed).'
+    """
+    return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", docstring).replace("``", "")
+
+
 def settings_by_part() -> dict[str, tuple[str, ...]]:
     """The settings by the part that owns them: the first sentence of its docstring -> names.
 
@@ -140,8 +150,7 @@ def settings_by_part() -> dict[str, tuple[str, ...]]:
         # Named tuples and other bases own no settings; a part that inherits another has its own fields only here.
         own = tuple(name for name in vars(part).get("__annotations__", {}) if name in options_of(RunConfig))
         if own:
-            title = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", inspect.getdoc(part) or "").partition(". ")[0]
-            title = title.partition("\n")[0].replace("``", "").rstrip(".")
+            title = plain(inspect.getdoc(part) or "").partition("\n")[0].partition(". ")[0].rstrip(".")
             parts[title] = (*parts.get(title, ()), *own)
     return parts
 

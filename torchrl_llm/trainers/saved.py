@@ -29,13 +29,14 @@ SETTINGS = "run_config.yaml"
 """The settings of its run in the folder of an exported model."""
 
 USED = (
-    *("seed", *names_of(EnvConfig), *names_of(SamplingSettings), "dtype", "device", "attn_implementation"),
-    *("trust_remote_code", "quantization", "step_timeout", "env_threads", "max_faults"),
+    *(name for name in names_of(EnvConfig) if name != "adaptive_mixture"),  # of training, as it learns from results
+    *(*names_of(SamplingSettings), "seed", "dtype", "device", "attn_implementation", "trust_remote_code"),
+    *("quantization", "step_timeout", "env_threads", "max_faults"),
 )
 """The settings that a trained model is used with; all others are of training."""
 
 # The device is of another machine, perhaps, and code that comes with a model is run where somebody says so.
-_NOT_KEPT = ("device", "trust_remote_code", "adaptive_mixture")
+_NOT_KEPT = ("device", "trust_remote_code")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchrl_llm.options import Range, describe, meanings, options_of
-from torchrl_llm.trainers.config import RunConfig, shown_default
+from torchrl_llm.trainers.config import RunConfig, plain, shown_default
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "string", dict: "object"}
 
@@ -23,7 +23,7 @@ def settings_schema() -> dict[str, Any]:
     """
     meaning, defaults = meanings(RunConfig), RunConfig().as_json()
     properties = {
-        name: {"description": f"{meaning[name]} Default: {shown_default(name)}.", **_schema(option.hint)}
+        name: {"description": f"{plain(meaning[name])} Default: {shown_default(name)}.", **_schema(option.hint)}
         | {"default": defaults[name]}
         for name, option in options_of(RunConfig).items()
     }
