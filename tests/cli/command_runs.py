@@ -73,9 +73,9 @@ def _run(arguments, variables, files, folder) -> None:
         code = main()
     except SystemExit as ended:  # of argparse, or by a signal
         code = ended.code
-    sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # not by way of multiprocessing, which has standard files of its own
+    # Not by way of multiprocessing, which has standard files of its own. The command itself flushes its output.
+    os._exit(code)
 
 
 class Terminal:
