@@ -103,8 +103,18 @@ class Terminal:
     def type(self, keys: str) -> None:
         os.write(self._main, keys.encode())
 
-    def end(self) -> int:
-        """The exit code, once the command has ended by itself."""
+    def end(self, again: str = "") -> int:
+        """The exit code, once the command has ended by itself.
+
+        Args:
+            again: keys that are typed once more every two seconds. Python's ``input()`` answers a Ctrl-C that comes between its
+                prompt and its wait for a key only at the next key.
+        """
+        limit = time.monotonic() + LIMIT
+        while self.process.is_alive() and time.monotonic() < limit:
+            self.process.join(2)
+            if again and self.process.is_alive():
+                self.type(again)
         code = ended(self.process)
         while select.select([self._main], [], [], 0)[0]:
             self.read()

@@ -260,3 +260,22 @@ class TestExport:
         )
         assert again["turns"] == pytest.approx(first["turns"])
         assert again["env_name"] == first["env_name"]
+
+
+class TestReport:
+    @pytest.fixture(autouse=True)
+    def _there(self):
+        pytest.importorskip("torchrl_llm.report")
+
+    def test_writes_one_page_and_names_it(self, trained):
+        for flags in ((), ("--full",)):
+            done = command("report", trained[0], *flags, folder=trained[0].parent)
+            assert done.returncode == 0, done.stderr
+            page = Path(done.stdout.strip())
+            assert page.parent == trained[0]
+            assert "game:GuessTheNumber-v0-easy" in page.read_text()
+
+    def test_of_a_folder_without_a_run_is_wrong_input(self, tmp_path):
+        (tmp_path / "empty").mkdir()
+        done = command("report", "empty", folder=tmp_path)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)

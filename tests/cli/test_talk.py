@@ -168,7 +168,7 @@ class TestChat:
         terminal.type("Guess a number.\r")
         place = terminal.wait_for("\n> ", after=terminal.wait_for("Guess a number.", after=place))
         terminal.type(keys)
-        assert terminal.end() == code
+        assert terminal.end(again=keys) == code
         assert "Traceback" not in terminal.screen
 
     def test_ctrl_c_stops_a_response(self, tmp_path):

@@ -26,5 +26,8 @@ def run(arguments: Namespace) -> int:
     # Here, so that a wrong folder and --help need no PyTorch.
     from torchrl_llm.report import write_report
 
-    print(write_report(arguments.folder, full=arguments.full))
+    try:
+        print(write_report(arguments.folder, full=arguments.full))
+    except FileNotFoundError as error:
+        raise ConfigError(str(error)) from error
     return 0
