@@ -20,6 +20,7 @@ from conftest import SMALL
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import torchrl_llm
 from torchrl_llm.cli import COMMANDS
 from torchrl_llm.options import options_of
 from torchrl_llm.tiny import tiny_model_path
@@ -57,7 +58,7 @@ class TestHelp:
         done = subprocess.run(
             [sys.executable, "-m", "torchrl_llm", "--version"], capture_output=True, text=True, timeout=60
         )
-        assert (done.returncode, done.stdout.split()) == (0, ["0.1.0"])
+        assert (done.returncode, done.stdout.split()) == (0, [torchrl_llm.__version__])
 
     def test_completion_knows_commands_and_settings(self, tmp_path):
         done = command("--print-completion", "bash", folder=tmp_path)
