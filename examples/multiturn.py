@@ -5,17 +5,16 @@
     python examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml --resume
     accelerate launch --config_file examples/configs/accelerate_fsdp2.yaml examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml
 
-``--help`` documents every setting; ``--resume`` goes on where a run was stopped. The report goes to ``--output-dir``:
+It is ``torchrl-llm train``. ``--help`` documents every setting; ``--resume`` goes on where a run was stopped. The report goes to ``--output-dir``:
 ``report.html`` (one page with curves and episodes: open it in a browser), ``result.json``, ``learning_curve.png``, ``conversations_before.md``, ``conversations_after.md``, the metrics as CSV, and
 checkpoints whose weights PEFT and transformers load.
 """
 
-import logging
+import sys
 from functools import partial
 
-from transformers.utils.logging import disable_progress_bar
-
-from torchrl_llm.trainers import RunConfig, build_run, parse_run_config, run_and_report
+from torchrl_llm.cli import main as command
+from torchrl_llm.trainers import RunConfig, build_run, run_and_report
 
 
 def main(config: RunConfig) -> dict:
@@ -24,6 +23,4 @@ def main(config: RunConfig) -> dict:
 
 
 if __name__ == "__main__":
-    disable_progress_bar()  # transformers' own, for loading and saving: they break ours
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    main(parse_run_config(description=__doc__))
+    raise SystemExit(command(["train", *sys.argv[1:]]))

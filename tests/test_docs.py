@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from torchrl_llm import keys
+from torchrl_llm.cli import command_parser
 from torchrl_llm.trainers import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -126,6 +127,12 @@ class TestCommands:
             name = flag[2:].partition("=")[0]
             known = f'"--{name}"' in source
             assert known or ("RunConfig" in source and name.replace("-", "_") in fields_of_config), flag
+
+    @pytest.mark.parametrize("words", [each for each in COMMANDS if each.values[0][0] == "torchrl-llm"])
+    def test_commands_of_the_package_and_their_flags_are_known(self, words):
+        known = {*command_parser(words[1])._option_string_actions}
+        flags = [word.partition("=")[0] for word in words[2:] if word.startswith("--")]
+        assert {"--" + flag[2:].replace("-", "_") for flag in flags} <= known
 
 
 class TestPythonBlocks:

@@ -11,13 +11,15 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torchrl_llm"
 
 LAYERS = (
-    {"keys", "options", "optional", "prefixes", "segments", "interrupts", "files", "tiny", ""},
+    {"keys", "options", "optional", "arguments", "prefixes", "segments", "interrupts", "files", "tiny", ""},
     {"episode", "stops"},
     {"objectives.functional"},
     {"envs", "modules", "objectives"},
     {"data", "record", "weight_update"},
     {"collectors", "report"},
     {"trainers"},
+    {"cli"},
+    {"__main__"},
 )
 """Each imports from those before it, and from itself."""
 

@@ -342,16 +342,17 @@ def meanings(cls: type) -> Mapping[str, str]:
     return types.MappingProxyType(found)
 
 
-def options_class(name: str, options: Mapping[str, Option], meaning: Mapping[str, str]) -> Any:
+def options_class(name: str, options: Mapping[str, Option], meaning: Mapping[str, str], doc: str) -> Any:
     """A dataclass with options that other classes declare, so that they are declared once.
 
     Args:
         name: of the class.
         options: annotation and default of each field.
         meaning: what :func:`meanings` says of each.
+        doc: its docstring.
     """
     made = [(each, option.hint, field(default=option.default)) for each, option in options.items()]
-    namespace = {"_meanings": {each: meaning[each] for each in options}}
+    namespace = {"_meanings": {each: meaning[each] for each in options}, "__doc__": doc}
     return make_dataclass(name, made, bases=(Checked,), kw_only=True, namespace=namespace)
 
 

@@ -16,7 +16,6 @@ from torchrl_llm.trainers import (
     TrainerConfig,
     parse_run_config,
     resume_command,
-    save_run_config,
 )
 from torchrl_llm.trainers.config import LOSSES
 
@@ -372,7 +371,7 @@ class TestParseRunConfig:
             assert len(text[start : start + 200].split("(type")[0]) > len(name) + 17, name
 
 
-class TestSaveRunConfig:
+class TestSave:
     @pytest.mark.parametrize(
         "settings",
         [
@@ -386,13 +385,13 @@ class TestSaveRunConfig:
     )  # fmt: skip
     def test_what_is_saved_is_read_again(self, tmp_path, settings):
         config = RunConfig(**settings)
-        save_run_config(config, tmp_path / "config.yaml")
+        config.save(tmp_path / "config.yaml")
         again = parse_run_config([f"--config={tmp_path / 'config.yaml'}"])
-        assert again.as_json() == config.as_json()
+        assert again.as_json() == config.as_json() == RunConfig.from_yaml(tmp_path / "config.yaml").as_json()
         assert repr(again.chat_template_kwargs) == repr(config.chat_template_kwargs)
 
     def test_how_a_run_starts_is_left_out(self, tmp_path):
-        save_run_config(RunConfig(resume=True, accept_changes=["seed"]), tmp_path / "config.yaml")
+        RunConfig(resume=True, accept_changes=["seed"]).save(tmp_path / "config.yaml")
         assert parse_run_config([f"--config={tmp_path / 'config.yaml'}", "--overwrite"]).resume is False
 
 
@@ -416,3 +415,15 @@ class TestResumeCommand:
         python, _, rest = resume_command(RunConfig(**settings)).partition(" ")
         assert Path(python).name.startswith("python")
         assert rest == expected
+
+    @pytest.mark.parametrize(
+        ("program", "expected"),
+        [
+            ("/somewhere/bin/torchrl-llm", "torchrl-llm train --resume"),
+            ("/somewhere/torchrl_llm/__main__.py", "-m torchrl_llm train --resume"),
+        ],
+    )
+    def test_it_names_the_program_as_it_is_called(self, monkeypatch, program, expected):
+        monkeypatch.setattr("sys.argv", [program, "train"])
+        found = resume_command(RunConfig())
+        assert found == expected or found.partition(" ")[2] == expected

@@ -4,7 +4,8 @@ import re
 
 from small_runs import small_config
 
-from torchrl_llm.trainers import build_run
+from torchrl_llm.trainers import TrainerConfig, build_run
+from torchrl_llm.trainers.schedule import run_share
 
 
 def drawn(text: str) -> list[str]:
@@ -19,6 +20,9 @@ class TestProgressBar:
         run.trainer.train()
         first = drawn(capsys.readouterr().err)
         assert len(first) == 4  # at the start, after each iteration, at the end
+        ends = [int(re.search(r"/(\d+) \[", state)[1]) for state in first]
+        steps = [int(entry["rollout/steps"]) for entry in run.trainer.history]
+        assert ends == [100_000, 2 * steps[0], steps[1], steps[1]]  # where two iterations end, and not max_steps
         assert all(state.startswith("LLMREINFORCE: ") for state in first)
 
         more = {"max_iterations": 3, "resume": True, "accept_changes": ["max_iterations"]}
@@ -27,6 +31,13 @@ class TestProgressBar:
         err = capsys.readouterr().err
         assert "resumed at iteration 2" in err
         states = drawn(err)
-        assert re.search(rf"\| {before}/100000 \[00:00<\?", states[0])  # none of them played now
-        assert f"| {run.trainer.steps}/100000 " in states[-1]
+        # None of them played now, and one iteration of three to come.
+        assert re.search(rf"\| {before}/{round(before * 3 / 2)} \[00:00<\?", states[0])
+        assert f"| {run.trainer.steps}/{run.trainer.steps} " in states[-1]
         assert "success=" in states[-1]
+
+    def test_the_limit_that_comes_first_is_the_end(self):
+        config = TrainerConfig(max_steps=1000, max_iterations=100, max_seconds=10.0)
+        assert run_share(config, steps=10, iteration=1, seconds=5.0) == 0.5
+        assert run_share(config, steps=10, iteration=20, seconds=1.0) == 0.2
+        assert run_share(config, steps=1200, iteration=20, seconds=1.0) == 1.0

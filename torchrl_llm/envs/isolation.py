@@ -152,6 +152,7 @@ class IsolatedEnv:
     Attributes:
         env: the environment; ``None`` before the first reset.
         task: what the last reset started; ``None`` before the first.
+        message: the last message; empty before the first reset.
         busy_since: ``time.monotonic()`` when the running call reached the environment; ``None``: no call is there.
 
     Examples:
@@ -164,6 +165,7 @@ class IsolatedEnv:
     def __init__(self, factory: Callable[[], TextEnv], name: str = "", *, rows: Stream | None = None) -> None:
         self.busy_since: float | None = None
         self.task: TaskIdentity | None = None
+        self.message = ""
         self._factory, self._name, self._rows = factory, name, rows
         self.env: TextEnv | None = None
         self._takes_seed = True
@@ -177,17 +179,19 @@ class IsolatedEnv:
         env = self.env or self._make()
         # A reset draws from its task alone, a step continues where the last call left the generators.
         with self._calling(seed):
-            text, message = read_reset(env.reset(seed=seed) if self._takes_seed else env.reset())
+            text, self.message = read_reset(env.reset(seed=seed) if self._takes_seed else env.reset())
             # Asked for after each reset: a wrapper may make the environment inside only then.
             self.task = task_of(env, text, gem_catalog.hidden_reader(env))
-        return message
+        return self.message
 
     def step(self, action: str) -> TextStep:
         """Run one turn."""
         assert self.env is not None
         with self._calling():
             result = self.env.step(action)
-        return TextStep.read(result)
+        step = TextStep.read(result)
+        self.message = step.message
+        return step
 
     def _make(self) -> TextEnv:
         # What it draws when it is made must not depend on the first task of its slot: hence the seed 0.

@@ -7,7 +7,7 @@ from torchrl_llm.trainers.build import make_objective
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import verify
-from torchrl_llm.trainers.cli import parse_run_config, resume_command, save_run_config
+from torchrl_llm.trainers.cli import parse_run_config, resume_command
 from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import evaluate
@@ -40,6 +40,5 @@ __all__ = [
     "parse_run_config",
     "resume_command",
     "run_and_report",
-    "save_run_config",
     "verify",
 ]

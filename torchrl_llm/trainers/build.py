@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from torchrl_llm.collectors import AsyncTurnCollector, RayTurnCollector, TurnCollector, adapt_mixture
 from torchrl_llm.collectors.async_turn import STEP_TIMEOUT
 from torchrl_llm.data import TurnsToSequence
-from torchrl_llm.envs import GEMEnv, SeenTasks
+from torchrl_llm.envs import ChatFormatter, GEMEnv, SeenTasks
 from torchrl_llm.envs.tasks import Stream
 from torchrl_llm.modules import ActorCritic, HFPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
@@ -132,7 +132,7 @@ def _mixed_precision(config: RunConfig) -> str:
     return _AUTOCAST.get(str(dtype).removeprefix("torch."), "no")
 
 
-def make_sampling(config: RunConfig, env: GEMEnv) -> SamplingConfig:
+def make_sampling(config: RunConfig, formatter: ChatFormatter) -> SamplingConfig:
     """The sampling settings, with the ids that end a response (:func:`torchrl_llm.stops.response_end_ids`)."""
     path = model_path(config)
     try:
@@ -140,24 +140,33 @@ def make_sampling(config: RunConfig, env: GEMEnv) -> SamplingConfig:
     except OSError:  # the model comes without one; transformers reads its configuration then
         named = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
     # The formatter's own, for its settings (chat_template_kwargs) may change how a turn ends.
-    ids = {*env.formatter.end_of_turn_ids, *response_end_ids(env.formatter.tokenizer, named.eos_token_id)}
+    ids = {*formatter.end_of_turn_ids, *response_end_ids(formatter.tokenizer, named.eos_token_id)}
     return replace(config.sampling(), stop_ids=tuple(sorted(ids)))
+
+
+def make_lora(config: RunConfig) -> LoraConfig | None:
+    """The settings of the adapters; ``None``: all weights train."""
+    rank = config.lora_r
+    if not rank:
+        return None
+    alpha, targets = config.lora_alpha or 2 * rank, config.lora_targets
+    return LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
+
+
+def has_own_reference(config: RunConfig) -> bool:
+    """Whether the reference is an adapter: with LoRA the frozen base model serves, unless the reference is to change."""
+    return bool(config.lora_r and (config.init_reference or config.refresh_reference))
 
 
 def load_models(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, *, device: Any) -> ActorCritic:
     """Actor, critic and reference of ``config`` on one base model."""
-    rank, lora = config.lora_r, None
-    if rank:
-        alpha, targets = config.lora_alpha or 2 * rank, config.lora_targets
-        lora = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
     reference: Any = config.kl_coeff != 0
-    # With LoRA the frozen base model serves as the reference, unless the reference is to change.
-    if reference and rank and (config.init_reference or config.refresh_reference):
+    if reference and has_own_reference(config):
         reference = "adapter"
     models = load_actor_critic(
         model_path(config),
         tokenizer=tokenizer,
-        lora=lora,
+        lora=make_lora(config),
         critic=config.algo == "LLMPPO" and ("shared" if config.critic_trunk == "shared" else True),
         reference=reference,
         sampling=sampling,

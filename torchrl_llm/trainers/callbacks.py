@@ -10,6 +10,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from torchrl_llm.modules import ActorCritic
+from torchrl_llm.trainers.schedule import run_share
 
 
 class Callback:
@@ -70,7 +71,8 @@ class RefreshReference(Callback):
 class ProgressBar(Callback):
     """A tqdm bar over turns, with reward, success and KL of the last iteration.
 
-    In a resumed run earlier turns count as done, but do not enter the rate.
+    It ends where the run will end: at ``max_steps`` turns, or at the turns that are expected by then if iterations or seconds
+    end it before. In a resumed run earlier turns count as done, but do not enter the rate.
 
     Args:
         label: what the bar is called, such as the algorithm; ``None``: the loss's class.
@@ -88,8 +90,8 @@ class ProgressBar(Callback):
             # To standard error, where the bar is: by default tqdm.write() takes standard output.
             tqdm.write(f"resumed at iteration {trainer.iteration}", file=sys.stderr)
         self._bar = tqdm(
-            total=trainer.config.max_steps,
-            initial=self._steps(trainer),
+            total=self._end(trainer),
+            initial=min(trainer.steps, self._end(trainer)),
             unit="turn",
             desc=self.label or type(trainer.loss).__name__,
             smoothing=0.05,
@@ -104,12 +106,16 @@ class ProgressBar(Callback):
             name.removeprefix("rollout/"): f"{metrics[name]:.3g}" for name in self._shown if name in metrics
         }
         self._bar.set_postfix(self._postfix, refresh=False)  # update() draws
-        self._bar.update(self._steps(trainer) - self._bar.n)
+        self._bar.total = self._end(trainer)
+        # The last iteration may collect more than max_steps.
+        self._bar.update(min(trainer.steps, self._bar.total) - self._bar.n)
 
     @staticmethod
-    def _steps(trainer: Any) -> int:
-        """Turns so far, including those before a resume; the last iteration may collect more than ``max_steps``."""
-        return min(trainer.steps, trainer.config.max_steps)
+    def _end(trainer: Any) -> int:
+        """The turns at the end of the run, as far as it can be seen now."""
+        config, steps = trainer.config, trainer.steps
+        share = run_share(config, steps=steps, iteration=trainer.iteration, seconds=trainer.seconds)
+        return min(config.max_steps, round(steps / share)) if steps else config.max_steps
 
     def on_end(self, trainer: Any) -> None:
         if self._bar is not None:  # another callback may have failed before this one started

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from types import MappingProxyType
+from typing import Any
 
-import yaml
-
-from torchrl_llm.options import ConfigError, IdleError, check_value, describe, fits, meanings, nearest, options_of
-from torchrl_llm.trainers.config import RunConfig, shown_default
+from torchrl_llm.arguments import ArgumentParser
+from torchrl_llm.options import ConfigError, IdleError, describe, meanings, options_of
+from torchrl_llm.trainers.config import RunConfig, plain, settings_by_part, shown_default
+from torchrl_llm.trainers.settings_file import read_settings, read_value
 
 
 def parse_run_config(argv: Sequence[str] | None = None, *, description: str | None = None) -> RunConfig:
@@ -37,28 +37,71 @@ def parse_run_config(argv: Sequence[str] | None = None, *, description: str | No
         >>> config.algo, config.batch_size, config.wandb
         ('GRPO', 8, True)
     """
-    parser = _parser(description)
-    # Not parse_args(), whose error does not name the nearest setting.
-    settings, unknown = parser.parse_known_args(_underscored(sys.argv[1:] if argv is None else argv))
-    if unknown:
-        name = unknown[0].partition("=")[0]
-        flags = [f"--{field}" for field in options_of(RunConfig)]
-        parser.error(f"{name} is no setting.{nearest(name, flags)}")
+    parser = ArgumentParser(description=description, noun="setting", usage=USAGE)
+    add_settings(parser)
     try:
-        return _run_config(vars(settings), parser.files)
+        return run_config_of(parser.read(argv))
     except ConfigError as error:
         parser.error(str(error))
 
 
-def _run_config(settings: dict[str, Any], files: dict[str, Path]) -> RunConfig:
-    """The settings, without those of a file that a flag leaves without effect.
+_SPELLINGS = {"env_name": ("--env",)}
+"""Further flags of a setting."""
+
+USAGE = "%(prog)s [--config FILE] [--FIELD VALUE ...]"
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add ``--config`` and a flag for every setting, grouped by the part that owns it."""
+    parser.add_argument("--config", action=_File, metavar="FILE", help="a YAML file of the fields below")
+    for title, names in settings_by_part().items():
+        add_flags(parser.add_argument_group(title), names)
+
+
+def add_flags(
+    group: argparse._ActionsContainer, names: Sequence[str], others: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Add a flag for each of these settings, with its meaning, type and default.
+
+    Args:
+        group: of a parser.
+        names: of the settings.
+        others: what some of them mean here, if it is not what they mean to a run.
+    """
+    # Defaults stay RunConfig's: only flags that are given may reach it, because some of its rules ask what was given.
+    meaning, options = {**meanings(RunConfig), **others}, options_of(RunConfig)
+    for name in names:
+        hint = options[name].hint
+        # argparse formats help with %.
+        said = f"{plain(meaning[name])} (type: {describe(hint)}; default: {shown_default(name)})".replace("%", "%%")
+        bare: dict[str, Any] = {"nargs": "?", "const": "true"} if hint is bool else {}
+        flag = group.add_argument(
+            *_SPELLINGS.get(name, ()),
+            f"--{name}",
+            dest=name,
+            action=_Flag,
+            metavar="VALUE",
+            help=said,
+            default=argparse.SUPPRESS,
+            **bare,
+        )
+        flag.hint = hint  # type: ignore[attr-defined]
+
+
+def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings among parsed arguments, without those that were not given."""
+    return {name: value for name, value in vars(arguments).items() if name in options_of(RunConfig)}
+
+
+def run_config_of(arguments: argparse.Namespace) -> RunConfig:
+    """The settings of parsed arguments (:func:`add_settings`), without those of a file that a flag leaves without effect.
 
     If that flag is the algorithm, they are refused: a file is tuned for one algorithm, and its other numbers would not fit.
 
-    Args:
-        settings: names and values.
-        files: the file of each setting that is from one.
+    Raises:
+        ConfigError: they are wrong, or contradict each other.
     """
+    settings, files = given_settings(arguments), _files(arguments)
     while True:
         try:
             return RunConfig(**settings)
@@ -95,10 +138,17 @@ def resume_command(config: RunConfig) -> str:
     given = _without(sys.argv, "--resume", "--overwrite")
     undone = ["--overwrite=false"] if config.overwrite and given == _without(sys.argv, "--resume") else []
     undone += ["--resume_from=null"] if config.resume_from is not None else []
-    python = Path(sys.executable)
-    here = Path.cwd()
+    return shlex.join([*_program(Path(given[0])), *given[1:], *undone, "--resume"])
+
+
+def _program(script: Path) -> list[str]:
+    """How the program that runs is called: by its name if it is a console script, else by this Python."""
+    if not script.suffix:
+        return [script.name]
+    python, here = Path(sys.executable), Path.cwd()
     python = python.relative_to(here) if python.is_relative_to(here) else python
-    return shlex.join([str(python), *given, *undone, "--resume"])
+    # `python -m package` has the path of its __main__.py as its first argument.
+    return [str(python), *(["-m", script.parent.name] if script.name == "__main__.py" else [str(script)])]
 
 
 def _without(argv: Sequence[str], *switches: str) -> list[str]:
@@ -112,20 +162,9 @@ def _without(argv: Sequence[str], *switches: str) -> list[str]:
     return kept
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser that knows which settings are from a file.
-
-    Attributes:
-        files: the file of each setting that is from one, and that no later flag gives.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.files: dict[str, Path] = {}
-
-    def error(self, message: str) -> NoReturn:
-        """Exit with the message alone: the usage has a hundred lines."""
-        self.exit(2, f"{self.prog}: error: {message} (--help lists every setting.)\n")
+def _files(arguments: argparse.Namespace) -> dict[str, Path]:
+    """The file of each setting that is from one, and that no later flag gives."""
+    return vars(arguments).setdefault("setting_files", {})
 
 
 class _Flag(argparse.Action):
@@ -134,11 +173,9 @@ class _Flag(argparse.Action):
     hint: Any = Any
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
-        parser.files.pop(self.dest, None)
+        _files(namespace).pop(self.dest, None)
         try:
-            setattr(namespace, self.dest, _read(str(option_string), yaml.compose(values, _Loader), values, self.hint))
-        except yaml.YAMLError:  # such as an open bracket: taken as text
-            setattr(namespace, self.dest, values)
+            setattr(namespace, self.dest, read_value(str(option_string), values, self.hint))
         except ConfigError as error:
             parser.error(str(error))
 
@@ -148,129 +185,8 @@ class _File(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         try:
-            for name, value in _settings_of(Path(values)):
+            for name, value in read_settings(Path(values), options_of(RunConfig)):
                 setattr(namespace, name, value)
-                parser.files[name] = Path(values)
+                _files(namespace)[name] = Path(values)
         except ConfigError as error:
             parser.error(str(error))
-
-
-class _Loader(yaml.SafeLoader):
-    """Scalars of YAML 1.2's core schema, decimal only.
-
-    PyYAML reads YAML 1.1, where ``1e-3`` and ``no`` are something else than they look like, ``010`` is 8, ``1:30`` is 90
-    and ``2026-01-01`` is a date. Here ``1e-3`` is a number and ``010`` is 10; ``no``, ``1:30`` and ``0x10`` are text.
-    """
-
-
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in ("null", "merge")]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?\d+$"), list("-+0123456789"))
-_Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
-_NUMBER = r"[-+]?(\d+\.?\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
-_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"^({_NUMBER})$"), list("-+.0123456789"))
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes text that YAML 1.1 or :class:`_Loader` would read as something else."""
-
-
-_Dumper.yaml_implicit_resolvers = {
-    first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *_Loader.yaml_implicit_resolvers.get(first, [])]
-    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *_Loader.yaml_implicit_resolvers}
-}
-
-_FOR_THIS_START = ("resume", "resume_from", "accept_changes", "overwrite")
-"""Settings about the start of a run. They are not saved, because a saved file is read by a later start."""
-
-
-def save_run_config(config: RunConfig, path: str | Path) -> None:
-    """Write the settings to a file that ``--config`` reads, without those about the start of a run (``resume``, ``overwrite``).
-
-    Args:
-        config: the settings.
-        path: the file; an older one is replaced atomically.
-
-    Examples:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     save_run_config(RunConfig(algo="GRPO", group_size=4), path := f"{folder}/config.yaml")
-        ...     parse_run_config(["--config", path]) == RunConfig(algo="GRPO", group_size=4)
-        True
-    """
-    settings = {name: value for name, value in config.as_json().items() if name not in _FOR_THIS_START}
-    path = Path(path)
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(yaml.dump(settings, Dumper=_Dumper, sort_keys=False, allow_unicode=True), encoding="utf-8")
-    new.replace(path)
-
-
-def _settings_of(path: Path) -> Iterator[tuple[str, Any]]:
-    """The fields of a file; errors name its lines."""
-    known = options_of(RunConfig)
-    try:
-        text = path.read_text()
-        root = yaml.compose(text, _Loader)
-    except OSError as error:
-        raise ConfigError(f"--config is '{path}', which cannot be read: {error.strerror}.") from error
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}, line {line}: this is no YAML, {error.problem}.") from error
-    if root is None:
-        return
-    if not isinstance(root, yaml.MappingNode):
-        raise ConfigError(f"{path}: expected lines of the form 'field: value'.")
-    seen: set[str] = set()
-    for key, node in root.value:
-        where = f"{path}, line {key.start_mark.line + 1}:"
-        if key.value not in known:
-            raise ConfigError(f"{where} {key.value} is no setting.{nearest(str(key.value), [*known])}")
-        if key.value in seen:
-            raise ConfigError(f"{where} {key.value} is given twice.")
-        seen.add(key.value)
-        yield key.value, _read(f"{where} {key.value}", node, node.value, known[key.value].hint)
-
-
-def _read(name: str, node: yaml.Node | None, text: Any, hint: Any) -> Any:
-    """The value of a node; the text itself, if the field takes only text."""
-    loader = _Loader("")
-    try:
-        value = text if node is None else loader.construct_document(node)
-    finally:
-        loader.dispose()
-    if isinstance(text, str) and (isinstance(value, str) or (not fits(value, hint) and fits(text, hint))):
-        value = text
-    if isinstance(value, float) and value.is_integer() and not fits(value, hint) and fits(int(value), hint):
-        value = int(value)  # 1e5
-    check_value(name, value, hint)
-    return value
-
-
-def _parser(description: str | None) -> _Parser:
-    # Defaults are RunConfig's: only flags that are given may reach it, because some of its rules ask what was given.
-    # No abbreviations: the next new setting could make one ambiguous.
-    parser = _Parser(
-        description=description, allow_abbrev=False, usage="%(prog)s [--config FILE] [--FIELD VALUE ...]", formatter_class=argparse.RawDescriptionHelpFormatter,
-        argument_default=argparse.SUPPRESS,
-    )  # fmt: skip
-    parser.add_argument("--config", action=_File, metavar="FILE", help="a YAML file of the fields below")
-    meaning = meanings(RunConfig)
-    for name, option in options_of(RunConfig).items():
-        # argparse formats help with %.
-        said = f"{meaning[name]} (type: {describe(option.hint)}; default: {shown_default(name)})".replace("%", "%%")
-        bare: dict[str, Any] = {"nargs": "?", "const": "true"} if option.hint is bool else {}
-        flag = parser.add_argument(f"--{name}", action=_Flag, metavar="VALUE", help=said, **bare)
-        flag.hint = option.hint  # type: ignore[attr-defined]
-    return parser
-
-
-def _underscored(argv: Sequence[str]) -> list[str]:
-    """``--max-steps`` -> ``--max_steps``."""
-    words = (word.partition("=") for word in argv)
-    return ["--" + "".join([flag[2:].replace("-", "_"), *rest]) if flag.startswith("--") else "".join([flag, *rest])
-            for flag, *rest in words]  # fmt: skip

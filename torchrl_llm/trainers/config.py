@@ -6,13 +6,15 @@ A YAML file and the command line of ``examples/multiturn.py`` have exactly the n
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import nn
@@ -32,6 +34,7 @@ from torchrl_llm.options import (
 )
 from torchrl_llm.trainers import settings
 from torchrl_llm.trainers.settings import Algorithm
+from torchrl_llm.trainers.settings_file import read_settings, write_settings
 
 LOSSES: dict[Algorithm, type[objectives.TurnPolicyLoss]] = {
     "LLMPPO": objectives.LLMPPOLoss,
@@ -79,7 +82,7 @@ def _options_of_losses() -> Any:
                 takers = [other for other in LOSSES if name in loss_settings(other)]
                 only = "" if len(takers) == len(LOSSES) else f" ({', '.join(takers)})"
                 meaning[name] = f"{said[name].removesuffix('.')}{only}."
-    return options_class("LossOptions", options, meaning)
+    return options_class("LossOptions", options, meaning, "The algorithm's loss and estimator.")
 
 
 _LossOptions: Any = _options_of_losses()
@@ -97,7 +100,9 @@ class LossConfig(_LossOptions):
 _SAMPLING = {name: option for name, option in options_of(SamplingConfig).items() if name != "stop_ids"}
 """Options of the sampling that a run can set; its stop ids are the model's."""
 
-SamplingSettings: Any = options_class("SamplingSettings", _SAMPLING, meanings(SamplingConfig))
+SamplingSettings: Any = options_class(
+    "SamplingSettings", _SAMPLING, meanings(SamplingConfig), "How responses are sampled."
+)
 
 
 def _only(algo: Algorithm) -> tuple[str, ...]:
@@ -130,6 +135,36 @@ def shown_default(name: str, algo: Algorithm | None = None) -> str:
         return next(iter(algorithms))
     return ", ".join(f"{default} ({', '.join(algos)})" for default, algos in algorithms.items())
 
+
+def plain(docstring: str) -> str:
+    """A docstring as text for a terminal: without the marks of reStructuredText.
+
+    Examples:
+        >>> plain("What :class:`~torchrl_llm.trainers.LLMTrainer` reads (``seed``).")
+        'What LLMTrainer reads (seed).'
+    """
+    return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", docstring).replace("``", "")
+
+
+def settings_by_part() -> dict[str, tuple[str, ...]]:
+    """The settings by the part that owns them: the first sentence of its docstring -> names.
+
+    Examples:
+        >>> settings_by_part()["AdamW"]
+        ('lr_actor', 'lr_critic', 'weight_decay', 'adam_beta2')
+    """
+    parts: dict[str, tuple[str, ...]] = {}
+    for part in reversed(RunConfig.__mro__):
+        # Named tuples and other bases own no settings; a part that inherits another has its own fields only here.
+        own = tuple(name for name in vars(part).get("__annotations__", {}) if name in options_of(RunConfig))
+        if own:
+            title = plain(inspect.getdoc(part) or "").partition("\n")[0].partition(". ")[0].rstrip(".")
+            parts[title] = (*parts.get(title, ()), *own)
+    return parts
+
+
+_FOR_THIS_START = ("resume", "resume_from", "accept_changes", "overwrite")
+"""Settings about the start of a run. They are not saved, because a saved file is read by a later start."""
 
 HOW_TO_RUN = (*names_of(settings.OutputConfig), *names_of(settings.RayConfig))
 """Settings that change no number of a run: a resumed run may differ in them."""
@@ -388,6 +423,36 @@ class RunConfig(
         if not (isinstance(found, type) and issubclass(found, objectives.TurnEstimator)):
             raise ConfigError(f"estimator={self.estimator!r} is {found!r}; expected a subclass of TurnEstimator.")
         return found
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Self:
+        """The settings of a YAML file, such as a run's ``config.yaml``.
+
+        Args:
+            path: the file, with lines ``field: value``.
+
+        Raises:
+            ConfigError: the file cannot be read, or a setting is wrong; the message names the line.
+
+        Examples:
+            >>> import tempfile
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     RunConfig(algo="GRPO", group_size=4).save(path := f"{folder}/config.yaml")
+            ...     RunConfig.from_yaml(path) == RunConfig(algo="GRPO", group_size=4)
+            True
+        """
+        return cls(**dict(read_settings(Path(path), options_of(cls))))
+
+    def save(self, path: str | Path) -> None:
+        """Write the settings to a YAML file that :meth:`from_yaml` and ``--config`` read.
+
+        Those about the start of a run (``resume``, ``overwrite``) are left out: a later start reads the file.
+
+        Args:
+            path: the file; an older one is replaced atomically.
+        """
+        settings = {name: value for name, value in self.as_json().items() if name not in _FOR_THIS_START}
+        write_settings(settings, Path(path))
 
     def as_json(self) -> dict[str, Any]:
         """The settings as JSON has them: paths as text, tuples as lists."""

@@ -14,7 +14,6 @@ from torchrl_llm.record.report import write_json
 from torchrl_llm.trainers.build import adamw_options
 from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.checkpoint_parts import config_changes, environment
-from torchrl_llm.trainers.cli import save_run_config
 from torchrl_llm.trainers.config import HOW_TO_RUN, ConfigError, RunConfig
 from torchrl_llm.trainers.loggers import make_loggers, rewind_tensorboard
 from torchrl_llm.trainers.run_folder import RunFolder
@@ -112,7 +111,7 @@ class Opening(Callback):
 
     def _begin_files(self) -> list[Logger]:
         """Write the first files of the folder; if this fails, the folder is put back as it was."""
-        save_run_config(self.config, self.config.output_dir / "config.yaml")
+        self.config.save(self.config.output_dir / "config.yaml")
         write_json(run_info(self.config), self.config.output_dir / "run.json")
         return make_loggers(self.config)
 

@@ -223,7 +223,7 @@ def _build(
     start = distributed.on_main(lambda: find_start(config, folder))  # before the models are loaded
     tokenizer = load_tokenizer(config)
     shard = {"worker": distributed.rank, "num_workers": distributed.world_size} if distributed.world_size > 1 else {}
-    make_env = partial(build.make_environment, config, tokenizer, make_env or _stock_env(config, env), **shard)
+    make_env = partial(build.make_environment, config, tokenizer, make_env or stock_env(config, env), **shard)
     make_train_env = partial(make_env, stream="train", group_size=config.group_size)
     train_env, evaluation_env = make_train_env(), make_env(stream="eval")
     for each in (train_env, evaluation_env):
@@ -234,7 +234,7 @@ def _build(
             f"{' and '.join(given)} chooses among environments, and {train_env.names[0]!r} is the only one: leave it out, or give "
             "a mixture."
         )
-    sampling = build.make_sampling(config, train_env)
+    sampling = build.make_sampling(config, train_env.formatter)
     models = build.load_models(config, tokenizer, sampling, device=accelerator.device)
     # Before an engine and workers are started.
     loss = (make_loss or build.make_objective)(config, models)
@@ -340,7 +340,8 @@ def _check_arguments(config: RunConfig, env: Any, make_env: Any, make_loss: Any)
         running_ray()  # before the models are loaded
 
 
-def _stock_env(config: RunConfig, env: Any) -> Callable[..., GEMEnv]:
+def stock_env(config: RunConfig, env: Any = None) -> Callable[..., GEMEnv]:
+    """Makes the environments of ``config.env_name``, or of the factory ``env``, from the keyword arguments of ``GEMEnv``."""
     names = [config.env_name] if isinstance(config.env_name, str) else config.env_name
     # Ids are resolved here: workers on Ray may not have registered the family.
     sources = env or [resolve_env(name) for name in names]

@@ -99,6 +99,22 @@ def limit_reached(config: TrainerConfig, *, steps: int, iteration: int, seconds:
     return None
 
 
+def run_share(config: TrainerConfig, *, steps: int, iteration: int, seconds: float) -> float:
+    """The share of a run that is over, by the limit of :func:`limit_reached` that will end it first as it goes; at most 1.
+
+    Examples:
+        >>> config = TrainerConfig(max_steps=1000, max_iterations=10)
+        >>> run_share(config, steps=100, iteration=2, seconds=5.0), run_share(config, steps=500, iteration=2, seconds=5.0)
+        (0.2, 0.5)
+    """
+    shares = [steps / config.max_steps]
+    if config.max_iterations is not None:
+        shares.append(iteration / config.max_iterations)
+    if config.max_seconds is not None:
+        shares.append(seconds / config.max_seconds)
+    return min(1.0, max(shares))
+
+
 def success_reached(config: TrainerConfig, metrics: Mapping[str, float]) -> str | None:
     """Why a run ends after an evaluation with these metrics; ``None``: it continues.
 

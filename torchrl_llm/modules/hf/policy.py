@@ -7,6 +7,7 @@ slots and TensorDict keys.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from torchrl_llm.interrupts import held
 from torchrl_llm.modules.checks import check_vocabulary
-from torchrl_llm.modules.engine import NamedTensors, NonFiniteLogitsError, WeightSyncError, sync_step
+from torchrl_llm.modules.engine import NamedTensors, NonFiniteLogitsError, TurnRequest, WeightSyncError, sync_step
 from torchrl_llm.modules.hf._cached_model import CachedModel
 from torchrl_llm.modules.hf._kv_cache import Ints
 from torchrl_llm.modules.lm import causal_lm, generation_end_ids, is_full_precision, vocabulary_of
@@ -173,14 +174,45 @@ class HFPolicy(TurnPolicy):
                 leave_if_asked()
                 logits = responses.advance(logits)
             generation = responses.close()
-        if not bool(torch.isfinite(generation.log_probs).all()):
+        self._check_finite(generation.log_probs)
+        # Copied: autograd refuses tensors made in inference mode.
+        return Generation(*(x.to(prompt.device, copy=True) for x in generation[:3]))
+
+    def stream(self, request: TurnRequest) -> Iterator[int]:
+        """Sample one response token by token: the ids that :meth:`poll` would answer, each as soon as it is sampled.
+
+        The model is this iterator's until it is exhausted or closed.
+
+        Args:
+            request: of a single turn; none may be pending.
+
+        Yields:
+            The ids, the stop id included.
+
+        Raises:
+            NonFiniteLogitsError: the model's logits are NaN or infinite.
+        """
+        prompts, sizes = request.prompt[None], np.array([len(request.prompt)])
+        width, noise = self.sampling.max_output_tokens, None
+        if not request.greedy:
+            noise = turn_noise(seed=self.seed, episode_id=[request.episode_id], turn=[request.turn], width=width)
+        with self._engine.session():
+            logits: Tensor | None = self._engine.prefill(prompts, sizes, slots=np.array([request.slot]), room=width)
+            responses = _Responses(self, prompts, sizes, noise)
+            while logits is not None:
+                logits = responses.advance(logits)
+                token, log_prob = responses.newest()
+                self._check_finite(log_prob)
+                yield token
+            responses.close()
+
+    def _check_finite(self, log_probs: Tensor) -> None:
+        if not bool(torch.isfinite(log_probs).all()):
             self.drop_cache()
             raise NonFiniteLogitsError(
                 f"The logits of {type(causal_lm(self.model)).__name__} are NaN or infinite, so nothing can be sampled. "
                 "The weights have probably diverged: lower the learning rate, clip gradients, or load a checkpoint."
             )
-        # Copied: autograd refuses tensors made in inference mode.
-        return Generation(*(x.to(prompt.device, copy=True) for x in generation[:3]))
 
 
 class _Responses:
@@ -234,6 +266,10 @@ class _Responses:
             self._context[: self._alive].scatter_(1, positions.unsqueeze(1), ids.unsqueeze(1))
         longest = int(self._lengths[self._order[: self._alive]].max())
         return self._engine.step(ids, positions, width=longest + self._index)
+
+    def newest(self) -> tuple[int, Tensor]:
+        """The last token of the first row, and its log-prob."""
+        return int(self._tokens[0, self._index - 1]), self._log_probs[0, self._index - 1]
 
     def _drop_finished(self) -> None:
         alive = self._alive - int(self._finished[: self._alive].sum())

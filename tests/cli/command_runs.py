@@ -1,0 +1,123 @@
+"""Commands that tests run: processes of their own, in pipes or in a terminal, forked from one that has imported everything.
+
+An import takes longer than most of the commands (:mod:`processes`).
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pty
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+
+from processes import PRELOAD, Done
+
+LIMIT = 60.0  # seconds that a command may take
+
+
+def command(*arguments: object, folder: Path, given: str = "", environment: dict[str, str] | None = None) -> Done:
+    """``torchrl-llm ARGUMENTS`` to its end, with the text ``given`` on standard input.
+
+    Args:
+        folder: the working directory; what the command reads and writes is kept there too.
+    """
+    stdin, out, err = (folder / f".{kind}" for kind in ("in", "out", "err"))
+    stdin.write_text(given)
+    code = ended(start(arguments, [stdin, out, err], folder, environment or {}))
+    return Done(code, out.read_text(), err.read_text())
+
+
+def start(arguments, files, folder: Path, environment: dict[str, str]):
+    """Start a command whose standard files are opened by name: files, pipes with a name, or a terminal."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*PRELOAD, "rich.console"])
+    variables = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
+    process = context.Process(
+        target=_run, args=([*map(str, arguments)], variables | environment, [*map(str, files)], str(folder))
+    )
+    process.start()
+    return process
+
+
+def ended(process) -> int:
+    """The exit code of a process, which must end in time."""
+    process.join(LIMIT)
+    if process.exitcode is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise AssertionError(f"A command did not end within {LIMIT:.0f} s.")
+    return process.exitcode
+
+
+def _run(arguments, variables, files, folder) -> None:
+    os.setsid()
+    os.chdir(folder)
+    for number, name in enumerate(files):
+        how = os.O_WRONLY | os.O_CREAT | os.O_TRUNC if number else os.O_RDONLY
+        if name.startswith("/dev/"):
+            # A terminal that is opened by the leader of a session controls it, so that Ctrl-C comes as a signal.
+            how = os.O_RDWR
+        os.dup2(os.open(name, how), number)
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, "r" if not number else "w") for number in range(3))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(variables)
+    sys.argv = ["torchrl-llm", *arguments]
+    from torchrl_llm.cli import main
+
+    try:
+        code = main()
+    except SystemExit as ended:  # of argparse, or by a signal
+        code = ended.code
+    sys.stderr.flush()
+    # Not by way of multiprocessing, which has standard files of its own. The command itself flushes its output.
+    os._exit(code)
+
+
+class Terminal:
+    """A command in a pseudo-terminal: what it shows, and keys."""
+
+    def __init__(self, *arguments: object, folder: Path, environment: dict[str, str] | None = None) -> None:
+        self.screen = ""
+        self._main, self._side = pty.openpty()
+        name = os.ttyname(self._side)
+        self.process = start(arguments, [name] * 3, folder, {"TERM": "xterm-256color"} | (environment or {}))
+
+    def read(self) -> None:
+        """Take what has been written since, after a moment."""
+        if select.select([self._main], [], [], 0.2)[0]:
+            self.screen += os.read(self._main, 4096).decode(errors="replace").replace("\r\n", "\n")
+
+    def wait_for(self, text: str, *, after: int = 0) -> int:
+        """Wait until the screen shows ``text`` behind a place; returns the place behind it."""
+        end = time.monotonic() + LIMIT
+        while (place := self.screen.find(text, after)) < 0:
+            self.read()
+            assert time.monotonic() < end, f"{text!r} is not on the screen:\n{self.screen}"
+        return place + len(text)
+
+    def type(self, keys: str) -> None:
+        os.write(self._main, keys.encode())
+
+    def end(self, again: str = "") -> int:
+        """The exit code, once the command has ended by itself.
+
+        Args:
+            again: keys that are typed once more every two seconds. Python's ``input()`` answers a Ctrl-C that comes between its
+                prompt and its wait for a key only at the next key.
+        """
+        limit = time.monotonic() + LIMIT
+        while self.process.is_alive() and time.monotonic() < limit:
+            self.process.join(2)
+            if again and self.process.is_alive():
+                self.type(again)
+        code = ended(self.process)
+        while select.select([self._main], [], [], 0)[0]:
+            self.read()
+        os.close(self._side)
+        os.close(self._main)
+        return code

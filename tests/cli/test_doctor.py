@@ -1,0 +1,123 @@
+"""``torchrl-llm doctor``: what is installed, and whether settings would run."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from command_runs import command
+from transformers import LlamaConfig
+
+from torchrl_llm.cli import doctor
+from torchrl_llm.cli._installation import check_requirements
+from torchrl_llm.modules import load_actor_critic
+from torchrl_llm.testing.tiny import load_tiny_tokenizer
+from torchrl_llm.tiny import tiny_model_path
+from torchrl_llm.trainers import RunConfig
+from torchrl_llm.trainers.build import make_lora
+from torchrl_llm.trainers.memory import empty_model, memory_estimate
+
+CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "tiny_ppo_llm.yaml"
+
+
+def findings(done) -> dict[str, tuple[str, str]]:
+    return {each["name"]: (each["state"], each["text"]) for each in json.loads(done.stdout)}
+
+
+class TestInstallation:
+    def test_versions_against_what_is_required(self):
+        declared = ["packaging>=1", "numpy<1", "no-such-package", "os-of-others; sys_platform == 'cobol'"]
+        states = {each.name: each.state for each in check_requirements(declared)}
+        assert states == {"packaging": "ok", "numpy": "fails", "no-such-package": "fails"}
+
+    def test_an_extra_that_is_not_there_is_no_fault(self):
+        (finding,) = check_requirements(["numpy; extra == 'ray'", "no-such-package>2; extra == 'ray'"])
+        assert finding.state == "note"
+        assert finding.text == "not installed (no-such-package): pip install 'torchrl-llm[ray]'"
+
+    def test_is_said_though_nothing_can_be_imported(self, monkeypatch, capsys):
+        monkeypatch.setitem(sys.modules, "torchrl_llm.cli._fit", None)
+        parser = doctor.ArgumentParser()
+        doctor.add_arguments(parser)
+        assert doctor.run(parser.read([])) == 1
+        shown = capsys.readouterr().out
+        assert "torch " in shown
+        assert "fails  import" in shown
+
+
+class TestDoctor:
+    def test_of_settings_that_fit(self, tmp_path):
+        done = command("doctor", "--config", CONFIG, "--json", folder=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+        found = findings(done)
+        assert found["device"] == ("ok", "cpu is used")
+        assert found["stop ids"] == ("ok", "a response ends at '<|im_end|>' (2)")
+        assert "max_model_len=256 leaves" in found["prompt"][1]
+        assert "an estimate" in found["memory"][1]
+        assert {"torch", "transformers", "extra ray", "cpu", "engine", "model", "template"} <= found.keys()
+        assert not [*tmp_path.glob("[!.]*")]  # nothing is written
+
+    def test_without_settings_it_is_about_the_installation(self, tmp_path):
+        done = command("doctor", folder=tmp_path)
+        assert done.returncode == 0
+        assert "ok     torch " in done.stdout
+        assert "template" not in done.stdout
+
+    @pytest.mark.parametrize(
+        ("settings", "name", "said"),
+        [
+            (["--env=game:Wordl-v0"], "environment", "GEM has no environment 'game:Wordl-v0'"),
+            (["--model-path=./nowhere"], "tokenizer", "there is no such folder"),
+            (["--max-model-len=30"], "prompt", "does not fit into max_model_len=30"),
+            (["--tokenizer-path=forgetful"], "template", "append"),
+            (["--tokenizer-path=larger"], "model", "but the model tiny embeds only 515 tokens"),
+            (["--max-tokens=100000000"], "memory", "an estimate"),
+            (["--policy=vllm"], "vllm", "pip install 'torchrl-llm[vllm]'"),
+            (["--device=cuda"], "device", "accelerate chose"),
+        ],
+    )
+    def test_says_what_would_fail(self, tmp_path, settings, name, said):
+        tokenizer = load_tiny_tokenizer()
+        tokenizer.chat_template = "{{ messages | length }}" + tokenizer.chat_template
+        tokenizer.save_pretrained(tmp_path / "forgetful")
+        larger = load_tiny_tokenizer()
+        larger.add_tokens(["<more>"])
+        larger.save_pretrained(tmp_path / "larger")
+        done = command("doctor", "--config", CONFIG, "--device=null", *settings, "--json", folder=tmp_path)
+        assert done.returncode == 1, done.stderr
+        state, text = findings(done)[name]
+        assert state == "fails"
+        assert said in text
+
+
+class TestMemoryEstimate:
+    """Against ``docs/memory.md``, which measured one update of SmolLM2-135M's shapes."""
+
+    measured = (("512", 512, False, 1_340), ("2,048", 2_048, False, 3_065), ("checkpointing", 2_048, True, 860))
+
+    @pytest.fixture(scope="class")
+    def shapes(self, tmp_path_factory):
+        config = LlamaConfig(
+            vocab_size=49_152, hidden_size=576, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3,
+            intermediate_size=1_536, tie_word_embeddings=True,
+        )  # fmt: skip
+        config.save_pretrained(folder := tmp_path_factory.mktemp("shapes"))
+        return folder
+
+    @pytest.mark.parametrize(
+        ("tokens", "checkpointing", "mib"), [each[1:] for each in measured], ids=[e[0] for e in measured]
+    )
+    def test_is_near_what_was_measured(self, shapes, tokens, checkpointing, mib):
+        settings = {"algo": "LLMREINFORCE", "kl_coeff": 0.0, "dtype": "float32", "model_path": str(shapes)}
+        config = RunConfig(**settings, max_tokens=tokens, gradient_checkpointing=checkpointing)
+        parts = memory_estimate(config, empty_model(config))
+        update = sum(parts[name] for name in ("base weights", "trained weights", "activations", "logits"))
+        assert update / 2**20 == pytest.approx(mib, rel=0.15)
+
+    def test_weights_are_those_that_are_made(self):
+        config = RunConfig(model_path="tiny", lora_r=4, kl_coeff=0.0)
+        parts = memory_estimate(config, empty_model(config))
+        models = load_actor_critic(tiny_model_path(), lora=make_lora(config), critic=True)
+        trained = sum(p.numel() for p in models.actor_parameters() + models.critic_parameters()) - 65  # the head
+        assert parts["trained weights"] == 16 * trained
+        assert parts["base weights"] == sum(4 * p.numel() for p in models.base_parameters())

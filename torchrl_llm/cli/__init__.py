@@ -1,0 +1,140 @@
+"""The command ``torchrl-llm``, also ``python -m torchrl_llm``: :func:`main`.
+
+Each command is a module of this package with two functions, ``add_arguments(parser)`` and ``run(arguments)``. It is imported
+when it is called, so that ``torchrl-llm --help`` does not import PyTorch.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torchrl_llm
+from torchrl_llm.arguments import ArgumentParser
+from torchrl_llm.optional import import_extra
+from torchrl_llm.options import nearest
+
+__all__ = ["COMMANDS", "command_parser", "main"]
+
+COMMANDS = {
+    "train": "train a model: evaluate, train, evaluate, report",
+    "eval": "evaluate a checkpoint in an environment",
+    "play": "watch an episode turn by turn, or be the player or the environment",
+    "chat": "talk to a checkpoint",
+    "report": "write the HTML report of a run",
+    "export": "write a checkpoint as an adapter or a merged model, with a model card",
+    "doctor": "say what is installed, and whether settings would run",
+}
+"""Each command, and what it does."""
+
+_FAILED, _WRONG_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141
+"""Exit codes: the second is argparse's, the last two are 128 + the number of SIGINT and SIGPIPE."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command.
+
+    Args:
+        argv: the arguments; None takes those of the process.
+
+    Returns:
+        The exit code: 0; 1 if it failed on the way; 2 for wrong input; 130 after Ctrl-C.
+
+    Raises:
+        SystemExit: from :mod:`argparse`, for ``--help`` and wrong arguments.
+    """
+    given = [*(sys.argv[1:] if argv is None else argv)]
+    try:
+        try:
+            return _run(given[0], given[1:]) if given and given[0] in COMMANDS else _explain(given)
+        finally:
+            # Here, where a reader that has gone is noticed, and not when Python ends.
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes standard output once more at its end, which would fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _NO_READER
+    except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # the terminal has left its cursor behind ^C
+        return _INTERRUPTED
+
+
+def command_parser(name: str) -> ArgumentParser:
+    """The parser of a command.
+
+    Args:
+        name: one of :data:`COMMANDS`.
+    """
+    module = import_module(f"{__name__}.{name}")
+    parser = ArgumentParser(prog=f"torchrl-llm {name}", description=module.__doc__)
+    _add_arguments(parser, module)
+    return parser
+
+
+def _run(name: str, given: Sequence[str]) -> int:
+    parser, module = command_parser(name), import_module(f"{__name__}.{name}")
+    arguments = parser.read(given)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        return module.run(arguments)
+    except BrokenPipeError:
+        raise
+    except Exception as error:
+        code = _exit_code(error)
+        # What this library did not foresee is shown as it is: a report of it needs the traceback.
+        if code is None:
+            raise
+        if arguments.traceback:
+            traceback.print_exc()
+        print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return code
+
+
+def _add_arguments(parser: ArgumentParser, module: Any) -> None:
+    module.add_arguments(parser)
+    parser.add_argument("--traceback", action="store_true", default=False, help="show the whole traceback of an error")
+
+
+def _exit_code(error: Exception) -> int | None:
+    """The exit code for an error whose message is written for people; ``None``: it is another one."""
+    package = type(error).__module__
+    if package.startswith("torchrl.checkpoint"):
+        return _WRONG_INPUT
+    if isinstance(error, OSError):
+        return _FAILED
+    if package.partition(".")[0] != torchrl_llm.__name__:
+        return None
+    return _WRONG_INPUT if isinstance(error, ValueError | ImportError) else _FAILED
+
+
+def _explain(given: list[str]) -> int:
+    """Help, version and completions; the error for a command that there is not."""
+    parser = ArgumentParser(prog="torchrl-llm", description=torchrl_llm.__doc__.partition("\n")[0], noun="command")
+    parser.add_argument("--version", action="version", version=torchrl_llm.__version__)
+    parser.add_argument("--print_completion", metavar="SHELL", help="print the completion of bash, zsh or tcsh")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    parts = {
+        name: commands.add_parser(name, help=meaning, prog=f"torchrl-llm {name}") for name, meaning in COMMANDS.items()
+    }
+    if given and not given[0].startswith("-"):
+        parser.error(f"{given[0]!r} is no command.{nearest(given[0], [*COMMANDS])}")
+    arguments = parser.read(given)
+    if "print_completion" not in arguments:
+        parser.print_help()
+        return 0 if not given else _WRONG_INPUT
+    try:
+        shtab = import_extra("shtab", extra="cli", what="Completion")
+    except ImportError as error:
+        parser.error(str(error))
+    if arguments.print_completion not in shtab.SUPPORTED_SHELLS:
+        parser.error(f"--print_completion is {arguments.print_completion!r}; expected one of {shtab.SUPPORTED_SHELLS}.")
+    for name, part in parts.items():
+        _add_arguments(part, import_module(f"{__name__}.{name}"))
+    print(shtab.complete(parser, arguments.print_completion))
+    return 0

@@ -1,0 +1,154 @@
+"""Whether settings would run: device, engine, model, chat template, environment and memory, by the checks of a run itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+
+from torchrl_llm.cli._installation import Finding, check_extra
+from torchrl_llm.envs import GEMEnv
+from torchrl_llm.modules.checks import check_size
+from torchrl_llm.modules.lm import embedding_of
+from torchrl_llm.trainers import build
+from torchrl_llm.trainers.config import RunConfig
+from torchrl_llm.trainers.memory import empty_model, memory_estimate
+from torchrl_llm.trainers.run import stock_env
+from torchrl_llm.trainers.sources import load_tokenizer
+
+_T = TypeVar("_T")
+_TASKS = 32
+"""Tasks whose first prompts are measured."""
+
+_FORESEEN = (ValueError, ImportError, RuntimeError, OSError)
+"""What models, tokenizers and environments raise that cannot be used."""
+
+
+def devices() -> Iterator[Finding]:
+    """What there is to compute on."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    yield Finding("cpu", "ok", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {_size(memory)} of memory")
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        yield Finding(f"cuda:{index}", "ok", f"{properties.name}, {_size(properties.total_memory)}")
+    if not torch.cuda.is_available():
+        yield Finding("cuda", "note", "none that PyTorch can use")
+
+
+def fit(config: RunConfig) -> Iterator[Finding]:
+    """The checks of the settings, in the order in which a run meets them; after one that fails, those that need it are left out."""
+    device, finding = _tried("device", lambda: build.make_accelerator(config).device, lambda found: f"{found} is used")
+    yield finding
+    yield from _engine(config)
+    tokenizer, finding = _tried("tokenizer", lambda: load_tokenizer(config), _vocabulary)
+    yield finding
+    if tokenizer is None:
+        return
+    model, finding = _tried("model", lambda: _checked_model(config, tokenizer), _describe)
+    yield finding
+    if model is not None:
+        yield from _environment(config, tokenizer)
+        yield from _memory(config, model, device)
+
+
+def _vocabulary(tokenizer: Any) -> str:
+    return f"{len(tokenizer)} tokens"
+
+
+def _tried(name: str, make: Callable[[], _T], describe: Callable[[_T], str]) -> tuple[_T | None, Finding]:
+    try:
+        made = make()
+    except _FORESEEN as error:
+        return None, Finding(name, "fails", " ".join(str(error).split()))
+    return made, Finding(name, "ok", describe(made))
+
+
+def _engine(config: RunConfig) -> Iterator[Finding]:
+    where = {"turn": "in this process", "async": "in this process, without a barrier", "ray": "on workers of Ray"}
+    engine = "a vLLM engine" if config.policy == "vllm" else "transformers (HFPolicy)"
+    yield Finding("engine", "ok", f"{engine} samples, {where[config.collector]}")
+    needed = {"vllm": config.policy == "vllm", "ray": config.collector == "ray"}
+    needed |= {"wandb": config.wandb, "tensorboard": config.tensorboard}
+    for package, needs in needed.items():
+        if needs:
+            yield check_extra(package, package)
+    yield check_extra("examples", "matplotlib")  # for the learning curve
+
+
+def _checked_model(config: RunConfig, tokenizer: Any) -> Any:
+    model = empty_model(config)
+    check_size(tokenizer, embedding_of(model).shape[0], config.model_path)
+    return model
+
+
+def _describe(model: Any) -> str:
+    return f"{type(model).__name__}, {model.num_parameters() / 1e6:,.3g} million parameters, embeds every token"
+
+
+def _environment(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
+    make, finding = _tried("environment", lambda: stock_env(config), lambda _: str(config.env_name))
+    yield finding
+    if make is None:
+        return
+    env, finding = _tried(
+        "template", lambda: build.make_environment(config, tokenizer, make, stream="train"), lambda _: _template(config)
+    )
+    yield finding
+    if env is None:
+        return
+    try:
+        yield _stops(config, env)
+        yield _tried("prompt", lambda: _longest_prompt(env), lambda length: _room(config, length))[1]
+    finally:
+        env.close(raise_if_closed=False)
+
+
+def _template(config: RunConfig) -> str:
+    if config.template == "raw":
+        return "none: messages are joined as they are"
+    if config.history == "append":
+        return "what was sampled and seen is kept (history=append)"
+    return "append-only: earlier turns are rendered as they were"
+
+
+def _stops(config: RunConfig, env: GEMEnv) -> Finding:
+    stops = build.make_sampling(config, env.formatter).stop_ids or ()
+    names = ", ".join(f"{env.formatter.tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in stops)
+    if not stops:
+        return Finding("stop ids", "fails", "neither tokenizer nor model names one: responses would never end early")
+    return Finding("stop ids", "ok", f"a response ends at {names}")
+
+
+def _longest_prompt(env: GEMEnv) -> int:
+    """The most tokens that the first prompt of a task has, of each environment of a mixture."""
+    return max(len(env.open(0, index).ids) for index in range(_TASKS))
+
+
+def _room(config: RunConfig, length: int) -> str:
+    room = config.max_model_len - length
+    return (
+        f"the longest of {_TASKS} first prompts has {length} tokens; max_model_len={config.max_model_len} leaves {room} for "
+        f"responses (max_output_tokens={config.max_output_tokens}) and feedback"
+    )
+
+
+def _memory(config: RunConfig, model: Any, device: torch.device | None) -> Iterator[Finding]:
+    parts, finding = _tried("memory", lambda: memory_estimate(config, model), lambda _: "")
+    if parts is None:
+        yield finding
+        return
+    for name, size in parts.items():
+        yield Finding(f"memory: {name}", "ok", _size(size))
+    total, there = sum(parts.values()), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if device is not None and device.type == "cuda":
+        there = torch.cuda.get_device_properties(device).total_memory
+    said = f"about {_size(total)} of {_size(there)} (an estimate, at most; docs/memory.md says what lowers it)"
+    yield Finding("memory", "fails" if total > there else "ok", said)
+
+
+def _size(size: float) -> str:
+    """Bytes for people."""
+    unit = next((unit for unit, name in ((2**30, "GiB"), (2**20, "MiB")) if size >= unit), 2**10)
+    return f"{size / unit:,.3g} {({2**30: 'GiB', 2**20: 'MiB', 2**10: 'KiB'})[unit]}"

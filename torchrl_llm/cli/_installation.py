@@ -1,0 +1,81 @@
+"""What is installed: the versions that this package requires, and its extras."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from importlib.metadata import PackageNotFoundError, requires, version
+from typing import Literal, NamedTuple
+
+from packaging.requirements import Requirement
+
+_DISTRIBUTION = "torchrl-llm"
+_OF_DEVELOPMENT = ("test", "docs")
+
+
+class Finding(NamedTuple):
+    """A result of a check.
+
+    Attributes:
+        name: what was checked.
+        state: ``"ok"``, ``"note"`` for what somebody should know, ``"fails"`` for what stops a run.
+        text: the result in words.
+    """
+
+    name: str
+    state: Literal["ok", "note", "fails"]
+    text: str
+
+
+def installation() -> Iterator[Finding]:
+    """Each package that is required, and each extra."""
+    try:
+        declared = requires(_DISTRIBUTION) or []
+    except PackageNotFoundError:
+        yield Finding(_DISTRIBUTION, "note", "not installed, so what it requires is not known: pip install -e .")
+        return
+    yield from check_requirements(declared)
+
+
+def check_requirements(declared: Iterable[str]) -> Iterator[Finding]:
+    """Compare requirements, as the metadata of a distribution has them, with what is installed.
+
+    Examples:
+        >>> [*check_requirements(["packaging>=1", "no-such-package>2; extra == 'vllm'"])][1]
+        Finding(name='extra vllm', state='note', text="not installed (no-such-package): pip install 'torchrl-llm[vllm]'")
+    """
+    extras: dict[str, list[str]] = {}
+    for requirement in map(Requirement, declared):
+        name = _extra(requirement)
+        if name is None:
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                yield _required(requirement)
+        elif name not in _OF_DEVELOPMENT:
+            lacking = _required(requirement).state == "fails"
+            extras.setdefault(name, []).extend([requirement.name] if lacking else [])
+    for name, missing in extras.items():
+        how = f"not installed ({', '.join(missing)}): pip install '{_DISTRIBUTION}[{name}]'"
+        yield Finding(f"extra {name}", "note" if missing else "ok", how if missing else "installed")
+
+
+def _required(requirement: Requirement) -> Finding:
+    wanted = str(requirement.specifier) or "any version"
+    try:
+        found = version(requirement.name)
+    except PackageNotFoundError:
+        return Finding(requirement.name, "fails", f"not installed; required: {wanted}")
+    fits = requirement.specifier.contains(found, prereleases=True)
+    return Finding(requirement.name, "ok" if fits else "fails", f"{found}; required: {wanted}")
+
+
+def _extra(requirement: Requirement) -> str | None:
+    """The extra that a requirement belongs to."""
+    marker = str(requirement.marker) if requirement.marker else ""
+    return marker.partition('extra == "')[2].partition('"')[0] or None
+
+
+def check_extra(name: str, package: str) -> Finding:
+    """Whether a package that settings need is installed."""
+    try:
+        return Finding(package, "ok", version(package))
+    except PackageNotFoundError:
+        return Finding(package, "fails", f"not installed; the settings need it: pip install '{_DISTRIBUTION}[{name}]'")

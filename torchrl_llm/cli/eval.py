@@ -1,0 +1,53 @@
+"""Evaluate a checkpoint in an environment, on tasks that training did not use: win rate with its 95 % interval.
+
+    torchrl-llm eval runs/first --env game:GuessTheNumber-v0-easy --episodes 512
+    torchrl-llm eval runs/first/checkpoints/best --episodes 2048 --seed 7 --json
+
+Without flags the newest checkpoint of a run gets the result of the run's last evaluation: the same tasks, seed and number of
+episodes.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+
+from torchrl_llm.arguments import ArgumentParser
+from torchrl_llm.cli._models import add_checkpoint, load
+from torchrl_llm.options import ConfigError
+from torchrl_llm.record.report import comparison_table
+from torchrl_llm.trainers.evaluation import evaluate
+from torchrl_llm.trainers.saved import find_saved_model
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the checkpoint, the number of episodes, and settings."""
+    parser.add_argument(
+        "--episodes", type=int, metavar="N", help="episodes to collect (default: the run's final_episodes, or 512)"
+    )
+    parser.add_argument("--greedy", action="store_true", default=False, help="take the likeliest token; each task once")
+    parser.add_argument("--json", action="store_true", default=False, help="print the result as JSON")
+    add_checkpoint(parser)
+
+
+def run(arguments: Namespace) -> int:
+    """Evaluate and print."""
+    saved = find_saved_model(arguments.checkpoint)
+    episodes = vars(arguments).get("episodes", saved.settings.get("final_episodes", 512))
+    if episodes < 1:
+        raise ConfigError(f"--episodes is {episodes}; expected an integer, at least 1.")
+    loaded = load(arguments, saved)
+    env = loaded.make_env()
+    try:
+        result = evaluate(env, loaded.policy, episodes, greedy=arguments.greedy)
+    finally:
+        env.close()
+    names = {"checkpoint": arguments.checkpoint, "env_name": loaded.config.env_name, "seed": loaded.config.seed}
+    if arguments.json:
+        print(json.dumps({**names, "greedy": arguments.greedy, **result.statistics()}, indent=2))
+        return 0
+    print(f"{arguments.checkpoint} on {loaded.config.env_name}, seed {loaded.config.seed}\n")
+    print(comparison_table({"greedy" if arguments.greedy else "sampled": result}))
+    for name, value in result.environments.items():
+        print(f"{name}: {value:.3f}")
+    return 0

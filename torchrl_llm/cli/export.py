@@ -1,0 +1,37 @@
+"""Write a checkpoint as a folder for others: an adapter for PEFT, or one merged model for transformers and vLLM.
+
+    torchrl-llm export runs/first exports/first --as merged
+    torchrl-llm export runs/first/checkpoints/best exports/best --as adapter
+
+The folder gets a model card (README.md) with what it was trained on, the settings, and results with their intervals.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from transformers.utils.logging import disable_progress_bar
+
+from torchrl_llm.arguments import ArgumentParser
+from torchrl_llm.cli._models import add_checkpoint
+from torchrl_llm.trainers.cli import given_settings
+from torchrl_llm.trainers.export import export_model
+from torchrl_llm.trainers.saved import find_saved_model
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the checkpoint, the folder and the format."""
+    add_checkpoint(parser, ("dtype", "device", "trust_remote_code"))
+    parser.usage = "%(prog)s CHECKPOINT OUT [--as adapter|merged] [--FLAG VALUE ...]"
+    parser.add_argument("folder", metavar="OUT", help="the new folder")
+    parser.add_argument(
+        "--as", dest="format", choices=("adapter", "merged"), default="merged", help="the format (default: merged)"
+    )
+
+
+def run(arguments: Namespace) -> int:
+    """Export, and print where to."""
+    disable_progress_bar()
+    saved = find_saved_model(arguments.checkpoint)
+    print(export_model(saved, arguments.folder, format=arguments.format, **given_settings(arguments)))
+    return 0

@@ -1,0 +1,160 @@
+"""Watch a checkpoint in an environment turn by turn, or be the player or the environment yourself.
+
+    torchrl-llm play runs/first
+    torchrl-llm play runs/first --episodes 3 --json
+    torchrl-llm play --as player --env game:GuessTheNumber-v0-easy
+    torchrl-llm play runs/first --as environment
+
+The first episodes are those of `torchrl-llm eval` with the same seed. As the player you answer in the model's place. As the
+environment you write what follows each of the model's responses; the first message is the environment's. /exit, or the end of
+the input, ends.
+"""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable
+from typing import Any
+
+from torchrl_llm.arguments import ArgumentParser
+from torchrl_llm.cli._conversation import Conversation, text_of
+from torchrl_llm.cli._models import add_checkpoint, load
+from torchrl_llm.cli._terminal import Terminal
+from torchrl_llm.envs import GEMEnv
+from torchrl_llm.keys import StopReason
+from torchrl_llm.modules.engine import TurnRequest
+from torchrl_llm.options import ConfigError
+from torchrl_llm.trainers.cli import given_settings
+from torchrl_llm.trainers.saved import LoadedModel, environment_of, find_saved_model
+
+Answer = Callable[[GEMEnv], "list[int] | None"]
+"""The ids of the next response in slot 0; ``None``: there is none."""
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the checkpoint, who plays, and settings."""
+    add_checkpoint(parser, optional=True)
+    parser.add_argument(
+        "--as", dest="role", choices=("model", "player", "environment"), default="model", help="who you are (default: model, which you watch)"
+    )  # fmt: skip
+    parser.add_argument("--episodes", type=int, default=1, metavar="N", help="episodes (default: 1)")
+    parser.add_argument("--greedy", action="store_true", default=False, help="take the likeliest token")
+    parser.add_argument("--json", action="store_true", default=False, help="print each episode as a line of JSON")
+
+
+def run(arguments: Namespace) -> int:
+    """Play."""
+    if arguments.episodes < 1:
+        raise ConfigError(f"--episodes is {arguments.episodes}; expected an integer, at least 1.")
+    if arguments.role != "player" and arguments.checkpoint is None:
+        raise ConfigError("CHECKPOINT is missing: only --as player needs none.")
+    terminal = Terminal("play", stderr=arguments.json)
+    if arguments.role == "environment":
+        return _be_the_environment(terminal, arguments)
+    answer: Answer
+    if arguments.role == "player":
+        saved = find_saved_model(arguments.checkpoint or "tiny")
+        env = environment_of(saved.config(**given_settings(arguments), num_envs=1))
+        answer = _typed(terminal)
+    else:
+        loaded = load(arguments, num_envs=1)
+        env, answer = loaded.make_env(), _sampled(terminal, loaded, greedy=arguments.greedy)
+    try:
+        for index in range(arguments.episodes):
+            played = play(env, index, answer, terminal)
+            if arguments.json:
+                print(json.dumps(played), flush=True)
+            if not played["stop_reason"]:  # nobody answers any more
+                break
+    finally:
+        env.close()
+    return 0
+
+
+def play(env: GEMEnv, index: int, answer: Answer, terminal: Terminal) -> dict[str, Any]:
+    """One episode, shown while it is played.
+
+    Args:
+        env: of one slot.
+        index: of the task.
+        answer: gives the responses.
+        terminal: where it is shown.
+
+    Returns:
+        Its turns and its end, as JSON has them; ``stop_reason`` is empty if ``answer`` had no more responses.
+    """
+    env.start(0, index, env.open(0, index))
+    turns: list[dict[str, Any]] = []
+    _show_message(terminal, env)
+    while env.slots[0].live:
+        message, response = _message(env), answer(env)
+        if response is None:
+            return {"task": index, "turns": turns, "return": env.slots[0].total, "stop_reason": "", "success": False}
+        reply = env.answer(0, response)
+        env.advance(0, response, reply)
+        turns.append({"message": message, "response": env.formatter.decode(response), "reward": reply.reward})
+        terminal.show(f"reward {reply.reward:g}", style="green" if reply.reward > 0 else "dim")
+        _show_message(terminal, env)
+    slot = env.slots[0]
+    reason = slot.stop_reason.name.lower().replace("_", " ")
+    terminal.show(f"{reason} after {slot.turn} turn{'s' * (slot.turn != 1)}, return {slot.total:g}\n", style="bold")
+    success = slot.stop_reason == StopReason.WON
+    return {"task": index, "turns": turns, "return": slot.total, "stop_reason": reason, "success": success}
+
+
+def _message(env: GEMEnv) -> str:
+    """What the environment of the slot has said last."""
+    slot = env.slots[0]
+    return slot.envs[slot.task_spec.env_id].message
+
+
+def _show_message(terminal: Terminal, env: GEMEnv) -> None:
+    terminal.show(f"environment: {_message(env)}", style="cyan")
+
+
+def _sampled(terminal: Terminal, loaded: LoadedModel, *, greedy: bool) -> Answer:
+    """Responses of the model, shown while they are sampled."""
+
+    def answer(env: GEMEnv) -> list[int]:
+        slot, response = env.slots[0], list[int]()
+        # The ids of task and turn key the noise, as in an evaluation.
+        request = TurnRequest(0, env.context(0).copy(), slot.task_spec.episode_id, slot.turn, greedy)
+        terminal.show("model: ", end="")
+        terminal.stream(text_of(loaded.formatter, loaded.policy.stream(request), response))
+        return response
+
+    return answer
+
+
+def _typed(terminal: Terminal) -> Answer:
+    """Responses that are typed."""
+
+    def answer(env: GEMEnv) -> list[int] | None:
+        line = terminal.ask("you: ")
+        if line in (None, "/exit"):
+            return None
+        if not terminal.interactive:
+            terminal.show(f"you: {line}")
+        tokenizer = env.formatter.tokenizer
+        return [*tokenizer.encode(line, add_special_tokens=False), *env.formatter.end_of_turn_ids[:1]]
+
+    return answer
+
+
+def _be_the_environment(terminal: Terminal, arguments: Namespace) -> int:
+    if arguments.json:
+        raise ConfigError("--json does nothing with --as environment, which has no rewards: leave it out.")
+    loaded = load(arguments, num_envs=1)
+    conversation, env = Conversation(loaded, greedy=arguments.greedy), loaded.make_env()
+    try:
+        env.start(0, 0, env.open(0, 0))
+        _show_message(terminal, env)
+        message: str | None = _message(env)
+    finally:
+        env.close()
+    while message not in (None, "/exit"):
+        terminal.show("model: ", end="")
+        terminal.stream(conversation.reply(message))
+        message = terminal.ask("environment: ")
+    return 0

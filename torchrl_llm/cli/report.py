@@ -1,0 +1,33 @@
+"""Write the HTML report of a run: one file that needs no server and no network.
+
+torchrl-llm report runs/first
+torchrl-llm report runs/first --full
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from torchrl_llm.arguments import ArgumentParser
+from torchrl_llm.options import ConfigError
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the folder."""
+    parser.add_argument("folder", metavar="RUN", type=Path, help="the folder of the run")
+    parser.add_argument("--full", action="store_true", default=False, help="write everything that was recorded")
+
+
+def run(arguments: Namespace) -> int:
+    """Write, and print where to."""
+    if not arguments.folder.is_dir():
+        raise ConfigError(f"The run is '{arguments.folder}': there is no such folder.")
+    # Here, so that a wrong folder and --help need no PyTorch.
+    from torchrl_llm.report import write_report
+
+    try:
+        print(write_report(arguments.folder, full=arguments.full))
+    except FileNotFoundError as error:
+        raise ConfigError(str(error)) from error
+    return 0

@@ -1,0 +1,50 @@
+"""Train a language model in a multi-turn environment, evaluate it before and after, and write a report.
+
+    torchrl-llm train --config examples/configs/tiny_ppo_llm.yaml --output-dir runs/first
+    torchrl-llm train --config examples/configs/tiny_ppo_llm.yaml --output-dir runs/first --resume
+    accelerate launch --module torchrl_llm train --config examples/configs/ppo_llm.yaml
+
+The report goes to --output-dir: result.json, learning_curve.png, conversations_before.md, conversations_after.md, the
+metrics as CSV, and checkpoints whose weights PEFT and transformers load.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from functools import partial
+from typing import Any
+
+from transformers.utils.logging import disable_progress_bar
+
+from torchrl_llm.arguments import ArgumentParser
+from torchrl_llm.trainers.cli import USAGE, add_settings, run_config_of
+from torchrl_llm.trainers.report import run_and_report
+from torchrl_llm.trainers.run import build_run
+from torchrl_llm.trainers.schema import settings_schema
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the settings, and what is printed."""
+    parser.usage, parser.noun = USAGE, "setting"
+    parser.add_argument(
+        "--print_schema", action="store_true", default=False, help="print a JSON schema of the settings"
+    )
+    parser.add_argument("--json", action="store_true", default=False, help="print result.json, and all else to stderr")
+    add_settings(parser)
+
+
+def run(arguments: Namespace) -> int:
+    """Train, or print the schema."""
+    if arguments.print_schema:
+        print(json.dumps(settings_schema(), indent=2))
+        return 0
+    if not sys.stderr.isatty():  # a bar is for somebody who watches
+        vars(arguments).setdefault("progress", False)
+    config = run_config_of(arguments)
+    disable_progress_bar()  # transformers' own, for loading and saving: they break ours
+    say: dict[str, Any] = {"say": partial(print, file=sys.stderr, flush=True)} if arguments.json else {}
+    if run_and_report(config, partial(build_run, config), **say) and arguments.json:
+        print((config.output_dir / "result.json").read_text(), end="")
+    return 0

@@ -1,0 +1,168 @@
+"""A trained model as a folder for others, with a model card: :func:`export_model`."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from torchrl_llm.modules import weights
+from torchrl_llm.options import ConfigError
+from torchrl_llm.record.report import fenced
+from torchrl_llm.trainers.config import HOW_TO_RUN, RunConfig
+from torchrl_llm.trainers.run_folder import MARK
+from torchrl_llm.trainers.saved import SETTINGS, SavedModel, load_saved_model
+from torchrl_llm.trainers.settings_file import as_yaml, write_settings
+
+Format = Literal["adapter", "merged"]
+
+
+def export_model(saved: SavedModel, place: str | Path, *, format: Format, **changes: Any) -> Path:
+    """Write a trained model to a folder of its own: weights, tokenizer, settings (:data:`SETTINGS`) and ``README.md``.
+
+    Args:
+        saved: the model.
+        place: the folder; it may be there if it is empty. It is whole or not there.
+        format: ``"adapter"``, for PEFT; or ``"merged"``, one whole model for transformers and vLLM.
+        changes: settings that differ from those of the run while the adapter is merged, such as ``device``.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: the folder holds something, or the model has no adapter.
+        WeightsError: the files are damaged, or the adapter cannot be merged.
+    """
+    place = Path(place).expanduser().absolute()
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise ConfigError(f"{place} is there already: choose a folder that is not, or that is empty.")
+    if format == "adapter" and not saved.is_adapter:
+        raise ConfigError(f"{saved.path} holds a whole model (lora_r=0), and no adapter: export it as 'merged'.")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    stage = place.parent / f".{place.name}.stage-{uuid.uuid4().hex}"
+    try:
+        stage.mkdir()
+        _write_model(saved, stage, format, changes)
+        settings = {name: value for name, value in saved.settings.items() if name not in HOW_TO_RUN}
+        if settings:
+            write_settings(settings, stage / SETTINGS)
+        (stage / "README.md").write_text(model_card(saved, place.name, format=format), encoding="utf-8")
+        stage.replace(place)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+    return place
+
+
+def _write_model(saved: SavedModel, stage: Path, format: Format, changes: dict[str, Any]) -> None:
+    if format == "merged" and saved.is_adapter:
+        loaded = load_saved_model(saved, saved.config(**changes))
+        loaded.models.export_merged(stage, loaded.tokenizer)
+        return
+    config = saved.config(**changes)  # checks them, though nothing is loaded
+    # The tokenizer of an exported model lies beside its weights.
+    for folder in dict.fromkeys((saved.weights, Path(config.tokenizer_path or saved.weights))):
+        shutil.copytree(folder, stage, dirs_exist_ok=True)
+
+
+def model_card(saved: SavedModel, name: str, *, format: Format) -> str:
+    """The ``README.md`` of an exported model: what it was trained on, its results with intervals, and its settings.
+
+    Args:
+        saved: the model.
+        name: its heading.
+        format: how it is exported.
+    """
+    settings, base = saved.settings, _base_model(saved)
+    head: dict[str, Any] = {"library_name": "peft" if format == "adapter" else "transformers"}
+    head |= {"pipeline_tag": "text-generation", "tags": ["reinforcement-learning", "torchrl-llm"]}
+    if base is not None and base.count("/") == 1 and not Path(base).exists():  # the id of a hub
+        head["base_model"] = base
+    parts = [f"---\n{as_yaml(head)}---\n\n# {name}", _summary(saved, base)]
+    results = [*_results(saved)]
+    if results:
+        table = "| evaluation | win rate | 95 % interval |\n|---|---|---|\n" + "\n".join(results)
+        parts.append(f"## Results\n\nOn tasks with seeds that training did not use, sampled as in training.\n\n{table}")
+    parts.append(f"## Use\n\n{_usage(base, format)}")
+    if settings:
+        defaults = RunConfig().as_json()
+        other = {k: v for k, v in settings.items() if k not in HOW_TO_RUN and defaults.get(k) != v}
+        parts.append(
+            f"## Settings\n\nThose that differ from the defaults; all are in `{SETTINGS}`.\n\n{fenced(as_yaml(other))}"
+        )
+    if saved.metadata:
+        parts.append("## Versions\n\n" + fenced(as_yaml(saved.metadata["environment"]["versions"])))
+    return "\n\n".join(parts) + "\n"
+
+
+def _base_model(saved: SavedModel) -> str | None:
+    if saved.is_adapter and not saved.settings:
+        return weights.read_adapter(saved.weights).config.base_model_name_or_path
+    return saved.settings.get("model_path")
+
+
+def _summary(saved: SavedModel, base: str | None) -> str:
+    if not saved.settings:
+        return "A language model. It is not known how it was trained."
+    names = saved.settings["env_name"]
+    environments = ", ".join(f"`{name}`" for name in ([names] if isinstance(names, str) else names))
+    kind = f"LoRA of rank {saved.settings['lora_r']}" if saved.settings["lora_r"] else "all weights"
+    text = (
+        f"`{base}`, trained with {saved.settings['algo']} on {environments} over many turns ({kind}) by `torchrl_llm`."
+    )
+    if saved.metadata:
+        text += f" Weights after {saved.metadata['iteration']} iterations, {saved.metadata['steps']:,} turns."
+    return text
+
+
+def _usage(base: str | None, format: Format) -> str:
+    load = 'AutoModelForCausalLM.from_pretrained("THIS FOLDER")'
+    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", "", f"model = {load}"]
+    if format == "adapter":
+        base_model = f"AutoModelForCausalLM.from_pretrained({json.dumps(base)})"
+        lines[0:1] = ["from peft import PeftModel", lines[0]]
+        lines[-1] = f'model = PeftModel.from_pretrained({base_model}, "THIS FOLDER")'
+    lines.append('tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")')
+    return "```python\n" + "\n".join(lines) + "\n```"
+
+
+def _results(saved: SavedModel) -> Iterator[str]:
+    """The rows of the table of results: before training, in the run, and at its end, as far as they are of these weights."""
+    run = saved.path.parent.parent if saved.metadata else saved.path.parent
+    if not (run / MARK).is_file():
+        return
+    before, after = _read(run / "evaluation_before.json"), _read(run / "result.json")
+    if before:
+        yield _row(f"before training, {before['episodes']} episodes", before["success"], *before["success_ci95"])
+    held_out = [_logged(run, name, saved.metadata.get("steps")) for name in ("success", "success_low", "success_high")]
+    if None not in held_out:
+        yield _row(f"during training, {saved.settings['evaluation_episodes']} episodes", *held_out)
+    # A run's `merged` is of its end, and so is a checkpoint of its last iteration.
+    at_end = not saved.metadata or after.get("iterations") == saved.metadata["iteration"]
+    if at_end and after.get("success_ci95"):
+        yield _row(
+            f"after training, {saved.settings['final_episodes']} episodes",
+            after["success_after"],
+            *after["success_ci95"],
+        )
+
+
+def _row(what: str, *rates: float | None) -> str:
+    rate, low, high = (f"{value:.3f}" for value in rates)
+    return f"| {what} | {rate} | {low} to {high} |"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def _logged(run: Path, name: str, steps: int | None) -> float | None:
+    """A metric of the evaluation in the iteration that ended with this many turns; ``None``: there was none."""
+    path = run / "csv" / "scalars" / "evaluation" / f"{name}.csv"
+    if not path.is_file():
+        return None
+    with path.open(newline="") as file:
+        return next((float(value) for step, value in csv.reader(file) if int(step) == steps), None)

@@ -1,0 +1,218 @@
+"""Trained models in folders, read for use and not for training: :func:`find_saved_model`, :func:`load_saved_model`.
+
+A run is continued from its checkpoint by :mod:`torchrl_llm.trainers.checkpoint`. Here only the actor is loaded, with the
+settings that it was trained with, from what runs, exports or transformers have written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from torchrl_llm.envs import ChatFormatter, GEMEnv
+from torchrl_llm.modules import ActorCritic, HFPolicy, load_actor_critic, weights
+from torchrl_llm.options import ConfigError, nearest
+from torchrl_llm.tiny import tiny_model_path
+from torchrl_llm.trainers import build
+from torchrl_llm.trainers.checkpoint import CheckpointStore
+from torchrl_llm.trainers.checkpoint_files import verify
+from torchrl_llm.trainers.config import RunConfig, SamplingSettings, names_of
+from torchrl_llm.trainers.run import stock_env
+from torchrl_llm.trainers.run_folder import MARK
+from torchrl_llm.trainers.settings import EnvConfig
+from torchrl_llm.trainers.sources import load_tokenizer, model_path
+
+SETTINGS = "run_config.yaml"
+"""The settings of its run in the folder of an exported model."""
+
+USED = (
+    *(name for name in names_of(EnvConfig) if name != "adaptive_mixture"),  # of training, as it learns from results
+    *(*names_of(SamplingSettings), "seed", "dtype", "device", "attn_implementation", "trust_remote_code"),
+    *("quantization", "step_timeout", "env_threads", "max_faults"),
+)
+"""The settings that a trained model is used with; all others are of training."""
+
+# The device is of another machine, perhaps, and code that comes with a model is run where somebody says so.
+_NOT_KEPT = ("device", "trust_remote_code")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedModel:
+    """A trained model in a folder.
+
+    Attributes:
+        path: the checkpoint, or the folder of the model.
+        weights: the folder with an adapter in PEFT's format, or with a whole model in transformers'.
+        tokenizer: the folder with the tokenizer.
+        settings: those of the run that trained it, as JSON has them; empty: not known.
+        metadata: of a checkpoint: iteration, turns, success rate, versions; empty otherwise.
+    """
+
+    path: Path
+    weights: Path
+    tokenizer: Path
+    settings: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is an adapter on a base model, and not a whole model."""
+        return (self.weights / "adapter_config.json").is_file()
+
+    def config(self, **changes: Any) -> RunConfig:
+        """The settings to use the model with: those of its run, as far as they are not about training.
+
+        Args:
+            changes: settings of :data:`USED` that are to differ; and ``model_path``, for the base of an adapter.
+
+        Raises:
+            ConfigError: they contradict each other, or ``model_path`` is given for a whole model.
+        """
+        kept = {name: self.settings[name] for name in (*USED, "collector") if name in self.settings}
+        kept = {name: value for name, value in kept.items() if name not in _NOT_KEPT}
+        if "model_path" in changes and not self.is_adapter:
+            raise ConfigError(f"model_path does nothing with {self.path}, which holds a whole model: leave it out.")
+        base = {"model_path": str(self.weights), "lora_r": 0}
+        if self.is_adapter:
+            named = weights.read_adapter(self.weights).config.base_model_name_or_path
+            base = {"model_path": self.settings.get("model_path", named)}
+        else:
+            kept.pop("quantization", None)
+        return RunConfig(**{**base, "tokenizer_path": str(self.tokenizer), **kept, **changes})
+
+
+def find_saved_model(path: str | Path) -> SavedModel:
+    """The trained model in a folder.
+
+    Args:
+        path: a run's folder (its newest checkpoint counts), a checkpoint, or a folder with a model or an adapter, such as an
+            export or a run's ``merged``. ``"tiny"`` is the small model of the package.
+
+    Raises:
+        ConfigError: there is none.
+        CheckpointError: the checkpoint is damaged.
+
+    Examples:
+        >>> find_saved_model("tiny").config(env_name="game:Wordle-v0").env_name
+        'game:Wordle-v0'
+    """
+    given, path = path, tiny_model_path() if str(path) == "tiny" else Path(path).expanduser()
+    if not path.is_dir():
+        beside = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
+        raise ConfigError(f"The checkpoint is '{given}': there is no such folder.{nearest(path.name, beside)}")
+    if (path / MARK).is_file() or (path / "checkpoints").is_dir():
+        newest = CheckpointStore(path / "checkpoints", models=None).latest()
+        if newest is None:
+            raise ConfigError(f"{path} is the folder of a run without a checkpoint: train with save_checkpoints.")
+        return find_saved_model(newest)
+    if (path / "sums.json").is_file():
+        metadata = verify(path)["metadata"]
+        return SavedModel(
+            path=path,
+            weights=path / "actor",
+            tokenizer=path / "tokenizer",
+            settings=metadata["config"],
+            metadata=metadata,
+        )
+    if not weights.has_weights(path):
+        raise ConfigError(
+            f"{path} holds no checkpoint and no model: expected the folder of a run, a checkpoint, or a model in the format "
+            "of transformers or PEFT."
+        )
+    return SavedModel(path=path, weights=path, tokenizer=path, settings=_settings_beside(path))
+
+
+def _settings_beside(path: Path) -> dict[str, Any]:
+    """The settings of the run that an exported model is of; a run's own ``merged`` lies beside its settings."""
+    merged = path.name == "merged" and (path.parent / MARK).is_file()
+    file = path.parent / "config.yaml" if merged else path / SETTINGS
+    return RunConfig.from_yaml(file).as_json() if file.is_file() else {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedModel:
+    """A trained model that can be sampled from.
+
+    Attributes:
+        config: the settings that it is used with.
+        tokenizer: its tokenizer.
+        formatter: renders messages as in training.
+        models: the actor alone.
+        policy: samples with it.
+    """
+
+    config: RunConfig
+    tokenizer: Any
+    formatter: ChatFormatter
+    models: ActorCritic
+    policy: HFPolicy
+
+    def make_env(self) -> GEMEnv:
+        """An environment of the settings, with the tasks of a run's last evaluation."""
+        return environment_of(self.config, self.tokenizer)
+
+
+def environment_of(config: RunConfig, tokenizer: Any = None) -> GEMEnv:
+    """An environment of the settings, with the tasks of a run's last evaluation.
+
+    Args:
+        config: the settings.
+        tokenizer: the model's; ``None``: it is loaded.
+    """
+    return build.make_environment(config, tokenizer or load_tokenizer(config), stock_env(config), stream="test")
+
+
+def positions(config: RunConfig) -> int:
+    """The tokens that the model of the settings has positions for; where it does not say, ``config.max_model_len``."""
+    model = AutoConfig.from_pretrained(model_path(config), trust_remote_code=config.trust_remote_code)
+    return getattr(model.get_text_config(), "max_position_embeddings", None) or config.max_model_len
+
+
+def load_saved_model(saved: SavedModel, config: RunConfig) -> LoadedModel:
+    """Load a trained model; with the same settings it samples the same tokens as in its run.
+
+    Args:
+        saved: the model.
+        config: the settings to use it with, of :meth:`SavedModel.config`.
+
+    Raises:
+        ConfigError: tokenizer or base model cannot be found.
+        WeightsError: its files are damaged, or of another model.
+
+    Examples:
+        >>> from torchrl_llm.trainers import evaluate
+        >>> saved = find_saved_model("tiny")
+        >>> loaded = load_saved_model(saved, saved.config(device="cpu", max_output_tokens=16, num_envs=4))
+        >>> evaluate(loaded.make_env(), loaded.policy, 4).episodes
+        4
+    """
+    tokenizer = load_tokenizer(config)
+    formatter = ChatFormatter(
+        tokenizer,
+        template=config.template,
+        history=config.history,
+        system_prompt=config.system_prompt,
+        chat_template_kwargs=config.chat_template_kwargs,
+    )
+    sampling = build.make_sampling(config, formatter)
+    formatter.stop_ids = sampling.stop_ids or ()
+    models = load_actor_critic(
+        model_path(config),
+        tokenizer=tokenizer,
+        lora=weights.read_adapter(saved.weights).config if saved.is_adapter else None,
+        sampling=sampling,
+        dtype=config.dtype,
+        device=build.make_accelerator(config).device,
+        attn_implementation=config.attn_implementation,
+        trust_remote_code=config.trust_remote_code,
+        quantization=config.quantization,
+        share_prefixes=False,
+    )
+    if saved.is_adapter:
+        model: Any = models.model
+        weights.load_adapters(model, {"actor": saved.weights})
+    policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed)
+    return LoadedModel(config=config, tokenizer=tokenizer, formatter=formatter, models=models, policy=policy)

@@ -1,0 +1,71 @@
+"""The settings of a run as a JSON schema, for editors and checks of YAML files: :func:`settings_schema`."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from torchrl_llm.options import Range, describe, meanings, options_of
+from torchrl_llm.trainers.config import RunConfig, plain, shown_default
+
+_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "string", dict: "object"}
+
+
+def settings_schema() -> dict[str, Any]:
+    """The JSON schema (draft 7) of a YAML file of settings: types, ranges, choices, defaults and meanings.
+
+    Rules about two settings together are :class:`~torchrl_llm.trainers.RunConfig`'s; a schema does not have them.
+
+    Examples:
+        >>> settings_schema()["properties"]["epochs"]
+        {'description': 'Passes over each batch. Default: 1.', 'type': 'integer', 'minimum': 1, 'default': 1}
+    """
+    meaning, defaults = meanings(RunConfig), RunConfig().as_json()
+    properties = {
+        name: {"description": f"{plain(meaning[name])} Default: {shown_default(name)}.", **_schema(option.hint)}
+        | {"default": defaults[name]}
+        for name, option in options_of(RunConfig).items()
+    }
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Settings of a run of torchrl_llm",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+    }
+
+
+def _schema(hint: Any) -> dict[str, Any]:
+    """The schema of the values that fit an annotation (:func:`torchrl_llm.options.fits`)."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        limits = [_limits(limit) for limit in arguments[1:]]
+        return _schema(arguments[0]) | {name: value for limit in limits for name, value in limit.items()}
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [_schema(each) for each in arguments]}
+    if origin is Literal:
+        return {"enum": [*arguments]}
+    if origin is list or arguments[1:] == (...,):
+        return {"type": "array", "items": _schema(arguments[0])}
+    if origin is tuple:
+        items = [_schema(each) for each in arguments]
+        return {"type": "array", "items": items, "minItems": len(items), "maxItems": len(items)}
+    if hint is type(None):
+        return {"type": "null"}
+    kind = origin or hint
+    if kind not in _TYPES:
+        raise TypeError(
+            f"{describe(hint)} has no JSON schema; expected one of {[*_TYPES]}, or a union or list of them."
+        )
+    return {"type": _TYPES[kind]}
+
+
+def _limits(limit: Range) -> dict[str, float]:
+    """An interval in the words of a schema. An infinite end has none: JSON has no such number."""
+    low, high = (float(each) if "." in each else each for each in limit.interval[1:-1].split(", "))
+    ends = {
+        ("minimum" if limit.interval[0] == "[" else "exclusiveMinimum"): low,
+        ("maximum" if limit.interval[-1] == "]" else "exclusiveMaximum"): high,
+    }
+    return {name: int(value) if isinstance(value, str) else value for name, value in ends.items() if value != "inf"}

@@ -1,0 +1,135 @@
+"""Settings in YAML: read by the annotations of a class's options, and written so that they are read as the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from torchrl_llm.options import ConfigError, Option, check_value, fits, nearest
+
+
+class Loader(yaml.SafeLoader):
+    """Scalars of YAML 1.2's core schema, decimal only.
+
+    PyYAML reads YAML 1.1, where ``1e-3`` and ``no`` are something else than they look like, ``010`` is 8, ``1:30`` is 90
+    and ``2026-01-01`` is a date. Here ``1e-3`` is a number and ``010`` is 10; ``no``, ``1:30`` and ``0x10`` are text.
+    """
+
+
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag.rpartition(":")[2] in ("null", "merge")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?\d+$"), list("-+0123456789"))
+Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
+_NUMBER = r"[-+]?(\d+\.?\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
+Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"^({_NUMBER})$"), list("-+.0123456789"))
+Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile(r"^(true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that YAML 1.1 or :class:`Loader` would read as something else."""
+
+
+_Dumper.yaml_implicit_resolvers = {
+    first: [*yaml.SafeDumper.yaml_implicit_resolvers.get(first, []), *Loader.yaml_implicit_resolvers.get(first, [])]
+    for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *Loader.yaml_implicit_resolvers}
+}
+
+
+def read_settings(path: Path, known: Mapping[str, Option]) -> Iterator[tuple[str, Any]]:
+    """The settings of a YAML file, one by one.
+
+    Args:
+        path: the file.
+        known: the settings that there are, with their annotations.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line is wrong; the message names the line.
+    """
+    root = _composed(path)
+    if root is None:
+        return
+    if not isinstance(root, yaml.MappingNode):
+        raise ConfigError(f"{path}: expected lines of the form 'field: value'.")
+    seen: set[str] = set()
+    for key, node in root.value:
+        where = f"{path}, line {key.start_mark.line + 1}:"
+        if key.value not in known:
+            raise ConfigError(f"{where} {key.value} is no setting.{nearest(str(key.value), [*known])}")
+        if key.value in seen:
+            raise ConfigError(f"{where} {key.value} is given twice.")
+        seen.add(key.value)
+        yield key.value, _value(f"{where} {key.value}", node, node.value, known[key.value].hint)
+
+
+def _composed(path: Path) -> yaml.Node | None:
+    try:
+        return yaml.compose(path.read_text(encoding="utf-8"), Loader)
+    except OSError as error:
+        raise ConfigError(f"The settings file '{path}' cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: this is no text in UTF-8: {error.reason} at byte {error.start}.") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{path}, line {line}: this is no YAML, {error.problem}.") from error
+    except yaml.YAMLError as error:  # of a character that YAML forbids
+        raise ConfigError(f"{path}: this is no YAML, {' '.join(str(error).split())}.") from error
+
+
+def read_value(name: str, text: str, hint: Any) -> Any:
+    """The value that a text spells in YAML; the text itself, if it is no YAML or the annotation takes only text.
+
+    Args:
+        name: for the error.
+        text: such as ``"1e-3"`` or ``"[0.2, 0.3]"``.
+        hint: the annotation.
+
+    Raises:
+        ConfigError: the value does not fit the annotation.
+
+    Examples:
+        >>> read_value("lr", "1e-3", float), read_value("names", "[a, b]", list[str]), read_value("name", "7", str)
+        (0.001, ['a', 'b'], '7')
+    """
+    try:
+        return _value(name, yaml.compose(text, Loader), text, hint)
+    except yaml.YAMLError:  # such as an open bracket
+        return text
+
+
+def _value(name: str, node: yaml.Node | None, text: Any, hint: Any) -> Any:
+    loader = Loader("")
+    try:
+        value = text if node is None else loader.construct_document(node)
+    finally:
+        loader.dispose()
+    if isinstance(text, str) and (isinstance(value, str) or (not fits(value, hint) and fits(text, hint))):
+        value = text
+    if isinstance(value, float) and value.is_integer() and not fits(value, hint) and fits(int(value), hint):
+        value = int(value)  # 1e5
+    check_value(name, value, hint)
+    return value
+
+
+def write_settings(settings: Mapping[str, Any], path: Path) -> None:
+    """Write settings to a YAML file; an older one is replaced atomically."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_text(as_yaml(settings), encoding="utf-8")
+    new.replace(path)
+
+
+def as_yaml(settings: Mapping[str, Any]) -> str:
+    """Settings as the text of a YAML file.
+
+    Examples:
+        >>> as_yaml({"lr_actor": 1e-5, "wandb_project": "1e5"})
+        "lr_actor: 1.0e-05\\nwandb_project: '1e5'\\n"
+    """
+    return yaml.dump(dict(settings), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
