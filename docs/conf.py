@@ -113,15 +113,10 @@ PACKAGES = {
     "objectives": ("functional",),
     "collectors": (),
     "weight_update": (),
-<<<<<<< HEAD
-    "trainers": ("base", "resume", "run_folder", "run_info", "saving", "update"),
+    "trainers": ("base", "resume", "run_folder", "run_info", "saved", "saving", "update"),
     "record": ("health", "pieces", "recording", "report"),
     "report": ("curves", "episodes", "run_files"),
-=======
-    "trainers": ("base", "resume", "run_folder", "saved", "saving", "update"),
-    "record": ("report",),
     "cli": (),
->>>>>>> cli
     "testing": ("enumerable", "environments", "policies", "probes", "simulation", "tiny", "tokenizers", "worlds"),
 }
 """Each package of the library, and its modules that are documented by themselves."""

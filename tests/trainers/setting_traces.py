@@ -18,6 +18,7 @@ from small_runs import ALGORITHMS, weights
 
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.objectives import ReBN
+from torchrl_llm.record.recording import read_recording
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 from torchrl_llm.trainers import RunConfig, build, build_run, loggers
 
@@ -255,6 +256,12 @@ def fresh_state(config: RunConfig, env: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AcceleratorState, "_shared_state", {})
         return trained(config, env)
+
+
+def recorded(config: RunConfig, env: Any) -> Any:
+    """The episodes of each recording."""
+    trained(config, env)
+    return {path.name: read_recording(path).episodes for path in config.output_dir.glob("rollouts/*")}
 
 
 def placed(config: RunConfig, env: Any) -> Any:

@@ -233,7 +233,7 @@ LAW: dict[str, list[Case]] = {
     "wandb_project": [works("mine", wandb=True, run=logged), idle("mine")],
     "progress": [works(True, run=built)],
     "record_interval": [works(0)],
-    "record_tasks": [works(1, run=recorded), idle(2, record_interval=0)],
+    "record_tasks": [works(1, run=recorded, batch_size=16), idle(2, record_interval=0)],
     "record_megabytes": [works(1e-3, max_iterations=3, record_interval=1), idle(1.0, record_interval=0)],
 }  # fmt: skip
 

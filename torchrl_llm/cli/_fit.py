@@ -74,7 +74,7 @@ def _engine(config: RunConfig) -> Iterator[Finding]:
     for package, needs in needed.items():
         if needs:
             yield check_extra(package, package)
-    yield check_extra("examples", "matplotlib")  # for the learning curve
+    yield check_extra("report", "matplotlib")  # for the learning curves
 
 
 def _checked_model(config: RunConfig, tokenizer: Any) -> Any:

@@ -13,7 +13,8 @@ from typing import Any
 
 from torchrl_llm.arguments import ArgumentParser
 from torchrl_llm.options import ConfigError, IdleError, describe, meanings, options_of
-from torchrl_llm.trainers.config import RunConfig, plain, settings_by_part, shown_default
+from torchrl_llm.trainers.config import RunConfig, shown_default
+from torchrl_llm.trainers.schema import plain, settings_by_part
 from torchrl_llm.trainers.settings_file import read_settings, read_value
 
 

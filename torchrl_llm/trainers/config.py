@@ -6,9 +6,7 @@ A YAML file and the command line of ``examples/multiturn.py`` have exactly the n
 
 from __future__ import annotations
 
-import inspect
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import cache
@@ -134,33 +132,6 @@ def shown_default(name: str, algo: Algorithm | None = None) -> str:
     if len(algorithms) == 1:
         return next(iter(algorithms))
     return ", ".join(f"{default} ({', '.join(algos)})" for default, algos in algorithms.items())
-
-
-def plain(docstring: str) -> str:
-    """A docstring as text for a terminal: without the marks of reStructuredText.
-
-    Examples:
-        >>> plain("What :class:`~torchrl_llm.trainers.LLMTrainer` reads (``seed``).")
-        'What LLMTrainer reads (seed).'
-    """
-    return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", docstring).replace("``", "")
-
-
-def settings_by_part() -> dict[str, tuple[str, ...]]:
-    """The settings by the part that owns them: the first sentence of its docstring -> names.
-
-    Examples:
-        >>> settings_by_part()["AdamW"]
-        ('lr_actor', 'lr_critic', 'weight_decay', 'adam_beta2')
-    """
-    parts: dict[str, tuple[str, ...]] = {}
-    for part in reversed(RunConfig.__mro__):
-        # Named tuples and other bases own no settings; a part that inherits another has its own fields only here.
-        own = tuple(name for name in vars(part).get("__annotations__", {}) if name in options_of(RunConfig))
-        if own:
-            title = plain(inspect.getdoc(part) or "").partition("\n")[0].partition(". ")[0].rstrip(".")
-            parts[title] = (*parts.get(title, ()), *own)
-    return parts
 
 
 _FOR_THIS_START = ("resume", "resume_from", "accept_changes", "overwrite")

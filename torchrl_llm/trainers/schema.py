@@ -1,15 +1,44 @@
-"""The settings of a run as a JSON schema, for editors and checks of YAML files: :func:`settings_schema`."""
+"""The settings of a run described: by part for ``--help``, and as a JSON schema for editors and checks of YAML files."""
 
 from __future__ import annotations
 
+import inspect
+import re
 import types
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from torchrl_llm.options import Range, describe, meanings, options_of
-from torchrl_llm.trainers.config import RunConfig, plain, shown_default
+from torchrl_llm.trainers.config import RunConfig, shown_default
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "string", dict: "object"}
+
+
+def plain(docstring: str) -> str:
+    """A docstring as text for a terminal: without the marks of reStructuredText.
+
+    Examples:
+        >>> plain("What :class:`~torchrl_llm.trainers.LLMTrainer` reads (``seed``).")
+        'What LLMTrainer reads (seed).'
+    """
+    return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", docstring).replace("``", "")
+
+
+def settings_by_part() -> dict[str, tuple[str, ...]]:
+    """The settings by the part that owns them: the first sentence of its docstring -> names.
+
+    Examples:
+        >>> settings_by_part()["AdamW"]
+        ('lr_actor', 'lr_critic', 'weight_decay', 'adam_beta2')
+    """
+    parts: dict[str, tuple[str, ...]] = {}
+    for part in reversed(RunConfig.__mro__):
+        # Named tuples and other bases own no settings; a part that inherits another has its own fields only here.
+        own = tuple(name for name in vars(part).get("__annotations__", {}) if name in options_of(RunConfig))
+        if own:
+            title = plain(inspect.getdoc(part) or "").partition("\n")[0].partition(". ")[0].rstrip(".")
+            parts[title] = (*parts.get(title, ()), *own)
+    return parts
 
 
 def settings_schema() -> dict[str, Any]:
