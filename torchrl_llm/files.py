@@ -1,4 +1,4 @@
-"""Text files that are whole at every moment: :func:`write_text`."""
+"""Files that are whole at every moment: :func:`write_text`, :func:`write_bytes`."""
 
 from __future__ import annotations
 
@@ -19,8 +19,18 @@ def write_text(path: str | Path, text: str) -> None:
         ...     [(file.name, file.read_text()) for file in Path(folder).iterdir()]
         [('id', '7')]
     """
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Write a file as :func:`write_text` does.
+
+    Args:
+        path: the file, in a folder that exists; an older one is replaced.
+        data: the whole content.
+    """
     path = Path(path)
     # Beside it, because only within a file system a rename replaces a file at once.
     new = path.with_name(f".{path.name}.new")
-    new.write_text(text, encoding="utf-8")
+    new.write_bytes(data)
     new.replace(path)

@@ -21,6 +21,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_llm import keys
+from torchrl_llm.files import write_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -111,9 +112,7 @@ def write_recording(path: Path, arrays: Mapping[str, Tensor], **about: Any) -> N
     # ASCII: lone surrogates, which stand for parts of a character, are no UTF-8.
     metadata = {"torchrl_llm": json.dumps({"format": FORMAT, **about})}
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = path.with_name(f".{path.name}.new")
-    new.write_bytes(save(dict(arrays), metadata))
-    new.replace(path)
+    write_bytes(path, save(dict(arrays), metadata))
 
 
 def read_recording(path: Path) -> Recording:

@@ -9,6 +9,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_llm import keys
+from torchrl_llm.files import write_bytes, write_text
 from torchrl_llm.segments import Segments
 
 if TYPE_CHECKING:
@@ -125,7 +127,9 @@ def plot_learning_curve(
     history: Sequence[Mapping[str, float]], path: Path, *, title: str, before: Mapping[str, float] | None = None
 ) -> None:
     """Write the plot of :func:`draw_learning_curve` to ``path``, a ``.png`` file."""
-    draw_learning_curve(history, title=title, before=before).savefig(path, dpi=130)
+    drawn = BytesIO()
+    draw_learning_curve(history, title=title, before=before).savefig(drawn, format="png", dpi=130)
+    write_bytes(path, drawn.getvalue())
 
 
 def draw_learning_curve(
@@ -173,7 +177,5 @@ def write_json(result: Mapping[str, Any], path: Path) -> None:
             return [clean(entry) for entry in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    new = path.with_name(f".{path.name}.new")
     # allow_nan=False: by default json writes NaN, which is no JSON and which other readers refuse.
-    new.write_text(json.dumps(clean(result), indent=2, allow_nan=False, default=str) + "\n")
-    new.replace(path)
+    write_text(path, json.dumps(clean(result), indent=2, allow_nan=False, default=str) + "\n")

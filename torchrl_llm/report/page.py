@@ -14,6 +14,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from torchrl_llm.files import write_text
 from torchrl_llm.record.recording import Recording
 from torchrl_llm.report import summary
 from torchrl_llm.report.curves import as_metrics, draw_curves
@@ -54,9 +55,7 @@ def write_report(folder: str | Path, *, full: bool = False) -> Path:
     page = _Page(files)
     page.add_groups(None if full else LIMIT)
     path = folder / NAME
-    new = path.with_name(f".{NAME}.new")
-    new.write_text(page.render(), encoding="utf-8")
-    new.replace(path)
+    write_text(path, page.render())
     return path
 
 

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchrl_llm.files import write_text
 from torchrl_llm.interrupts import Interrupted, catch_signals, interruptible
 from torchrl_llm.record.recording import Kind
 from torchrl_llm.record.report import comparison_table, episodes_text, plot_learning_curve, write_json
@@ -171,7 +172,7 @@ def _peak_rss_mb() -> int | None:
 def _write_episodes(run: Run, evaluation: Evaluation, when: Kind) -> None:
     kwargs = run.config.chat_template_kwargs
     text = episodes_text(evaluation.rows, run.tokenizer, count=_COUNT, chat_template_kwargs=kwargs)
-    (run.config.output_dir / f"conversations_{when}.md").write_text(f"# Conversations {when} training\n\n{text}")
+    write_text(run.config.output_dir / f"conversations_{when}.md", f"# Conversations {when} training\n\n{text}")
     if run.recorder is not None:
         run.recorder.record_evaluation(run.trainer, evaluation.rows, when)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from torchrl_llm.files import write_text
 from torchrl_llm.options import ConfigError, Option, check_value, fits, nearest
 
 
@@ -120,9 +121,7 @@ def _value(name: str, node: yaml.Node | None, text: Any, hint: Any) -> Any:
 
 def write_settings(settings: Mapping[str, Any], path: Path) -> None:
     """Write settings to a YAML file; an older one is replaced atomically."""
-    new = path.with_name(f".{path.name}.new")
-    new.write_text(as_yaml(settings), encoding="utf-8")
-    new.replace(path)
+    write_text(path, as_yaml(settings))
 
 
 def as_yaml(settings: Mapping[str, Any]) -> str:
