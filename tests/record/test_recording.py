@@ -156,3 +156,10 @@ class TestPieces:
                 return {1: "\u2581the", 2: "<0xC3>", 3: None}[token]
 
         assert TokenTexts(Sentence()).of([1, 2, 3]) == {1: " the", 2: "\udcc3", 3: "x"}
+
+
+def test_large_numbers_of_keys_of_ones_own_are_kept(monkeypatch):
+    spec = keys.KeySpec(name="mine", axis="row", dtype=torch.int64, fill=0, writer="environment", meaning="mine")
+    monkeypatch.setitem(keys.ROW_VIEW, "mine", spec)
+    found = trimmed(rows().set("mine", torch.tensor([2**40 + 5, -1])))["mine"]
+    assert found.tolist() == [2**40 + 5, -1]

@@ -204,6 +204,19 @@ class TestUntrusted:
 
 
 class TestMissingPieces:
+    def test_a_run_that_diverged_still_has_a_page(self, tmp_path):
+        rows = made_rows()
+        rows[keys.TURN_VALUE][0, 0], rows[keys.TURN_ADVANTAGE][0, 0] = torch.nan, torch.inf
+        rows[keys.ADVANTAGE][0] = torch.nan
+        write_rows(tmp_path, rows)
+        # Not json's own NaN, which JavaScript does not read.
+        lanes = json.loads(
+            block_of(write_report(tmp_path).read_text(), "index"), parse_constant=lambda name: pytest.fail(name)
+        )["groups"][0]["episodes"][0]["lanes"]
+        assert lanes["value"][0] is None
+        assert lanes["advantage"][0] is None
+        assert lanes["value"][1] is not None
+
     @pytest.mark.parametrize("name", ["none", "file"])
     def test_no_folder(self, tmp_path, name):
         (tmp_path / "file").write_text("")

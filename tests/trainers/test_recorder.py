@@ -168,7 +168,7 @@ def test_an_interrupted_run_keeps_its_last_iteration_and_says_what_it_lacks(tmp_
         build_run(config, callbacks=[Stops(3)]).trainer.train()
     first, last = map(read_recording, recordings(config).values())
     assert (first.iteration, first.missing, last.iteration) == (1, {}, 3)
-    assert last.missing["entropy"] == "the run was interrupted before these rows were scored"
+    assert last.missing["entropy"] == "the run ended before these rows were scored"
     assert "log_prob" in first.arrays
     assert "log_prob" not in last.arrays
 
@@ -212,6 +212,15 @@ class TestRunAndReport:
         build_run(small_config(tmp_path, max_iterations=2, overwrite=True)).trainer.train()
         assert list(recordings(config)) == names(1, 2)
         assert (config.output_dir / "previous-1" / "rollouts" / f"{names(1)[0]}.safetensors").exists()
+
+    def test_a_run_that_is_kept_aside_keeps_its_recordings(self, tmp_path):
+        saved = {"save_checkpoints": True, "checkpoint_interval": 1, "record_interval": 1, "keep_checkpoints": 9}
+        config = small_config(tmp_path, max_iterations=3, **saved)
+        build_run(config).trainer.train()
+        first = sorted((config.output_dir / "checkpoints").glob("checkpoint-*"))[0]
+        build_run(small_config(tmp_path, max_iterations=3, **saved, resume_from=first)).trainer.train()
+        aside = config.output_dir / "previous-1" / "rollouts"
+        assert sorted(path.stem for path in aside.iterdir()) == names(1, 2, 3)
 
     def test_it_can_be_written_again_without_the_run(self, tmp_path):
         config = small_config(tmp_path, max_iterations=1)

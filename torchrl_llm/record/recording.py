@@ -98,7 +98,9 @@ def trimmed(rows: TensorDictBase) -> dict[str, Tensor]:
 def _narrow(name: keys.NestedKey, value: Tensor) -> Tensor:
     if value.is_floating_point():
         return value.to(torch.float32).contiguous()
-    return (value if value.dtype == torch.bool or name in _ID_KEYS else value.to(torch.int32)).contiguous()
+    # Keys of the user's own may have larger numbers than tokens and turns.
+    wide = name in _ID_KEYS or (value.dtype == torch.int64 and value.numel() > 0 and int(value.abs().max()) >= 2**31)
+    return (value if value.dtype == torch.bool or wide else value.to(torch.int32)).contiguous()
 
 
 def write_recording(path: Path, arrays: Mapping[str, Tensor], **about: Any) -> None:

@@ -90,7 +90,8 @@ def draw_curves(history: Sequence[Mapping[str, float]], before: Mapping[str, flo
     """
     if find_spec("matplotlib") is None or not history:
         return []
-    shown = [panel for panel in PANELS if any(metrics.get(name) for name in panel.metrics for metrics in history)]
+    named = ((panel, (*panel.metrics, *([panel.held_out] if panel.held_out else []))) for panel in PANELS)
+    shown = [panel for panel, names in named if any(metrics.get(name) for name in names for metrics in history)]
     return [(panel.title, _draw(panel, history, before)) for panel in shown]
 
 

@@ -7,6 +7,7 @@ writes a group as a compressed block that the page inflates when it is looked at
 from __future__ import annotations
 
 import base64
+import math
 import re
 import zlib
 from collections.abc import Iterator
@@ -64,7 +65,7 @@ def token_values(recording: Recording) -> tuple[dict[str, Floats], dict[str, str
     return found, missing
 
 
-def turn_lanes(recording: Recording, row: int) -> dict[str, list[float]]:
+def turn_lanes(recording: Recording, row: int) -> dict[str, list[float | None]]:
     """The lanes of an episode, a number a turn: reward, return to go, and with credit value, advantage and TD error.
 
     The return to go is discounted by the run's gamma and has no bootstrap; the TD error is ``r + gamma V' - V``, where ``V'`` is
@@ -92,9 +93,9 @@ def _discounted(reward: Floats, gamma: float) -> Floats:
     return returns
 
 
-def _short(value: float) -> float:
-    """Four digits: the lanes are read, not computed with."""
-    return float(f"{value:.4g}")
+def _short(value: float) -> float | None:
+    """Four digits: the lanes are read, not computed with. ``None`` for what is no number: JSON has none for it."""
+    return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
 def spans(recording: Recording, row: int) -> list[list[int]]:
@@ -210,7 +211,7 @@ class GroupEncoder:
         }
 
 
-def quantized(values: Floats, *, signed: bool) -> tuple[npt.NDArray[np.uint8], list[float]]:
+def quantized(values: Floats, *, signed: bool) -> tuple[npt.NDArray[np.uint8], list[float | None]]:
     """Numbers as bytes 1 to 255, evenly from the smallest to the largest; 0 for what is no number.
 
     Args:

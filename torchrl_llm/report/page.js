@@ -84,7 +84,10 @@ function prepare() {
 }
 
 const largest = (values) => (values || []).reduce((most, value) => Math.max(most, Math.abs(value)), 0);
-const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : NaN);
+const mean = (values) => { // null is what was no number
+  const known = values.filter((value) => value !== null);
+  return known.length ? known.reduce((sum, value) => sum + value, 0) / known.length : NaN;
+};
 
 // ---------------------------------------------------------------- elements
 
@@ -301,7 +304,7 @@ async function openEpisode(number_, { keepHash = false } = {}) {
   place.replaceChildren(...parts);
   for (const button of view("episodes").querySelectorAll("[data-episode]")) {
     const here = Number(button.dataset.episode) === number_;
-    button.toggleAttribute("aria-current", here);
+    if (here) button.setAttribute("aria-current", "true"); else button.removeAttribute("aria-current");
     if (here) button.scrollIntoView({ block: "nearest" });
   }
   if (!keepHash) history.replaceState(null, "", `#episodes/${number_}`);

@@ -113,7 +113,7 @@ class _Page:
             script=script,
             style=style,
             script_hash=f"sha256-{digest}",
-            index=compressed(json.dumps(self._index()).encode()),
+            index=compressed(json.dumps(self._index(), allow_nan=False).encode()),
             blocks=[block for _, block in self.groups],
             **self._summary(),
         )

@@ -77,23 +77,25 @@ class RolloutRecorder(Callback):
     def _recorded_tasks(self) -> list[int]:
         """The tasks of the evaluation before training and of the first recording, which the others follow."""
         tasks: list[int] = []
-        for path in (self.folder.file("before"), self.folder.file("training", 1)):
-            if path.exists():
-                try:
-                    recording = read_recording(path)
-                except RecordingError as error:
-                    logger.warning("%s", error)
-                else:
-                    name = "task_id" if "task_id" in recording.arrays else "group_id"
-                    tasks += recording.arrays[name].tolist()
+        before = self.folder.file("before")
+        for path in [*([before] if before.exists() else []), *list(self.folder.training().values())[:1]]:
+            try:
+                recording = read_recording(path)
+            except RecordingError as error:
+                logger.warning("%s", error)
+            else:
+                name = "task_id" if "task_id" in recording.arrays else "group_id"
+                tasks += recording.arrays[name].tolist()
         return list(dict.fromkeys(tasks))
 
     def on_batch(self, trainer: Any, rows: TensorDictBase, metrics: dict[str, float]) -> None:
-        if trainer.distributed.is_main:
+        # A process without rows of its own has copies without turns, to stay in step with the others.
+        rows = rows[rows[keys.TURN_MASK].any(-1)]
+        if trainer.distributed.is_main and len(rows):
             # Half of a batch: the scoring pass of all of it would be felt where batches are small.
             chosen = choose_rows(rows, self.tasks, self._followed, most=len(rows) // 2)
-            # A copy: the update writes into the rows.
-            self._rows, self._weights = rows[chosen].clone(), {}
+            # A copy: the update writes into the rows. Without what the old weights scored under the names of the new ones.
+            self._rows, self._weights = rows[chosen].exclude(*_NEW).clone(), {}
 
     def on_minibatch(self, trainer: Any, rows: TensorDictBase, metrics: dict[str, Tensor]) -> None:
         if self._rows is None or len(self._weights) == len(self._rows):
@@ -111,7 +113,7 @@ class RolloutRecorder(Callback):
         self._write_weights(rows)
         about = self._about(trainer, "training", _gamma(trainer))
         if self.folder.is_due(trainer.iteration) or trainer.stop_reason is not None:
-            missing = score_after_update(trainer, rows)
+            missing = self._scored(trainer, rows)
             self._write(trimmed_with_clip(rows), about | {"missing": missing})
         else:
             self._unwritten = trimmed(rows), about
@@ -124,7 +126,7 @@ class RolloutRecorder(Callback):
         if self._unwritten is not None:
             arrays, about = self._unwritten
             # Not scored now: an error may have ended the run within an update, whose weights are those of no iteration.
-            missing = dict.fromkeys(_NEW, "the run was interrupted before these rows were scored")
+            missing = dict.fromkeys(_NEW, "the run ended before these rows were scored")
             self._write(arrays, about | {"missing": missing})
         self._rows = self._unwritten = None
 
@@ -144,10 +146,22 @@ class RolloutRecorder(Callback):
         about = {"kind": kind, "iteration": trainer.iteration, "steps": trainer.steps, "gamma": gamma}
         return about | {"env_names": list(trainer.env_names), "missing": {}}
 
+    @staticmethod
+    def _scored(trainer: Any, rows: TensorDictBase) -> dict[str, str]:
+        try:
+            return score_after_update(trainer, rows)
+        except torch.OutOfMemoryError:  # an update of micro-batches may just fit; a look at it must not end the run
+            logger.warning("no memory was left to score the recorded episodes of iteration %d", trainer.iteration)
+            return dict.fromkeys(_NEW, "no memory was left for the scoring pass")
+
     def _write(self, arrays: dict[str, Tensor], about: dict[str, Any]) -> None:
         tokens = arrays["tokens"][arrays["attention_mask"]].unique().tolist()
-        self.folder.write(arrays, **about, pieces=self._texts.of(tokens))
-        if not self._followed:
+        try:
+            self.folder.write(arrays, **about, pieces=self._texts.of(tokens))
+        except OSError:  # such as a full disk: what is lost is a look at the run, and not the run
+            logger.exception("the episodes of iteration %d could not be recorded", about["iteration"])
+        # Held-out tasks first, and with the first batch its own.
+        if about["kind"] == "before" or [about["iteration"]] == [*self.folder.training()]:
             self._followed = self._recorded_tasks()
 
     def _write_weights(self, rows: TensorDictBase) -> None:

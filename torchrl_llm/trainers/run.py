@@ -225,9 +225,10 @@ def _build(
     shard = {"worker": distributed.rank, "num_workers": distributed.world_size} if distributed.world_size > 1 else {}
     make_env = partial(build.make_environment, config, tokenizer, make_env or stock_env(config, env), **shard)
     make_train_env = partial(make_env, stream="train", group_size=config.group_size)
-    train_env, evaluation_env = make_train_env(), make_env(stream="eval")
-    for each in (train_env, evaluation_env):
-        opened.callback(each.close, raise_if_closed=False)
+    train_env = make_train_env()
+    opened.callback(train_env.close, raise_if_closed=False)
+    evaluation_env = make_env(stream="eval")
+    opened.callback(evaluation_env.close, raise_if_closed=False)
     given = [name for name in ("adaptive_mixture", "env_weights") if getattr(config, name)]
     if given and train_env.task_sampler.mixture_size < 2:
         raise ConfigError(

@@ -72,7 +72,12 @@ _MERGED = (
 _FILES = (
     *("csv/scalars/*/*.csv", "csv/texts/hparams[0-9]*.txt", "tensorboard/**/events.out.tfevents.*", "wandb_id"),
     *("config.yaml", "run.json", *(f"merged/{name}.json" for name in _MERGED), *_REPORT),
-    *("rollouts/*.safetensors", "merged/model*.safetensors", "merged/chat_template.jinja"),
+    *(
+        "rollouts/*.safetensors",
+        "rollouts/.*.safetensors.new",
+        "merged/model*.safetensors",
+        "merged/chat_template.jinja",
+    ),
 )
 """The files in these folders, without those of checkpoints, which list theirs. Other files stay, W&B's own among them."""
 
@@ -254,15 +259,15 @@ class RunFolder:
         return [path for path in sorted(self.path.glob("previous-*")) if _state(path) == state]
 
     def _move(self, items: Sequence[Path], state: str, why: str) -> Path:
-        """Move ``items`` of the run to a new folder beside it; if they are not all of it, the metrics are copied there."""
+        """Move ``items`` of the run to a new folder beside it; if they are not all of it, metrics and recordings are copied there."""
         found = [path for folder in (self.path, self.checkpoints.directory) for path in folder.glob("previous-*")]
         numbers = [int(path.name[9:]) for path in found if path.name[9:].isdigit()]
         aside = self.path / f"previous-{max(numbers, default=0) + 1}"
         aside.mkdir()
         _write_mark(aside, _MOVING)
-        csv = self.path / "csv"
-        if csv.is_dir() and csv not in items:
-            shutil.copytree(csv, aside / "csv")
+        for own in (self.path / "csv", self.path / "rollouts"):
+            if own.is_dir() and own not in items:
+                shutil.copytree(own, aside / own.name)
         for item in self._beside(aside, items):
             place = aside / item.relative_to(self.path)
             place.parent.mkdir(exist_ok=True)

@@ -314,9 +314,9 @@ class LLMTrainer(TrainerBase):
         try:
             yield
         finally:
-            # Each ends, whatever the others raise.
+            # Each ends, whatever the others raise; the first, which may hold the folder that the others write to, as the last.
             with ExitStack() as last_to_first:
-                for callback in reversed(self.callbacks):
+                for callback in self.callbacks:
                     last_to_first.callback(callback.on_end, self)
 
     def close(self) -> None:
