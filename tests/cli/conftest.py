@@ -3,15 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from command_runs import command
-
-SMALL = (
-    *("--model-path=tiny", "--dtype=float32", "--device=cpu", "--algo=LLMREINFORCE", "--lora-r=4", "--lr-actor=1e-2"),
-    *("--env-name=game:GuessTheNumber-v0-easy", "--max-model-len=256", "--max-output-tokens=16", "--num-envs=8"),
-    *("--batch-size=8", "--max-iterations=2", "--final-episodes=16", "--evaluation-episodes=8", "--kl-coeff=0.0"),
-    "--evaluation-interval=1",
-)
-"""Two iterations of LoRA on the small model, in seconds."""
+from command_runs import SMALL, command
 
 
 @pytest.fixture(scope="module")

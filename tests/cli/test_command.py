@@ -15,12 +15,12 @@ import fastjsonschema
 import pytest
 import torch
 import yaml
-from command_runs import LIMIT, command, ended, start
-from conftest import SMALL
+from command_runs import LIMIT, SMALL, command, ended, start
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchrl_llm
+from torchrl_llm import cli
 from torchrl_llm.cli import COMMANDS
 from torchrl_llm.options import options_of
 from torchrl_llm.tiny import tiny_model_path
@@ -280,3 +280,12 @@ class TestReport:
         (tmp_path / "empty").mkdir()
         done = command("report", "empty", folder=tmp_path)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
+def test_a_broken_pipe_of_a_process_that_died_is_no_reader_that_has_gone(monkeypatch):
+    def died(*arguments):
+        raise BrokenPipeError(32, "the engine died")
+
+    monkeypatch.setattr(cli, "_run", died)
+    with pytest.raises(BrokenPipeError, match="the engine died"):
+        cli.main(["train"])

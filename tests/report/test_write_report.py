@@ -236,6 +236,13 @@ class TestMissingPieces:
         assert text.count("not evaluated") == 6
         assert "the run has no run.json" in text
 
+    def test_a_resumed_run_has_not_ended_as_before(self, tmp_path):
+        write_metrics(tmp_path, 4)
+        write_result(tmp_path, stop_reason="interrupted by SIGINT", iterations=2)
+        text = write_report(tmp_path).read_text()
+        assert "interrupted by SIGINT" not in text
+        assert "it still runs, or was killed" in text
+
     def test_a_run_without_an_iteration(self, tmp_path):
         write_result(tmp_path, stop_reason="interrupted by SIGINT")
         text = write_report(tmp_path).read_text()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import sys
 import traceback
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from typing import Any
 
 import torchrl_llm
 from torchrl_llm.arguments import ArgumentParser
+from torchrl_llm.cli._terminal import printable
 from torchrl_llm.optional import import_extra
 from torchrl_llm.options import nearest
 
@@ -56,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Here, where a reader that has gone is noticed, and not when Python ends.
             sys.stdout.flush()
     except BrokenPipeError:
+        if not _reader_has_gone():
+            raise
         # Python flushes standard output once more at its end, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NO_READER
@@ -83,8 +87,6 @@ def _run(name: str, given: Sequence[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     try:
         return module.run(arguments)
-    except BrokenPipeError:
-        raise
     except Exception as error:
         code = _exit_code(error)
         # What this library did not foresee is shown as it is: a report of it needs the traceback.
@@ -92,7 +94,7 @@ def _run(name: str, given: Sequence[str]) -> int:
             raise
         if arguments.traceback:
             traceback.print_exc()
-        print(f"{parser.prog}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"{parser.prog}: error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
         return code
 
 
@@ -104,6 +106,8 @@ def _add_arguments(parser: ArgumentParser, module: Any) -> None:
 def _exit_code(error: Exception) -> int | None:
     """The exit code for an error whose message is written for people; ``None``: it is another one."""
     package = type(error).__module__
+    if isinstance(error, BrokenPipeError):  # of the reader of the output, or of a process that has died
+        return None
     if package.startswith("torchrl.checkpoint"):
         return _WRONG_INPUT
     if isinstance(error, OSError):
@@ -111,6 +115,14 @@ def _exit_code(error: Exception) -> int | None:
     if package.partition(".")[0] != torchrl_llm.__name__:
         return None
     return _WRONG_INPUT if isinstance(error, ValueError | ImportError) else _FAILED
+
+
+def _reader_has_gone() -> bool:
+    """Whether what reads the output has ended. A process that dies, such as an engine, breaks a pipe of its own."""
+    poll = select.poll()
+    for file in (sys.stdout, sys.stderr):
+        poll.register(file.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _explain(given: list[str]) -> int:

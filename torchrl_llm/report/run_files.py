@@ -47,6 +47,9 @@ class RunFiles:
         names = ("run.json", "result.json", "evaluation_before.json")
         info, result, before = (_json(folder / name, problems) for name in names)
         history, recordings = read_history(folder / "csv"), _recordings(folder / FOLDER)
+        if result.get("iterations", len(history)) < len(history):
+            # A resumed run is further than the end that the file tells of.
+            result, recordings = {}, [path for path in recordings if path.stem != "after"]
         if not (info or result or before or history or recordings):
             raise FileNotFoundError(
                 f"{folder} holds nothing of a run (run.json, result.json, csv/, {FOLDER}/): give the output_dir of one."

@@ -64,6 +64,7 @@ class CheckpointStore:
         config: the run's settings as JSON-compatible values, written to the manifest and compared on resume.
         keep_last: how many of the newest are kept, >= 1. Two, so that there is one to go back to.
         on_save: called after each :meth:`save` but an early one, where the files are written.
+        env_from_python: the environment was given to the run as an object, so the settings' ``env_name`` is only its label.
         components: further parts of the run, by name, saved and loaded by their ``state_dict`` and ``load_state_dict``
             (tensors, numbers, text; on several processes the state of the first one).
 
@@ -85,13 +86,14 @@ class CheckpointStore:
         config: Mapping[str, Any] | None = None,
         keep_last: int = 2,
         on_save: Callable[[], None] | None = None,
+        env_from_python: bool = False,
         components: Mapping[str, Any] | None = None,
     ) -> None:
         git_revision()  # read now, and remembered: the first save may come hours later
         self.components = dict(components or {})
         if taken := sorted(self.components.keys() & _OWN):
             raise ValueError(f"A component is called {taken[0]!r}; every run has one of that name. Choose another.")
-        self.on_save = on_save
+        self.on_save, self.env_from_python = on_save, env_from_python
         self.models: Any = models
         self.tokenizer, self.config = tokenizer, dict(config or {})
         self.rotation = _Rotation(directory, keep_last=keep_last, keep_best=(files.SUCCESS, "max"))
@@ -228,6 +230,7 @@ class CheckpointStore:
             "iteration": trainer.iteration,
             "steps": trainer.steps,
             "config": self.config,
+            "env_from_python": self.env_from_python,
             "environment": environment(),
         }
 

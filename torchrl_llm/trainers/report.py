@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +117,11 @@ class RunReport:
         if not run.trainer.distributed.is_main:
             return {}
         out, title = run.config.output_dir, f"{run.config.algo} on {run.config.env_name}"
-        if run.trainer.history:
-            before = None if self.before is None else self.before.metrics("evaluation")
-            plot_learning_curve(run.trainer.history, out / "learning_curve.png", title=title, before=before)
         result = self._result(run, stop_reason)
         write_json(result, out / "result.json")
+        if run.trainer.history and find_spec("matplotlib") is not None:  # of the extra "report"
+            before = None if self.before is None else self.before.metrics("evaluation")
+            plot_learning_curve(run.trainer.history, out / "learning_curve.png", title=title, before=before)
         if self.after is not None:
             _write_episodes(run, self.after, "after")
             if run.config.export_merged:

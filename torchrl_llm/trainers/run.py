@@ -222,6 +222,7 @@ def _build(
     opened.callback(folder.close)
     start = distributed.on_main(lambda: find_start(config, folder))  # before the models are loaded
     tokenizer = load_tokenizer(config)
+    env_from_python = env is not None or make_env is not None
     shard = {"worker": distributed.rank, "num_workers": distributed.world_size} if distributed.world_size > 1 else {}
     make_env = partial(build.make_environment, config, tokenizer, make_env or stock_env(config, env), **shard)
     make_train_env = partial(make_env, stream="train", group_size=config.group_size)
@@ -259,6 +260,7 @@ def _build(
         config=config.as_json(),
         keep_last=config.keep_checkpoints,
         on_save=folder.settle,
+        env_from_python=env_from_python,
         components=components,
     )
     opening = Opening(config, folder, None if start is None else start.path)
