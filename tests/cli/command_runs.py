@@ -88,13 +88,16 @@ def _run(arguments, variables, files, folder) -> None:
 
 
 class Terminal:
-    """A command in a pseudo-terminal: what it shows, and keys."""
+    """A command in a pseudo-terminal: what it shows, and keys. Standard output may go to the file ``out``."""
 
-    def __init__(self, *arguments: object, folder: Path, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, *arguments: object, folder: Path, environment: dict[str, str] | None = None, out: Path | None = None
+    ) -> None:
         self.screen = ""
         self._main, self._side = pty.openpty()
         name = os.ttyname(self._side)
-        self.process = start(arguments, [name] * 3, folder, {"TERM": "xterm-256color"} | (environment or {}))
+        files = [name, out or name, name]
+        self.process = start(arguments, files, folder, {"TERM": "xterm-256color"} | (environment or {}))
 
     def read(self) -> None:
         """Take what has been written since, after a moment."""

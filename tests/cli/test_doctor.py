@@ -2,6 +2,7 @@
 
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ from command_runs import command
 from transformers import LlamaConfig
 
 from torchrl_llm.cli import doctor
-from torchrl_llm.cli._installation import check_requirements
+from torchrl_llm.cli._fit import fit
+from torchrl_llm.cli._installation import check_extra, check_requirements
 from torchrl_llm.modules import load_actor_critic
 from torchrl_llm.testing.tiny import load_tiny_tokenizer
 from torchrl_llm.tiny import tiny_model_path
@@ -34,6 +36,27 @@ class TestInstallation:
         (finding,) = check_requirements(["numpy; extra == 'ray'", "no-such-package>2; extra == 'ray'"])
         assert finding.state == "note"
         assert finding.text == "not installed (no-such-package): pip install 'torchrl-llm[ray]'"
+
+    def test_a_version_that_does_not_fit_is_named(self):
+        (finding,) = check_requirements(["numpy<1; extra == 'ray'"])
+        assert f"numpy<1, found {version('numpy')}" in finding.text
+
+    def test_an_extra_of_extras_is_not_said_to_be_installed(self):
+        assert [*check_requirements(["torchrl-llm[report]; extra == 'examples'"])] == []
+
+    @pytest.mark.parametrize("error", [OSError("libcudart"), ImportError("no accelerate")])
+    def test_says_why_settings_cannot_be_checked(self, monkeypatch, capsys, error):
+        def fail(name):
+            raise error
+
+        monkeypatch.setattr(doctor, "import_module", fail)
+        parser = doctor.ArgumentParser()
+        doctor.add_arguments(parser)
+        assert doctor.run(parser.read(["--config", "x"])) == 1
+        assert f"{type(error).__name__}: {error}" in capsys.readouterr().out
+
+    def test_matplotlib_is_not_needed(self):
+        assert check_extra("report", "no-such-package", needed=False).state == "note"
 
     def test_is_said_though_nothing_can_be_imported(self, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, "torchrl_llm.cli._fit", None)
@@ -71,7 +94,6 @@ class TestDoctor:
             (["--max-model-len=30"], "prompt", "does not fit into max_model_len=30"),
             (["--tokenizer-path=forgetful"], "template", "append"),
             (["--tokenizer-path=larger"], "model", "but the model tiny embeds only 515 tokens"),
-            (["--max-tokens=100000000"], "memory", "an estimate"),
             (["--policy=vllm"], "vllm", "pip install 'torchrl-llm[vllm]'"),
             (["--device=cuda"], "device", "accelerate chose"),
         ],
@@ -88,6 +110,13 @@ class TestDoctor:
         state, text = findings(done)[name]
         assert state == "fails"
         assert said in text
+
+
+def test_a_bound_above_the_memory_stops_no_run():
+    config = RunConfig(model_path="tiny", lora_r=4, kl_coeff=0.0, max_tokens=100_000_000)
+    found = {finding.name: finding for finding in fit(config)}
+    assert found["memory"].state == "note"
+    assert "an estimate, at most" in found["memory"].text
 
 
 class TestMemoryEstimate:

@@ -5,7 +5,7 @@ import sys
 
 import numpy as np
 import pytest
-from command_runs import Terminal, command
+from command_runs import Terminal, command, ended, start
 
 from torchrl_llm.cli import main
 from torchrl_llm.cli._conversation import Conversation, ConversationFullError, text_of
@@ -70,7 +70,7 @@ class TestConversation:
         conversation = Conversation(loaded(max_model_len=40))
         "".join(conversation.reply("Guess."))
         before = [*conversation._context]
-        with pytest.raises(ConversationFullError, match=r"max_model_len=40\. /reset begins another one"):
+        with pytest.raises(ConversationFullError, match=r"max_model_len=40\.$"):
             "".join(conversation.reply("a long message " * 10))
         assert conversation._context == before
 
@@ -109,6 +109,22 @@ class TestPlay:
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("model: ") == 3
 
+    def test_ends_where_the_conversation_of_an_environment_is_full(self, tmp_path):
+        arguments = ("play", "tiny", "--as=environment", "--env", GUESS, "--device=cpu", "--max-model-len=300")
+        done = command(*arguments, folder=tmp_path, given="long " * 300 + "\nhigher\n")
+        assert done.returncode == 0
+        assert done.stderr.endswith("max_model_len=300.\n")
+        assert "/reset" not in done.stderr
+
+    def test_shows_its_prompt_where_the_output_goes_to_a_file(self, tmp_path):
+        arguments = ("--as=player", "--env", GUESS, "--json")
+        terminal = Terminal("play", *arguments, folder=tmp_path, out=tmp_path / "out")
+        terminal.wait_for("you: ")
+        terminal.type("7\r")
+        assert terminal.end() == 0
+        (played,) = map(json.loads, (tmp_path / "out").read_text().splitlines())
+        assert played["turns"][0]["response"] == "7"
+
     def test_in_a_terminal(self, tmp_path):
         terminal = Terminal("play", "--as=player", "--env", GUESS, folder=tmp_path)
         place = terminal.wait_for("you: ")
@@ -130,6 +146,9 @@ class TestPlay:
             (["play"], "CHECKPOINT is missing: only --as player needs none"),
             (["play", "tiny", "--episodes=0"], "--episodes is 0"),
             (["play", "tiny", "--as=environment", "--json"], "--json does nothing"),
+            (["play", "tiny", "--as=environment", "--episodes=1"], "--episodes does nothing"),
+            (["play", "--as=player", "--greedy"], "--greedy does nothing"),
+            (["play", "--as=player", "--temperature=0.5"], "--temperature does nothing"),
             (["play", "tiny", "--as=referee"], "invalid choice: 'referee'"),
             (["chat", "nowhere"], "there is no such folder"),
             (["chat", "tiny", "--max-output-tokens=9999"], "leaves no room for a prompt in max_model_len=4096"),
@@ -152,6 +171,18 @@ class TestChat:
         assert lines[0] == lines[3]  # greedy, and the context is another's
         assert done.stderr == "'/rest' is no command. Did you mean '/reset'?\n"
         assert "\x1b" not in done.stdout
+
+    def test_input_that_is_no_text_is_a_message_all_the_same(self, tmp_path):
+        (tmp_path / "in").write_bytes(b"Gu\xffess.\n")
+        files = [tmp_path / kind for kind in ("in", "out", "err")]
+        assert ended(start(["chat", "tiny", "--device=cpu", "--max-output-tokens=4"], files, tmp_path, {})) == 0
+        assert files[2].read_text() == ""
+
+    def test_a_model_with_code_of_its_own_is_one_sentence(self, tmp_path, capsys):
+        code = {"model_type": "strange", "auto_map": {"AutoConfig": "strange.Strange"}}
+        (tmp_path / "config.json").write_text(json.dumps(code))
+        assert main(["chat", str(tmp_path)]) == 2
+        assert "trust_remote_code" in capsys.readouterr().err
 
     def test_goes_on_after_a_conversation_that_is_full(self, tmp_path):
         given = "Guess.\n" + "long " * 60 + "\n/reset\nGuess.\n"
@@ -188,6 +219,7 @@ class TestChat:
 class TestTerminal:
     def test_what_would_steer_it_is_spelled_out(self):
         assert printable("a\x1b]0;title\x07\tb\n\x9b2J") == "a\\x1b]0;title\\x07\tb\n\\x9b2J"
+        assert printable("\u202eevil\u2066 \u2069ü") == "\\u202eevil\\u2066 \\u2069ü"
 
     def test_without_rich_one_line_says_what_to_install(self, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, "rich.console", None)  # what cannot be imported looks like this

@@ -48,7 +48,7 @@ class Conversation:
         if len(prompt) + room > limit:
             raise ConversationFullError(
                 f"The conversation would have {len(prompt)} tokens and a response of up to max_output_tokens={room}; "
-                f"max_model_len={limit}. /reset begins another one."
+                f"max_model_len={limit}."
             )
         request = TurnRequest(0, np.array(prompt), self.number, self._turn, self.greedy)
         try:

@@ -49,9 +49,10 @@ def check_requirements(declared: Iterable[str]) -> Iterator[Finding]:
         if name is None:
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
                 yield _required(requirement)
-        elif name not in _OF_DEVELOPMENT:
-            lacking = _required(requirement).state == "fails"
-            extras.setdefault(name, []).extend([requirement.name] if lacking else [])
+        elif (
+            name not in _OF_DEVELOPMENT and requirement.name != _DISTRIBUTION
+        ):  # an extra of other extras has no packages
+            extras.setdefault(name, []).extend(_lacking(requirement))
     for name, missing in extras.items():
         how = f"not installed ({', '.join(missing)}): pip install '{_DISTRIBUTION}[{name}]'"
         yield Finding(f"extra {name}", "note" if missing else "ok", how if missing else "installed")
@@ -67,15 +68,26 @@ def _required(requirement: Requirement) -> Finding:
     return Finding(requirement.name, "ok" if fits else "fails", f"{found}; required: {wanted}")
 
 
+def _lacking(requirement: Requirement) -> list[str]:
+    """What an extra lacks: the package, with the version that is there if it does not fit."""
+    if _required(requirement).state == "ok":
+        return []
+    try:
+        return [f"{requirement.name}{requirement.specifier}, found {version(requirement.name)}"]
+    except PackageNotFoundError:
+        return [requirement.name]
+
+
 def _extra(requirement: Requirement) -> str | None:
     """The extra that a requirement belongs to."""
     marker = str(requirement.marker) if requirement.marker else ""
     return marker.partition('extra == "')[2].partition('"')[0] or None
 
 
-def check_extra(name: str, package: str) -> Finding:
-    """Whether a package that settings need is installed."""
+def check_extra(name: str, package: str, *, needed: bool = True) -> Finding:
+    """Whether a package of an extra is installed that settings need, or would use."""
     try:
         return Finding(package, "ok", version(package))
     except PackageNotFoundError:
-        return Finding(package, "fails", f"not installed; the settings need it: pip install '{_DISTRIBUTION}[{name}]'")
+        state, why = ("fails", "the settings need it") if needed else ("note", "a run does without it")
+        return Finding(package, state, f"not installed; {why}: pip install '{_DISTRIBUTION}[{name}]'")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import sys
 from collections.abc import Generator
@@ -13,8 +14,8 @@ from torchrl_llm.optional import import_extra
 with suppress(ImportError):  # not on every system
     import readline  # noqa: F401  input() has keys to edit the line then
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-"""Characters that steer a terminal; a tab and a new line do no harm."""
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters that steer a terminal or turn the direction of writing; a tab and a new line do no harm."""
 
 
 def printable(text: str) -> str:
@@ -24,7 +25,7 @@ def printable(text: str) -> str:
         >>> printable("a\x1b[2Jb\n")
         'a\\x1b[2Jb\n'
     """
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    return _CONTROL.sub(lambda found: found[0].encode("ascii", "backslashreplace").decode(), text)
 
 
 class Terminal:
@@ -41,6 +42,8 @@ class Terminal:
     def __init__(self, command: str, *, stderr: bool = False) -> None:
         rich = import_extra("rich.console", extra="cli", what=f"torchrl-llm {command}")
         self._console: Any = rich.Console(stderr=stderr, highlight=False)
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")  # no tokenizer takes what is no text
 
     @property
     def interactive(self) -> bool:
@@ -67,11 +70,13 @@ class Terminal:
 
     def ask(self, prompt: str) -> str | None:
         """A line that is typed or read; ``None`` at the end of the input. The prompt is for somebody who types."""
-        if self.interactive:
+        if self.interactive and sys.stdout.isatty():
             try:
                 return input(prompt)
             except EOFError:
                 self.show("")
                 return None
+        if self.interactive:  # input() would write the prompt to the file that the output goes to
+            print(prompt, end="", file=sys.stderr, flush=True)
         line = sys.stdin.readline()
         return line.rstrip("\r\n") if line else None

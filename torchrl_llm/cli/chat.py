@@ -3,7 +3,7 @@
     torchrl-llm chat runs/first
     echo "Guess a number." | torchrl-llm chat runs/first --temperature 0.7
 
-A line is a message; /reset begins another conversation, /exit (or the end of the input) ends. Ctrl-C stops a response, and ends
+A line is a message, but for commands, which begin with "/": /reset begins another conversation, /exit (or the end of the input) ends. Ctrl-C stops a response, and ends
 where none is written. It samples as in training, but for the lengths: a response may have 512 tokens, a conversation as many as the
 model has positions.
 """
@@ -71,5 +71,7 @@ def _answer(terminal: Terminal, conversation: Conversation, message: str) -> Non
         # Of somebody who types it stops the response; otherwise it is meant for the command.
         if not terminal.interactive:
             raise
-    except (ConversationFullError, ControlTokenError) as error:
+    except ConversationFullError as error:
+        terminal.complain(f"{error} /reset begins another one.")
+    except ControlTokenError as error:
         terminal.complain(str(error))

@@ -25,6 +25,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     if isinstance(settings, ModuleType):
         parser.usage, parser.noun = settings.USAGE, "setting"
         settings.add_settings(parser)
+    else:  # run() says why
+        parser.noun = "flag while the settings cannot be imported"
+        parser.add_argument("--config", metavar="FILE", help="a YAML file of settings, which cannot be checked")
 
 
 def run(arguments: Namespace) -> int:
@@ -54,5 +57,5 @@ def _imported(name: str) -> ModuleType | str:
     """A module; or why it cannot be imported."""
     try:
         return import_module(name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # noqa: BLE001  libraries that do not fit together raise anything, and it is what doctor says
         return f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint in an environment, on tasks that training did not use: win rate with its 95 % interval.
+"""Evaluate a checkpoint in an environment, on tasks of seeds that training did not use: win rate with its 95 % interval.
 
     torchrl-llm eval runs/first --env game:GuessTheNumber-v0-easy --episodes 512
     torchrl-llm eval runs/first/checkpoints/best --episodes 2048 --seed 7 --json
@@ -14,6 +14,7 @@ from argparse import Namespace
 
 from torchrl_llm.arguments import ArgumentParser
 from torchrl_llm.cli._models import add_checkpoint, load
+from torchrl_llm.cli._terminal import printable
 from torchrl_llm.options import ConfigError
 from torchrl_llm.record.report import comparison_table
 from torchrl_llm.trainers.evaluation import evaluate
@@ -46,8 +47,8 @@ def run(arguments: Namespace) -> int:
     if arguments.json:
         print(json.dumps({**names, "greedy": arguments.greedy, **result.statistics()}, indent=2))
         return 0
-    print(f"{arguments.checkpoint} on {loaded.config.env_name}, seed {loaded.config.seed}\n")
+    print(printable(f"{arguments.checkpoint} on {loaded.config.env_name}, seed {loaded.config.seed}\n"))
     print(comparison_table({"greedy" if arguments.greedy else "sampled": result}))
     for name, value in result.environments.items():
-        print(f"{name}: {value:.3f}")
+        print(printable(f"{name}: {value:.3f}"))
     return 0

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchrl_llm.arguments import ArgumentParser
-from torchrl_llm.cli._conversation import Conversation, text_of
+from torchrl_llm.cli._conversation import Conversation, ConversationFullError, text_of
 from torchrl_llm.cli._models import add_checkpoint, load
 from torchrl_llm.cli._terminal import Terminal
 from torchrl_llm.envs import GEMEnv
@@ -26,10 +26,15 @@ from torchrl_llm.keys import StopReason
 from torchrl_llm.modules.engine import TurnRequest
 from torchrl_llm.options import ConfigError
 from torchrl_llm.trainers.cli import given_settings
+from torchrl_llm.trainers.config import SamplingSettings, names_of
 from torchrl_llm.trainers.saved import LoadedModel, environment_of, find_saved_model
 
 Answer = Callable[[GEMEnv], "list[int] | None"]
 """The ids of the next response in slot 0; ``None``: there is none."""
+
+_LOADING = {"dtype", "device", "attn_implementation", "quantization"}
+_OF_MODEL = {"greedy", *names_of(SamplingSettings), *_LOADING} - {"max_output_tokens"}
+"""What does nothing where no model answers. ``max_output_tokens`` says which prompts leave room."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -38,17 +43,14 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--as", dest="role", choices=("model", "player", "environment"), default="model", help="who you are (default: model, which you watch)"
     )  # fmt: skip
-    parser.add_argument("--episodes", type=int, default=1, metavar="N", help="episodes (default: 1)")
+    parser.add_argument("--episodes", type=int, metavar="N", help="episodes (default: 1)")
     parser.add_argument("--greedy", action="store_true", default=False, help="take the likeliest token")
     parser.add_argument("--json", action="store_true", default=False, help="print each episode as a line of JSON")
 
 
 def run(arguments: Namespace) -> int:
     """Play."""
-    if arguments.episodes < 1:
-        raise ConfigError(f"--episodes is {arguments.episodes}; expected an integer, at least 1.")
-    if arguments.role != "player" and arguments.checkpoint is None:
-        raise ConfigError("CHECKPOINT is missing: only --as player needs none.")
+    _check(arguments)
     terminal = Terminal("play", stderr=arguments.json)
     if arguments.role == "environment":
         return _be_the_environment(terminal, arguments)
@@ -61,7 +63,7 @@ def run(arguments: Namespace) -> int:
         loaded = load(arguments, num_envs=1)
         env, answer = loaded.make_env(), _sampled(terminal, loaded, greedy=arguments.greedy)
     try:
-        for index in range(arguments.episodes):
+        for index in range(vars(arguments).get("episodes", 1)):
             played = play(env, index, answer, terminal)
             if arguments.json:
                 print(json.dumps(played), flush=True)
@@ -70,6 +72,20 @@ def run(arguments: Namespace) -> int:
     finally:
         env.close()
     return 0
+
+
+def _check(arguments: Namespace) -> None:
+    """Raise what is wrong or does nothing."""
+    if vars(arguments).get("episodes", 1) < 1:
+        raise ConfigError(f"--episodes is {arguments.episodes}; expected an integer, at least 1.")
+    if arguments.role != "player" and arguments.checkpoint is None:
+        raise ConfigError("CHECKPOINT is missing: only --as player needs none.")
+    useless = {"model": set[str](), "player": _OF_MODEL, "environment": {"json", "episodes"}}[arguments.role]
+    # A switch that is not given is there, and false; 0 and None are given.
+    idle = [name for name, value in vars(arguments).items() if name in useless and value is not False]
+    if idle:
+        why = {"player": "no model answers", "environment": "nothing is rewarded or ends"}[arguments.role]
+        raise ConfigError(f"--{idle[0]} does nothing with --as {arguments.role}, where {why}: leave it out.")
 
 
 def play(env: GEMEnv, index: int, answer: Answer, terminal: Terminal) -> dict[str, Any]:
@@ -143,8 +159,6 @@ def _typed(terminal: Terminal) -> Answer:
 
 
 def _be_the_environment(terminal: Terminal, arguments: Namespace) -> int:
-    if arguments.json:
-        raise ConfigError("--json does nothing with --as environment, which has no rewards: leave it out.")
     loaded = load(arguments, num_envs=1)
     conversation, env = Conversation(loaded, greedy=arguments.greedy), loaded.make_env()
     try:
@@ -155,6 +169,10 @@ def _be_the_environment(terminal: Terminal, arguments: Namespace) -> int:
         env.close()
     while message not in (None, "/exit"):
         terminal.show("model: ", end="")
-        terminal.stream(conversation.reply(message))
+        try:
+            terminal.stream(conversation.reply(message))
+        except ConversationFullError as error:
+            terminal.complain(str(error))
+            break
         message = terminal.ask("environment: ")
     return 0

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 
-from torchrl_llm.options import Checked, Count, Natural, Positive, Share
+from torchrl_llm.options import Checked, ConfigError, Count, Natural, Positive, Share
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class TaskSampler(Checked):
         for name in ("weights", "success"):
             given = getattr(self, name)
             if given is not None and len(given) != self.mixture_size:
-                raise ValueError(
+                raise ConfigError(
                     f"TaskSampler.{name} is {given!r}; expected {self.mixture_size} numbers, one an environment."
                 )
             # Equal settings must be equal objects, whether they come from Python, YAML or a saved state.

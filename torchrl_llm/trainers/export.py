@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
+
+from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from torchrl_llm.modules import weights
 from torchrl_llm.options import ConfigError
@@ -20,6 +23,9 @@ from torchrl_llm.trainers.settings_file import as_yaml, write_settings
 
 Format = Literal["adapter", "merged"]
 
+_NO_MODEL = shutil.ignore_patterns(".*", "*.bin", "*.pt", "*.pth", "*.pkl")
+"""Files that are not exported: hidden ones, and pickles, such as states of an optimizer."""
+
 
 def export_model(saved: SavedModel, place: str | Path, *, format: Format, **changes: Any) -> Path:
     """Write a trained model to a folder of its own: weights, tokenizer, settings (:data:`SETTINGS`) and ``README.md``.
@@ -28,20 +34,17 @@ def export_model(saved: SavedModel, place: str | Path, *, format: Format, **chan
         saved: the model.
         place: the folder; it may be there if it is empty. It is whole or not there.
         format: ``"adapter"``, for PEFT; or ``"merged"``, one whole model for transformers and vLLM.
-        changes: settings that differ from those of the run while the adapter is merged, such as ``device``.
+        changes: settings that differ from those of the run while an adapter is merged, such as ``device``.
 
     Returns:
         The folder.
 
     Raises:
-        ConfigError: the folder holds something, or the model has no adapter.
+        ConfigError: the folder holds something or is a link, the model has no adapter, or ``changes`` would do nothing.
         WeightsError: the files are damaged, or the adapter cannot be merged.
     """
     place = Path(place).expanduser().absolute()
-    if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise ConfigError(f"{place} is there already: choose a folder that is not, or that is empty.")
-    if format == "adapter" and not saved.is_adapter:
-        raise ConfigError(f"{saved.path} holds a whole model (lora_r=0), and no adapter: export it as 'merged'.")
+    _check(saved, place, format, changes)
     place.parent.mkdir(parents=True, exist_ok=True)
     stage = place.parent / f".{place.name}.stage-{uuid.uuid4().hex}"
     try:
@@ -50,22 +53,41 @@ def export_model(saved: SavedModel, place: str | Path, *, format: Format, **chan
         settings = {name: value for name, value in saved.settings.items() if name not in HOW_TO_RUN}
         if settings:
             write_settings(settings, stage / SETTINGS)
-        (stage / "README.md").write_text(model_card(saved, place.name, format=format), encoding="utf-8")
+        if settings or not (stage / "README.md").exists():  # one that came with the model may know more
+            (stage / "README.md").write_text(model_card(saved, place.name, format=format), encoding="utf-8")
         stage.replace(place)
     finally:
         shutil.rmtree(stage, ignore_errors=True)
     return place
 
 
+def _check(saved: SavedModel, place: Path, format: Format, changes: dict[str, Any]) -> None:
+    if place.is_symlink() or os.path.ismount(place):
+        raise ConfigError(f"{place} is a link or a mount point, which cannot be replaced: choose a folder in it.")
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise ConfigError(f"{place} is there already: choose a folder that is not, or that is empty.")
+    if format == "adapter" and not saved.is_adapter:
+        raise ConfigError(f"{saved.path} holds a whole model (lora_r=0), and no adapter: export it as 'merged'.")
+    if changes and not (format == "merged" and saved.is_adapter):
+        raise ConfigError(
+            f"{', '.join(changes)}: nothing is merged, so the files are copied as they are. Leave it out."
+        )
+
+
 def _write_model(saved: SavedModel, stage: Path, format: Format, changes: dict[str, Any]) -> None:
     if format == "merged" and saved.is_adapter:
-        loaded = load_saved_model(saved, saved.config(**changes))
+        # Into the base as it was before it was rounded to 4 bits.
+        loaded = load_saved_model(saved, saved.config(**{"quantization": None, **changes}))
         loaded.models.export_merged(stage, loaded.tokenizer)
         return
-    config = saved.config(**changes)  # checks them, though nothing is loaded
     # The tokenizer of an exported model lies beside its weights.
-    for folder in dict.fromkeys((saved.weights, Path(config.tokenizer_path or saved.weights))):
-        shutil.copytree(folder, stage, dirs_exist_ok=True)
+    for folder in dict.fromkeys((saved.weights, saved.tokenizer or saved.weights)):
+        shutil.copytree(folder, stage, ignore=_left_out, dirs_exist_ok=True)
+
+
+def _left_out(folder: str, names: list[str]) -> set[str]:
+    folders = {name for name in names if Path(folder, name).is_dir() and name != CHAT_TEMPLATE_DIR}
+    return _NO_MODEL(folder, names) | folders
 
 
 def model_card(saved: SavedModel, name: str, *, format: Format) -> str:
@@ -131,18 +153,18 @@ def _usage(base: str | None, format: Format) -> str:
 
 def _results(saved: SavedModel) -> Iterator[str]:
     """The rows of the table of results: before training, in the run, and at its end, as far as they are of these weights."""
-    run = saved.path.parent.parent if saved.metadata else saved.path.parent
+    if not saved.metadata:  # of other files it is not known when, or by which run, they were written
+        return
+    run = saved.path.parent.parent
     if not (run / MARK).is_file():
         return
     before, after = _read(run / "evaluation_before.json"), _read(run / "result.json")
     if before:
         yield _row(f"before training, {before['episodes']} episodes", before["success"], *before["success_ci95"])
-    held_out = [_logged(run, name, saved.metadata.get("steps")) for name in ("success", "success_low", "success_high")]
+    held_out = [_logged(run, name, saved.metadata["steps"]) for name in ("success", "success_low", "success_high")]
     if None not in held_out:
         yield _row(f"during training, {saved.settings['evaluation_episodes']} episodes", *held_out)
-    # A run's `merged` is of its end, and so is a checkpoint of its last iteration.
-    at_end = not saved.metadata or after.get("iterations") == saved.metadata["iteration"]
-    if at_end and after.get("success_ci95"):
+    if after.get("iterations") == saved.metadata["iteration"] and after.get("success_ci95"):
         yield _row(
             f"after training, {saved.settings['final_episodes']} episodes",
             after["success_after"],
@@ -159,7 +181,7 @@ def _read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text()) if path.is_file() else {}
 
 
-def _logged(run: Path, name: str, steps: int | None) -> float | None:
+def _logged(run: Path, name: str, steps: int) -> float | None:
     """A metric of the evaluation in the iteration that ended with this many turns; ``None``: there was none."""
     path = run / "csv" / "scalars" / "evaluation" / f"{name}.csv"
     if not path.is_file():

@@ -10,11 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig
-
 from torchrl_llm.envs import ChatFormatter, GEMEnv
 from torchrl_llm.modules import ActorCritic, HFPolicy, load_actor_critic, weights
-from torchrl_llm.options import ConfigError, nearest
+from torchrl_llm.options import ConfigError, nearest, options_of
 from torchrl_llm.tiny import tiny_model_path
 from torchrl_llm.trainers import build
 from torchrl_llm.trainers.checkpoint import CheckpointStore
@@ -23,7 +21,8 @@ from torchrl_llm.trainers.config import RunConfig, SamplingSettings, names_of
 from torchrl_llm.trainers.run import stock_env
 from torchrl_llm.trainers.run_folder import MARK
 from torchrl_llm.trainers.settings import EnvConfig
-from torchrl_llm.trainers.sources import load_tokenizer, model_path
+from torchrl_llm.trainers.settings_file import read_settings
+from torchrl_llm.trainers.sources import load_model_config, load_tokenizer, model_path
 
 SETTINGS = "run_config.yaml"
 """The settings of its run in the folder of an exported model."""
@@ -46,14 +45,14 @@ class SavedModel:
     Attributes:
         path: the checkpoint, or the folder of the model.
         weights: the folder with an adapter in PEFT's format, or with a whole model in transformers'.
-        tokenizer: the folder with the tokenizer.
+        tokenizer: the folder with the tokenizer; ``None``: an adapter has that of its base.
         settings: those of the run that trained it, as JSON has them; empty: not known.
         metadata: of a checkpoint: iteration, turns, success rate, versions; empty otherwise.
     """
 
     path: Path
     weights: Path
-    tokenizer: Path
+    tokenizer: Path | None
     settings: dict[str, Any] = field(default_factory=dict)
     metadata: dict[str, Any] = field(default_factory=dict)
 
@@ -80,8 +79,12 @@ class SavedModel:
             named = weights.read_adapter(self.weights).config.base_model_name_or_path
             base = {"model_path": self.settings.get("model_path", named)}
         else:
-            kept.pop("quantization", None)
-        return RunConfig(**{**base, "tokenizer_path": str(self.tokenizer), **kept, **changes})
+            for name in ("quantization", "dtype"):  # the files have a dtype of their own
+                kept.pop(name, None)
+        if "env_name" in changes:
+            kept.pop("env_weights", None)
+        tokenizer = {} if self.tokenizer is None else {"tokenizer_path": str(self.tokenizer)}
+        return RunConfig(**{**base, **tokenizer, **kept, **changes})
 
 
 def find_saved_model(path: str | Path) -> SavedModel:
@@ -99,7 +102,7 @@ def find_saved_model(path: str | Path) -> SavedModel:
         >>> find_saved_model("tiny").config(env_name="game:Wordle-v0").env_name
         'game:Wordle-v0'
     """
-    given, path = path, tiny_model_path() if str(path) == "tiny" else Path(path).expanduser()
+    given, path = path, tiny_model_path() if str(path) == "tiny" else Path(path).expanduser().absolute()
     if not path.is_dir():
         beside = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
         raise ConfigError(f"The checkpoint is '{given}': there is no such folder.{nearest(path.name, beside)}")
@@ -122,14 +125,21 @@ def find_saved_model(path: str | Path) -> SavedModel:
             f"{path} holds no checkpoint and no model: expected the folder of a run, a checkpoint, or a model in the format "
             "of transformers or PEFT."
         )
-    return SavedModel(path=path, weights=path, tokenizer=path, settings=_settings_beside(path))
+    return SavedModel(path=path, weights=path, tokenizer=_tokenizer_beside(path), settings=_settings_beside(path))
+
+
+def _tokenizer_beside(path: Path) -> Path | None:
+    """The folder of the tokenizer of a model; ``None`` for an adapter that was saved without one."""
+    adapter_alone = (path / "adapter_config.json").is_file() and not any(path.glob("tokenizer*"))
+    return None if adapter_alone else path
 
 
 def _settings_beside(path: Path) -> dict[str, Any]:
     """The settings of the run that an exported model is of; a run's own ``merged`` lies beside its settings."""
     merged = path.name == "merged" and (path.parent / MARK).is_file()
     file = path.parent / "config.yaml" if merged else path / SETTINGS
-    return RunConfig.from_yaml(file).as_json() if file.is_file() else {}
+    # No RunConfig is made of them: it would import the estimator that they name, and the folder may be a stranger's.
+    return {**RunConfig().as_json(), **dict(read_settings(file, options_of(RunConfig)))} if file.is_file() else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,7 +177,7 @@ def environment_of(config: RunConfig, tokenizer: Any = None) -> GEMEnv:
 
 def positions(config: RunConfig) -> int:
     """The tokens that the model of the settings has positions for; where it does not say, ``config.max_model_len``."""
-    model = AutoConfig.from_pretrained(model_path(config), trust_remote_code=config.trust_remote_code)
+    model = load_model_config(config)
     return getattr(model.get_text_config(), "max_position_embeddings", None) or config.max_model_len
 
 
@@ -209,6 +219,7 @@ def load_saved_model(saved: SavedModel, config: RunConfig) -> LoadedModel:
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
         quantization=config.quantization,
+        master_weights=False,
         share_prefixes=False,
     )
     if saved.is_adapter:

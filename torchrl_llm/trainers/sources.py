@@ -24,6 +24,16 @@ def model_path(config: RunConfig) -> str:
     return str(tiny_model_path()) if config.model_path == "tiny" else _located("model_path", config.model_path)
 
 
+def load_model_config(config: RunConfig) -> Any:
+    """The model's own settings, as transformers has them.
+
+    Raises:
+        ConfigError: ``model_path`` leads nowhere, or to code that ``trust_remote_code`` does not allow.
+    """
+    path, options = model_path(config), {"trust_remote_code": config.trust_remote_code}
+    return _loaded("model_path", config.model_path, lambda: AutoConfig.from_pretrained(path, **options))
+
+
 def load_tokenizer(config: RunConfig) -> Any:
     """The tokenizer of ``config``; the model's own settings are read too, so that a wrong path is one sentence.
 
@@ -32,12 +42,12 @@ def load_tokenizer(config: RunConfig) -> Any:
     """
     if config.init_from is not None:
         _located("init_from", f"{config.init_from.expanduser().absolute()}")
-    path, options = model_path(config), {"trust_remote_code": config.trust_remote_code}
-    _loaded("model_path", config.model_path, lambda: AutoConfig.from_pretrained(path, **options))
+    load_model_config(config)
     name = "model_path" if config.tokenizer_path is None else "tokenizer_path"
     given = getattr(config, name)
-    source = path if config.tokenizer_path is None else _located(name, given)
-    return _loaded(name, given, lambda: AutoTokenizer.from_pretrained(source, **options))
+    source = model_path(config) if config.tokenizer_path is None else _located(name, given)
+    trusted = config.trust_remote_code
+    return _loaded(name, given, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=trusted))
 
 
 def _located(name: str, given: str) -> str:

@@ -1,0 +1,108 @@
+"""Saved models of every kind, found, loaded and exported, in process."""
+
+import shutil
+import sys
+
+import pytest
+import torch
+import yaml
+from accelerate.state import AcceleratorState
+from peft import LoraConfig
+
+from torchrl_llm.modules import load_actor_critic
+from torchrl_llm.options import ConfigError
+from torchrl_llm.tiny import tiny_model_path
+from torchrl_llm.trainers.export import export_model, model_card
+from torchrl_llm.trainers.run_folder import MARK
+from torchrl_llm.trainers.saved import SETTINGS, find_saved_model, load_saved_model
+
+
+@pytest.fixture(scope="module")
+def adapter(tmp_path_factory):
+    """A folder with an adapter on the small model, as PEFT writes it: no tokenizer, no settings."""
+    folder = tmp_path_factory.mktemp("adapter")
+    models = load_actor_critic(tiny_model_path(), lora=LoraConfig(r=2, target_modules=["q_proj"]))
+    models.model.save_pretrained(folder, selected_adapters=["actor"])
+    for path in (folder / "actor").iterdir():
+        path.rename(folder / path.name)
+    return folder
+
+
+@pytest.fixture
+def whole(tmp_path):
+    """A folder with a whole model in bfloat16."""
+    folder = tmp_path / "whole"
+    shutil.copytree(tiny_model_path(), folder)
+    models = load_actor_critic(folder, dtype="bfloat16", master_weights=False)
+    models.model.save_pretrained(folder)
+    return folder
+
+
+class TestFind:
+    def test_settings_beside_a_model_import_nothing(self, whole, monkeypatch):
+        (whole / "strange_module.py").write_text("raise RuntimeError('imported')\n")
+        (whole / SETTINGS).write_text("estimator: strange_module:Estimator\ntemperature: 0.7\n")
+        monkeypatch.syspath_prepend(whole)
+        assert find_saved_model(whole).config().temperature == 0.7
+        assert "strange_module" not in sys.modules
+
+    def test_another_environment_has_no_weights_of_the_runs_mixture(self, whole):
+        (whole / SETTINGS).write_text("env_name: [game:Wordle-v0, game:Hangman-v0]\nenv_weights: [1.0, 2.0]\n")
+        saved = find_saved_model(whole)
+        assert saved.config().env_weights == [1.0, 2.0]
+        assert saved.config(env_name="game:Wordle-v0").env_weights is None
+
+    def test_the_working_directory_is_a_folder_like_others(self, whole, monkeypatch):
+        merged = whole.parent / "merged"
+        whole.rename(merged)
+        (whole.parent / MARK).touch()
+        (whole.parent / "config.yaml").write_text("temperature: 0.7\n")
+        monkeypatch.chdir(merged)
+        assert find_saved_model(".").settings["temperature"] == 0.7
+
+    def test_an_adapter_without_a_tokenizer_has_that_of_its_base(self, adapter):
+        saved = find_saved_model(adapter)
+        loaded = load_saved_model(saved, saved.config(device="cpu"))
+        assert len(loaded.tokenizer) > 256
+
+    def test_a_whole_model_keeps_the_dtype_of_its_files(self, whole, monkeypatch):
+        monkeypatch.setattr(AcceleratorState, "_shared_state", {})  # the precision of a process is of its first run
+        (whole / SETTINGS).write_text("dtype: float32\n")
+        saved = find_saved_model(whole)
+        loaded = load_saved_model(saved, saved.config(device="cpu"))
+        assert {p.dtype for p in loaded.models.model.parameters()} == {torch.bfloat16}
+
+
+class TestExport:
+    def test_only_a_checkpoint_has_the_results_of_its_run(self, whole):
+        (whole.parent / MARK).touch()
+        (whole.parent / "result.json").write_text('{"success_after": 0.5, "success_ci95": [0.4, 0.6], "iterations": 2}')
+        assert "Results" not in model_card(find_saved_model(whole), "x", format="merged")
+
+    def test_an_adapter_of_a_quantized_base_is_merged_into_the_unrounded_one(self, adapter, tmp_path):
+        shutil.copytree(adapter, tmp_path / "nf4")
+        settings = {"model_path": "tiny", "lora_r": 2, "quantization": "nf4", "device": "cpu"}
+        (tmp_path / "nf4" / SETTINGS).write_text(yaml.dump(settings))
+        place = export_model(find_saved_model(tmp_path / "nf4"), tmp_path / "out", format="merged", device="cpu")
+        assert (place / "model.safetensors").is_file()
+
+    def test_takes_what_belongs_to_the_model(self, whole, tmp_path):
+        for name in ("optimizer.pt", "training_args.bin", ".secret", "state.pkl", ".git/config", "logs/a.txt"):
+            (whole / name).parent.mkdir(exist_ok=True)
+            (whole / name).write_text("x")
+        (whole / "README.md").write_text("what its makers say")
+        place = export_model(find_saved_model(whole), tmp_path / "out", format="merged")
+        assert (place / "README.md").read_text() == "what its makers say"
+        names = {path.name for path in place.iterdir()}
+        assert names == {path.name for path in tiny_model_path().iterdir() if path.is_file()} | {"README.md"}
+
+    def test_onto_a_link_is_refused_before_anything_is_written(self, whole, tmp_path):
+        (tmp_path / "place").mkdir()
+        (tmp_path / "link").symlink_to("place")
+        with pytest.raises(ConfigError, match="is a link or a mount point"):
+            export_model(find_saved_model(whole), tmp_path / "link", format="merged")
+
+    @pytest.mark.parametrize("change", [{"dtype": "float32"}, {"device": "cpu"}, {"model_path": "tiny"}])
+    def test_settings_of_a_merge_are_refused_without_one(self, adapter, tmp_path, change):
+        with pytest.raises(ConfigError, match=f"{next(iter(change))}: nothing is merged"):
+            export_model(find_saved_model(adapter), tmp_path / "out", format="adapter", **change)
