@@ -89,5 +89,7 @@ def check_extra(name: str, package: str, *, needed: bool = True) -> Finding:
     try:
         return Finding(package, "ok", version(package))
     except PackageNotFoundError:
-        state, why = ("fails", "the settings need it") if needed else ("note", "a run does without it")
-        return Finding(package, state, f"not installed; {why}: pip install '{_DISTRIBUTION}[{name}]'")
+        how = f"pip install '{_DISTRIBUTION}[{name}]'"
+        if needed:
+            return Finding(package, "fails", f"not installed; the settings need it: {how}")
+        return Finding(package, "note", f"not installed; a run does without it: {how}")

@@ -6,11 +6,12 @@ settings that it was trained with, from what runs, exports or transformers have 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torchrl_llm.envs import ChatFormatter, GEMEnv
+from torchrl_llm.envs import ChatFormatter, EnvSpec, GEMEnv, UnknownEnvironmentError, register_env_family
 from torchrl_llm.modules import ActorCritic, HFPolicy, load_actor_critic, weights
 from torchrl_llm.options import ConfigError, nearest, options_of
 from torchrl_llm.tiny import tiny_model_path
@@ -117,7 +118,7 @@ def find_saved_model(path: str | Path) -> SavedModel:
             path=path,
             weights=path / "actor",
             tokenizer=path / "tokenizer",
-            settings=metadata["config"],
+            settings=metadata["config"] | _env_name(metadata),
             metadata=metadata,
         )
     if not weights.has_weights(path):
@@ -126,6 +127,24 @@ def find_saved_model(path: str | Path) -> SavedModel:
             "of transformers or PEFT."
         )
     return SavedModel(path=path, weights=path, tokenizer=_tokenizer_beside(path), settings=_settings_beside(path))
+
+
+def _env_name(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Its environment's name where that is a label alone: it would name another environment, or the default one."""
+    if not metadata.get("env_from_python"):
+        return {}
+    names = metadata["config"]["env_name"]
+    return {"env_name": f"python:{names if isinstance(names, str) else ','.join(names)}"}
+
+
+def _from_python(env_id: str) -> EnvSpec:
+    raise UnknownEnvironmentError(
+        f"{env_id!r} was given to its run as an object (build_run(env=...) or make_env=...), and no id makes it: name an "
+        "environment with --env, or evaluate in Python (torchrl_llm.trainers.evaluate)."
+    )
+
+
+register_env_family("python", _from_python)
 
 
 def _tokenizer_beside(path: Path) -> Path | None:
