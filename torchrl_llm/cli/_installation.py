@@ -89,5 +89,6 @@ def check_extra(name: str, package: str, *, needed: bool = True) -> Finding:
     try:
         return Finding(package, "ok", version(package))
     except PackageNotFoundError:
-        state, why = ("fails", "the settings need it") if needed else ("note", "a run does without it")
-        return Finding(package, state, f"not installed; {why}: pip install '{_DISTRIBUTION}[{name}]'")
+        why = "the settings need it" if needed else "a run does without it"
+        how = f"not installed; {why}: pip install '{_DISTRIBUTION}[{name}]'"
+        return Finding(package, "fails" if needed else "note", how)
