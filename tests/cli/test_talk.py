@@ -182,7 +182,7 @@ class TestChat:
         code = {"model_type": "strange", "auto_map": {"AutoConfig": "strange.Strange"}}
         (tmp_path / "config.json").write_text(json.dumps(code))
         assert main(["chat", str(tmp_path)]) == 2
-        assert "trust_remote_code" in capsys.readouterr().err
+        assert "contains custom code" in capsys.readouterr().err
 
     def test_goes_on_after_a_conversation_that_is_full(self, tmp_path):
         given = "Guess.\n" + "long " * 60 + "\n/reset\nGuess.\n"

@@ -89,7 +89,6 @@ def check_extra(name: str, package: str, *, needed: bool = True) -> Finding:
     try:
         return Finding(package, "ok", version(package))
     except PackageNotFoundError:
-        how = f"pip install '{_DISTRIBUTION}[{name}]'"
-        if needed:
-            return Finding(package, "fails", f"not installed; the settings need it: {how}")
-        return Finding(package, "note", f"not installed; a run does without it: {how}")
+        why = "the settings need it" if needed else "a run does without it"
+        how = f"not installed; {why}: pip install '{_DISTRIBUTION}[{name}]'"
+        return Finding(package, "fails" if needed else "note", how)

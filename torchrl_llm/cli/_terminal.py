@@ -25,7 +25,7 @@ def printable(text: str) -> str:
         >>> printable("a\x1b[2Jb\n")
         'a\\x1b[2Jb\n'
     """
-    return _CONTROL.sub(lambda found: found[0].encode("ascii", "backslashreplace").decode(), text)
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class Terminal:
