@@ -12,18 +12,18 @@ from torchrl_llm.trainers.loggers import _wandb_id
 def crash(monkeypatch):
     """Writing ends after the file was opened."""
 
-    def write(path, text, **_):
+    def write(path, data):
         path.touch()
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_text", write)
+        patch.setattr(Path, "write_bytes", write)
         yield patch
 
 
 def test_a_crash_leaves_the_old_text(tmp_path, crash):
     path = tmp_path / "config.yaml"
-    path.write_bytes(b"old")
+    path.write_text("old")
     with pytest.raises(OSError, match="No space"):
         write_text(path, "new")
     assert path.read_text() == "old"

@@ -49,7 +49,7 @@ class Callback:
         """After each iteration, with its metrics (evaluation included where there was one)."""
 
     def on_end(self, trainer: Any) -> None:
-        """After the last iteration, also when the run failed."""
+        """After the last iteration, also when the run failed; the callbacks end from the last to the first."""
 
 
 class RefreshReference(Callback):

@@ -65,19 +65,12 @@ _NAMES = ("config.yaml", "checkpoints", "csv", "run.json", "rollouts", "tensorbo
 _WORK = ("csv/scalars/**/*.csv", "rollouts/*.safetensors", *_REPORT)
 """Those that a run has only if it got results; checkpoints are the others."""
 
-_MERGED = (
-    *("config", "generation_config", "tokenizer", "tokenizer_config", "special_tokens_map"),
-    "model.safetensors.index",
-)
+_MERGED = "config generation_config tokenizer tokenizer_config special_tokens_map model.safetensors.index".split()
 _FILES = (
     *("csv/scalars/*/*.csv", "csv/texts/hparams[0-9]*.txt", "tensorboard/**/events.out.tfevents.*", "wandb_id"),
     *("config.yaml", "run.json", *(f"merged/{name}.json" for name in _MERGED), *_REPORT),
-    *(
-        "rollouts/*.safetensors",
-        "rollouts/.*.safetensors.new",
-        "merged/model*.safetensors",
-        "merged/chat_template.jinja",
-    ),
+    *("rollouts/*.safetensors", "rollouts/.*.safetensors.new"),
+    *("merged/model*.safetensors", "merged/chat_template.jinja"),
 )
 """The files in these folders, without those of checkpoints, which list theirs. Other files stay, W&B's own among them."""
 
