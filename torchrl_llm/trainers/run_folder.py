@@ -65,7 +65,8 @@ _NAMES = ("config.yaml", "checkpoints", "csv", "run.json", "rollouts", "tensorbo
 _WORK = ("csv/scalars/**/*.csv", "rollouts/*.safetensors", *_REPORT)
 """Those that a run has only if it got results; checkpoints are the others."""
 
-_MERGED = "config generation_config tokenizer tokenizer_config special_tokens_map model.safetensors.index".split()
+_TOKENIZER = ("tokenizer", "tokenizer_config", "special_tokens_map")
+_MERGED = ("config", "generation_config", "model.safetensors.index", *_TOKENIZER)
 _FILES = (
     *("csv/scalars/*/*.csv", "csv/texts/hparams[0-9]*.txt", "tensorboard/**/events.out.tfevents.*", "wandb_id"),
     *("config.yaml", "run.json", *(f"merged/{name}.json" for name in _MERGED), *_REPORT),
