@@ -89,13 +89,17 @@ class RolloutRecorder(Callback):
         return list(dict.fromkeys(tasks))
 
     def on_batch(self, trainer: Any, rows: TensorDictBase, metrics: dict[str, float]) -> None:
-        # A process without rows of its own has copies without turns, to stay in step with the others.
-        rows = rows[rows[keys.TURN_MASK].any(-1)]
-        if trainer.distributed.is_main and len(rows):
-            # Half of a batch: the scoring pass of all of it would be felt where batches are small.
-            chosen = choose_rows(rows, self.tasks, self._followed, most=len(rows) // 2)
-            # A copy: the update writes into the rows. Without what the old weights scored under the names of the new ones.
-            self._rows, self._weights = rows[chosen].exclude(*_NEW).clone(), {}
+        if not trainer.distributed.is_main:
+            return
+        # Not the copies without turns that a process without rows of its own gets, to stay in step with the others.
+        played = rows[keys.TURN_MASK].any(-1).nonzero().flatten().cpu()
+        if not len(played):
+            return
+        tasks = rows.select(keys.TASK_ID, keys.GROUP_ID, strict=False)[played]
+        # Half of a batch: the scoring pass of all of it would be felt where batches are small.
+        chosen = played[choose_rows(tasks, self.tasks, self._followed, most=len(played) // 2)]
+        # A copy: the update writes into the rows. Without what the old weights scored under the names of the new ones.
+        self._rows, self._weights = rows[chosen].exclude(*_NEW).clone(), {}
 
     def on_minibatch(self, trainer: Any, rows: TensorDictBase, metrics: dict[str, Tensor]) -> None:
         if self._rows is None or len(self._weights) == len(self._rows):
