@@ -45,7 +45,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,10 +57,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
-from torchrl_llm.data import turns_to_rows
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig, VLLMPolicy
 from torchrl_llm.modules.policy import TurnRequest
+from torchrl_llm.stops import share_stop_ids
 from torchrl_llm.testing.environments import Slow
 from torchrl_llm.testing.tiny import tiny_model_path
 
@@ -131,12 +131,25 @@ def responses_of(batches: Iterable[TensorDictBase]) -> Responses:
     """The sampled ids of each turn, from rows or turns."""
     responses = {}
     for batch in batches:
-        rows = batch if keys.is_row_view(batch) else turns_to_rows(batch)
-        columns = (rows[key] for key in (keys.EPISODE_ID, keys.TURN_IDS, keys.TOKENS))
-        for episode, turn_ids, tokens in zip(*columns, strict=True):
-            turns = range(int(turn_ids.max()) + 1)
-            responses |= {(int(episode), turn): tuple(tokens[turn_ids == turn].tolist()) for turn in turns}
+        responses |= dict(said_in_rows(batch) if keys.is_row_view(batch) else said_in_turns(batch))
     return responses
+
+
+def said_in_rows(rows: TensorDictBase) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
+    """The turns of rows ``[B]``."""
+    columns = (rows[key] for key in (keys.EPISODE_ID, keys.TURN_IDS, keys.TOKENS))
+    for episode, turn_ids, tokens in zip(*columns, strict=True):
+        for turn in range(int(turn_ids.max()) + 1):
+            yield (int(episode), turn), tuple(tokens[turn_ids == turn].tolist())
+
+
+def said_in_turns(turns: TensorDictBase) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
+    """The turns of a collector's batch ``[N, T]``, or of one answer of a policy ``[N]``."""
+    mask = turns[keys.RESPONSE_MASK]
+    said = mask.any(-1)
+    columns = (turns[key][said] for key in (keys.EPISODE_ID, keys.TURN, keys.RESPONSE))
+    for episode, turn, ids, valid in zip(*columns, mask[said], strict=True):
+        yield (int(episode), int(turn)), tuple(ids[valid].tolist())
 
 
 # ---------------------------------------------------------------------- who plays
@@ -150,6 +163,7 @@ class Stock:
         if batch_size % n:
             raise ValueError(f"{batch_size} episodes are no multiple of {n} slots, which the stock collector needs.")
         self._batches = batch_size // n
+        share_stop_ids(env, policy)  # the other collectors do so
         # trust_policy: the policy is handed over as it is.
         self._collector = Collector(
             env, policy, frames_per_batch=n * MAX_TURNS, total_frames=-1, reset_at_each_iter=True, trust_policy=True
