@@ -5,13 +5,10 @@ import csv
 import importlib.util
 import json
 import re
-import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import make_worlds
 import pytest
 import torch
 from tensordict.nn import TensorDictModule
@@ -173,104 +170,3 @@ class TestTorchRLTrainer:
         models = keep_models(script, monkeypatch)
         assert len(script.main(iterations=2)) == 2
         assert trained(models[0])
-
-
-class TestBenchmarks:
-    def test_learning(self, tmp_path, monkeypatch):
-        arguments = ["--algo=GRPO", "--seed=3", f"--output-dir={tmp_path}", *QUICK, "--save-checkpoints=false"]
-        monkeypatch.setattr(sys, "argv", ["learning.py", *arguments])
-        load(ROOT / "benchmarks" / "learning.py").main()
-        result = json.loads((tmp_path / "result.json").read_text())
-        assert (result["algo"], result["seed"], result["iterations"]) == ("GRPO", 3, 2)
-
-    def test_learning_in_another_world(self, tmp_path, monkeypatch):
-        """Seeds of a world: each run starts from the world's model, and the summary states the optimum."""
-        script = load(ROOT / "benchmarks" / "learning.py")
-        model, tokenizer = make_worlds.make(
-            "coins", seed=0, recipe=make_worlds.Recipe(careful_steps=1, forgetful_steps=0)
-        )
-        monkeypatch.chdir(tmp_path)
-        make_worlds.save(model, tokenizer, tmp_path / "runs" / "worlds" / "coins")
-        arguments = [
-            "--world=coins",
-            "--algo=GRPO",
-            "--seeds=1",
-            "--draw=x",
-            *QUICK,
-            "--max-iterations=5",
-        ]  # a moving mean of 5
-        monkeypatch.setenv("PYTHONPATH", str(ROOT))
-        monkeypatch.setattr(sys, "argv", ["learning.py", *arguments])
-        script.main()
-        out = tmp_path / "runs" / "learning" / "x-coins"
-        summary = json.loads((out / "summary.json").read_text())
-        assert summary["optimum"] == 1.0
-        assert "The best policy succeeds in 1.000 of the episodes" in (out / "summary.md").read_text()
-        (result,) = [json.loads(path.read_text()) for path in out.glob("GRPO-*/result.json")]
-        assert result["env_name"] == "world:coins"
-        assert result["turns_after"] == 5
-        assert [each for each in summary if each != "optimum"] == ["GRPO"]
-        (published,) = json.loads((out / "runs.json").read_text())["GRPO"]
-        assert (published["seed"], published["success_after"]) == (result["seed"], result["success_after"])
-        assert len(published["wins"]) == len(published["games"]) == result["iterations"]
-        times = [path.stat().st_mtime_ns for path in out.glob("GRPO-*/result.json")]
-        script.main()
-        assert times == [path.stat().st_mtime_ns for path in out.glob("GRPO-*/result.json")]
-        monkeypatch.setattr(sys, "argv", ["learning.py", *arguments, "--lr-actor=0.1"])
-        with pytest.raises(SystemExit, match=r"other settings: lr_actor was 0.0015, is 0.1. Give another --output-dir"):
-            script.main()
-
-    def test_an_interrupted_run_of_learning_begins_again(self, tmp_path):
-        script = load(ROOT / "benchmarks" / "learning.py")
-        assert not script.is_finished(tmp_path)
-        for after, finished in ((None, False), (0.0, True), (0.98, True)):
-            (tmp_path / "result.json").write_text(json.dumps({"success_after": after}))
-            assert script.is_finished(tmp_path) == finished
-
-    def test_learning_scales_the_turns_of_a_world(self, tmp_path, monkeypatch):
-        script = load(ROOT / "benchmarks" / "learning.py")
-        monkeypatch.setattr(script, "make_model", lambda world: tmp_path / world)
-        config = CONFIGS / "tiny_grpo_multiturn.yaml"
-        assert script.world_overrides("guess", config) == []
-        assert "--max-steps=200000" in script.world_overrides("coins", config)
-        assert "--max-steps=160000" in script.world_overrides("key-and-door", config)
-
-    def test_capacity_knows_the_models(self):
-        """Their numbers give the parameters that their makers state, in billions."""
-        script = load(ROOT / "benchmarks" / "capacity.py")
-        stated = {"QWEN_05B": 0.49, "QWEN_7B": 7.61, "QWEN_32B": 32.5, "QWEN_72B": 72.7}
-        assert {name: getattr(script, name).parameters / 1e9 for name in stated} == pytest.approx(stated, rel=0.02)
-
-    def test_capacity_divides_gpus_so_that_nothing_waits(self):
-        script = load(ROOT / "benchmarks" / "capacity.py")
-        layout = script.layout(script.QWEN_7B, 64, 4096, staleness=1)
-        assert layout.engines + layout.learners == 64
-        assert layout.rollout_s == pytest.approx(layout.update_s, rel=0.1)
-        alone = script.layout(script.QWEN_7B, 1, 256, staleness=0)
-        assert alone.iteration_s > alone.rollout_s + alone.update_s
-
-    @pytest.mark.extra
-    def test_iteration(self, tmp_path, monkeypatch):
-        peer = shlex.join([sys.executable, "-c", _PEER])
-        arguments = ["--algo=LLMPPO", "--iterations=1", f"--output={tmp_path / 'out.json'}", f"--peer-cmd={peer}"]
-        monkeypatch.setattr(sys, "argv", ["iteration.py", *arguments])
-        script = load(ROOT / "benchmarks" / "iteration.py")
-        monkeypatch.setattr(script, "ALONE", 1)
-        raw_learn, mark = script.raw_learn, [500]
-
-        def greedy_raw_learn(*given) -> None:
-            mark[0] = 9000
-            raw_learn(*given)
-
-        monkeypatch.setattr(script, "raw_learn", greedy_raw_learn)
-        monkeypatch.setattr(script.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=1024 * mark[0]))
-        script.main()
-        result = json.loads((tmp_path / "out.json").read_text())
-        wanted = {"rollout_tok_cpu_s", "learn_tok_cpu_s", "cpu_s_per_iteration", "peak_rss_mb", "padding_share"}
-        assert wanted | {"rollout_of_raw", "learn_of_raw"} <= set(result)
-        assert result["peak_rss_mb"] == 500  # ours, not that of the raw limits
-        assert result["peak_rss_ratio"] == 125
-        assert result["rollout_ratio"] == pytest.approx(result["rollout_tok_cpu_s"] / 2, rel=1e-3)
-
-
-_PEER = 'print("noise"); print(\'{"rollout_tok_cpu_s": 2, "learn_tok_cpu_s": 3, "peak_rss_mb": 4}\')'

@@ -119,11 +119,11 @@ class CachedModel:
     def _drop_if_stale(self) -> None:
         # PyTorch has no public counter of in-place changes but `_version`. It misses fused optimizers and writes to `.data`,
         # hence the sampled elements.
-        parameters = list(self.model.parameters())
+        parameters, device = list(self.model.parameters()), self.device
         exact = [(id(p), p._version, p.data_ptr()) for p in parameters]
         samples = [p.detach().flatten()[:: max(1, p.numel() // _SAMPLE)] for p in parameters]
         # float64 holds the values of every other float dtype exactly.
-        sampled = torch.cat([x.to(self.device, torch.float64) for x in samples])
+        sampled = torch.cat([x.to(device, torch.float64) for x in samples])
         if self._fingerprint is None or self._fingerprint[0] != exact or not torch.equal(self._fingerprint[1], sampled):
             self.drop()
             self._fingerprint = exact, sampled

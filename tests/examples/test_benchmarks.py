@@ -1,0 +1,231 @@
+"""The benchmarks run, and what they compare is what they say."""
+
+import importlib
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import make_worlds
+import pytest
+import torch
+from tensordict import TensorDict
+
+from torchrl_llm import keys
+from torchrl_llm.modules import TokenScorer, enable_prefix_sharing
+from torchrl_llm.objectives import ReBN
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "examples" / "configs"
+QUICK = ["--max-iterations=2", "--batch-size=16", "--num-envs=16", "--final-episodes=16", "--evaluation-episodes=16"]
+
+
+@pytest.fixture
+def load(monkeypatch):
+    """Imports a script as a module, and forgets it."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    names = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
+    yield importlib.import_module
+    for name in names & sys.modules.keys():
+        del sys.modules[name]
+
+
+def run(*words: str) -> dict:
+    """What a benchmark prints as JSON, in a process of its own."""
+    command = [sys.executable, f"benchmarks/{words[0]}", *words[1:]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout[done.stdout.index("{") :])
+
+
+class TestBenchmarks:
+    def test_learning(self, load, tmp_path, monkeypatch):
+        arguments = ["--algo=GRPO", "--seed=3", f"--output-dir={tmp_path}", *QUICK, "--save-checkpoints=false"]
+        monkeypatch.setattr(sys, "argv", ["learning.py", *arguments])
+        load("learning").main()
+        result = json.loads((tmp_path / "result.json").read_text())
+        assert (result["algo"], result["seed"], result["iterations"]) == ("GRPO", 3, 2)
+
+    def test_learning_in_another_world(self, load, tmp_path, monkeypatch):
+        """Seeds of a world: each run starts from the world's model, and the summary states the optimum."""
+        script = load("learning")
+        model, tokenizer = make_worlds.make(
+            "coins", seed=0, recipe=make_worlds.Recipe(careful_steps=1, forgetful_steps=0)
+        )
+        monkeypatch.chdir(tmp_path)
+        make_worlds.save(model, tokenizer, tmp_path / "runs" / "worlds" / "coins")
+        arguments = [
+            "--world=coins",
+            "--algo=GRPO",
+            "--seeds=1",
+            "--draw=x",
+            *QUICK,
+            "--max-iterations=5",
+        ]  # a moving mean of 5
+        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+        monkeypatch.setattr(sys, "argv", ["learning.py", *arguments])
+        script.main()
+        out = tmp_path / "runs" / "learning" / "x-coins"
+        summary = json.loads((out / "summary.json").read_text())
+        assert summary["optimum"] == 1.0
+        assert "The best policy succeeds in 1.000 of the episodes" in (out / "summary.md").read_text()
+        (result,) = [json.loads(path.read_text()) for path in out.glob("GRPO-*/result.json")]
+        assert result["env_name"] == "world:coins"
+        assert result["turns_after"] == 5
+        assert [each for each in summary if each != "optimum"] == ["GRPO"]
+        (published,) = json.loads((out / "runs.json").read_text())["GRPO"]
+        assert (published["seed"], published["success_after"]) == (result["seed"], result["success_after"])
+        assert len(published["wins"]) == len(published["games"]) == result["iterations"]
+        times = [path.stat().st_mtime_ns for path in out.glob("GRPO-*/result.json")]
+        script.main()
+        assert times == [path.stat().st_mtime_ns for path in out.glob("GRPO-*/result.json")]
+        monkeypatch.setattr(sys, "argv", ["learning.py", *arguments, "--lr-actor=0.1"])
+        with pytest.raises(SystemExit, match=r"other settings: lr_actor was 0.0015, is 0.1. Give another --output-dir"):
+            script.main()
+
+    def test_an_interrupted_run_of_learning_begins_again(self, load, tmp_path):
+        script = load("learning")
+        assert not script.is_finished(tmp_path)
+        for after, finished in ((None, False), (0.0, True), (0.98, True)):
+            (tmp_path / "result.json").write_text(json.dumps({"success_after": after}))
+            assert script.is_finished(tmp_path) == finished
+
+    def test_learning_scales_the_turns_of_a_world(self, load, tmp_path, monkeypatch):
+        script = load("learning")
+        monkeypatch.setattr(script, "make_model", lambda world: tmp_path / world)
+        config = CONFIGS / "tiny_grpo_multiturn.yaml"
+        assert script.world_overrides("guess", config) == []
+        assert "--max-steps=200000" in script.world_overrides("coins", config)
+        assert "--max-steps=160000" in script.world_overrides("key-and-door", config)
+
+    def test_capacity_knows_the_models(self, load):
+        """Their numbers give the parameters that their makers state, in billions."""
+        script = load("capacity")
+        stated = {"QWEN_05B": 0.49, "QWEN_7B": 7.61, "QWEN_32B": 32.5, "QWEN_72B": 72.7}
+        assert {name: getattr(script, name).parameters / 1e9 for name in stated} == pytest.approx(stated, rel=0.02)
+
+    def test_capacity_divides_gpus_so_that_nothing_waits(self, load):
+        script = load("capacity")
+        layout = script.layout(script.QWEN_7B, 64, 4096, staleness=1)
+        assert layout.engines + layout.learners == 64
+        assert layout.rollout_s == pytest.approx(layout.update_s, rel=0.1)
+        alone = script.layout(script.QWEN_7B, 1, 256, staleness=0)
+        assert alone.iteration_s > alone.rollout_s + alone.update_s
+
+    @pytest.mark.extra
+    def test_iteration(self, load, tmp_path, monkeypatch):
+        peer = shlex.join([sys.executable, "-c", _PEER])
+        arguments = ["--algo=LLMPPO", "--iterations=1", f"--output={tmp_path / 'out.json'}", f"--peer-cmd={peer}"]
+        monkeypatch.setattr(sys, "argv", ["iteration.py", *arguments])
+        script = load("iteration")
+        monkeypatch.setattr(script, "ALONE", 1)
+        raw_learn, mark = script.raw_learn, [500]
+
+        def greedy_raw_learn(*given) -> None:
+            mark[0] = 9000
+            raw_learn(*given)
+
+        monkeypatch.setattr(script, "raw_learn", greedy_raw_learn)
+        monkeypatch.setattr(script.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=1024 * mark[0]))
+        script.main()
+        result = json.loads((tmp_path / "out.json").read_text())
+        wanted = {"rollout_tok_cpu_s", "learn_tok_cpu_s", "cpu_s_per_iteration", "peak_rss_mb", "padding_share"}
+        assert wanted | {"rollout_of_raw", "learn_of_raw"} <= set(result)
+        assert result["peak_rss_mb"] == 500  # ours, not that of the raw limits
+        assert result["peak_rss_ratio"] == 125
+        assert result["rollout_ratio"] == pytest.approx(result["rollout_tok_cpu_s"] / 2, rel=1e-3)
+
+
+class TestLearn:
+    ROWS = (2_048, 12, 5, 4, 2)
+
+    def test_all_variants_have_one_loss(self, load):
+        script = load("learn")
+        model, rows = script.make_model("0.66M", 2), script.make_rows(*self.ROWS)
+        by_hand = script.by_hand(model, rows, entropy=True)
+        plain = script.scored(TokenScorer(model, entropy=True), rows)
+        sharing = enable_prefix_sharing(model)
+        assert sharing is not None
+        shared = script.scored(TokenScorer(model, entropy=True, prefixes=sharing), rows)
+        torch.testing.assert_close(torch.stack([plain, shared]), by_hand.expand(2), rtol=1e-5, atol=1e-4)
+
+    @pytest.mark.parametrize(("variant", "computed"), [("by hand", 1.0), ("rows", 1.0), ("shared", None)])
+    def test_counts_what_is_computed(self, load, variant, computed):
+        script = load("learn")
+        options = {"model": "0.66M", "layers": 2, "prompt": 200, "response": 10, "group": 8, "groups": 1}
+        result = script.measure(variant, SimpleNamespace(**options, frozen_head=True, no_entropy=True, updates=1))
+        assert result["computed"] == pytest.approx((200 + 80) / (8 * 210) if computed is None else computed, abs=0.01)
+
+
+class TestPlayed:
+    @pytest.mark.parametrize(
+        ("game", "legal"),
+        [("TowerofHanoi", "you moved disk"), ("Minesweeper", "you added a flag"), ("Game2048", "you moved")],
+    )
+    def test_the_player_is_legal(self, load, game, legal):
+        """The games say so of each move."""
+        script = load("played")
+        rows = script.play_game(game, 2, 1)
+        assert script.shape(rows)["turns"] == 8
+        tokenizer = script.train_tokenizer(*script.GAMES[game])
+        text = tokenizer.decode(rows[keys.TOKENS][0][rows[keys.ATTENTION_MASK][0]])
+        assert text.count(legal) == 8
+        assert set(rows[keys.TURN_STOP_REASON][:, -1].tolist()) == {int(keys.StopReason.MAX_TURNS)}
+
+    def test_tells_what_is_shared(self, load):
+        tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0], [7, 0, 0, 0]])
+        turns = {"turn": {"mask": torch.ones(3, 2).bool()}}
+        rows = TensorDict({"tokens": tokens, "attention_mask": tokens > 0, **turns}, [3])
+        assert load("played").shape(rows) == {"rows": 3, "tokens": 8, "shared": round(8 / 6, 3), "turns": 2.0}
+
+
+class TestGuards:
+    def test_the_floor_of_the_standard_deviation(self, load):
+        script = load("guards")
+        rows = TensorDict({"turn": {}}, [4])
+        mask = torch.ones(4, 1).bool()
+        narrow, wide = (scale * torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]) for scale in (0.01, 5.0))
+        compare = [make(ddof=1).compare for make in (ReBN, script.FlooredReBN)]
+        zero = torch.zeros(4, 1)
+        torch.testing.assert_close(*(each(rows, wide, zero, mask) for each in compare))
+        plain, floored = (each(rows, narrow, zero, mask) for each in compare)
+        torch.testing.assert_close(floored, narrow / script.FLOOR)
+        assert plain.abs().min() > 0.8
+
+    def test_the_bound_on_spikes(self, load):
+        script = load("guards")
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        script.bound_spikes(SimpleNamespace(trainer=SimpleNamespace(optimizer=SimpleNamespace(optimizer=optimizer))))
+        moved = []
+        for gradient in (1.0, 100.0, 100.0, 0.5):
+            weight.grad = torch.tensor([gradient])
+            before = weight.item()
+            optimizer.step()
+            moved.append(before - weight.item())
+        assert moved == pytest.approx([1.0, 1.5, 1.575, 0.5], rel=1e-5)
+
+    @pytest.mark.extra
+    def test_the_table(self, load, tmp_path, monkeypatch, capsys):
+        script = load("guards")
+        learning = load("learning")
+        settings = learning.settings
+        monkeypatch.setattr(learning, "settings", lambda *given: settings(*given[:4], [*given[4], *QUICK]))
+        monkeypatch.setattr(learning, "WINDOW", 1)
+        for guard in ("floor", "amsgrad"):
+            script.train_one(guard, 5, tmp_path / f"{guard}-5")
+        script.train_all(["floor", "amsgrad"], [5], tmp_path, jobs=1)
+        lines = (tmp_path / "summary.md").read_text().splitlines()
+        assert [line.split(" | ")[0] for line in lines[2:]] == ["| floor", "| amsgrad"]
+
+
+@pytest.mark.vllm
+def test_rollouts():
+    """Every contender delivers the same ids, or the script fails."""
+    result = run("rollout.py", "--quick")
+    assert result["instant"]["contenders"].keys() == {"stock", "barrier", "async", "hf", "policy", "raw"}
+
+
+_PEER = 'print("noise"); print(\'{"rollout_tok_cpu_s": 2, "learn_tok_cpu_s": 3, "peak_rss_mb": 4}\')'
