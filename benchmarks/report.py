@@ -235,7 +235,10 @@ Figures (tokens per CPU-second):
 The raw limits are measured on the same conversations in the same process. Rollout: one batched `model.generate` a turn for the same
 contexts; it encodes each context anew, which is why keeping the KV cache between turns can beat it. Learn: forward and backward of the same rows,
 as often as the algorithm trains on them (actor, and critic if there is one), LM head on action positions only; ours also scores the reference
-and, for LLMPPO, the values.
+and, for LLMPPO, the values. It computes the tokens that rows share [once](learn.md), which the raw limit does not.
+
+Peak memory is that of two iterations, before any raw limit runs: a process's mark never falls, and the raw limit of learning holds the activations
+of all rows at once.
 
 Machine: {machine}. Absolute figures depend on it and on its load; the ratios are of one run.
 """
