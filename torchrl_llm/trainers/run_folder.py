@@ -71,7 +71,7 @@ _FILES = (
     *("csv/scalars/*/*.csv", "csv/texts/hparams[0-9]*.txt", "tensorboard/**/events.out.tfevents.*", "wandb_id"),
     *("config.yaml", "run.json", *(f"merged/{name}.json" for name in _MERGED), *_REPORT),
     *("rollouts/*.safetensors", "rollouts/.*.safetensors.new"),
-    *("merged/model*.safetensors", "merged/chat_template.jinja"),
+    *("merged/model*.safetensors", "merged/chat_template.jinja", "merged/run_config.yaml"),
 )
 """The files in these folders, without those of checkpoints, which list theirs. Other files stay, W&B's own among them."""
 
