@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState
+from accelerate import Accelerator
 from peft import LoraConfig
 
 from torchrl_llm.envs import UnknownEnvironmentError
@@ -81,8 +81,8 @@ class TestFind:
         loaded = load_saved_model(saved, saved.config(device="cpu"))
         assert len(loaded.tokenizer) > 256
 
-    def test_a_whole_model_keeps_the_dtype_of_its_files(self, whole, monkeypatch):
-        monkeypatch.setattr(AcceleratorState, "_shared_state", {})  # the precision of a process is of its first run
+    def test_a_whole_model_keeps_the_dtype_of_its_files(self, whole):
+        Accelerator(mixed_precision="no")  # as of an earlier run, whose precision the process keeps
         (whole / SETTINGS).write_text("dtype: float32\n")
         saved = find_saved_model(whole)
         loaded = load_saved_model(saved, saved.config(device="cpu"))

@@ -239,6 +239,12 @@ class TestMemoryAndPrecision:
 
 @pytest.fixture
 def half_model(tmp_path, monkeypatch):
+    def test_another_precision_than_that_of_an_earlier_run_is_refused(self, tmp_path):
+        build_run(small_config(tmp_path))
+        said = "mixed_precision='bf16' .* earlier run of this process with 'no', .*: start this run in another process"
+        with pytest.raises(ConfigError, match=said):
+            build_run(small_config(tmp_path / "other", mixed_precision="bf16"))
+
     """A folder with the tiny model in bfloat16, as most checkpoints are."""
     # accelerate keeps one precision for a process; the test borrows a state of its own.
     monkeypatch.setattr(AcceleratorState, "_shared_state", {})

@@ -243,7 +243,7 @@ def load_saved_model(saved: SavedModel, config: RunConfig) -> LoadedModel:
         lora=weights.read_adapter(saved.weights).config if saved.is_adapter else None,
         sampling=sampling,
         dtype=config.dtype,
-        device=build.make_accelerator(config).device,
+        device=build.choose_device(config),
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
         quantization=config.quantization,
