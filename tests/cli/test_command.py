@@ -154,6 +154,7 @@ class TestTrain:
         assert json.loads(done.stdout) == json.loads((run / "result.json").read_text())
         assert "report: run/" in done.stderr
         assert "|" not in done.stderr  # no progress bar in a pipe
+        assert RunConfig.from_yaml(run / "config.yaml").progress is None  # and no decision about a later start
 
     def test_resumes(self, trained):
         run, _ = trained
@@ -290,7 +291,6 @@ class TestExport:
         assert again["turns"] == pytest.approx(first["turns"])
         assert again["env_name"] == first["env_name"]
 
-
     @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
     def test_a_signal_leaves_nothing_half_written(self, tmp_path, trained, signum, code):
         (tmp_path / "out").mkdir()
@@ -303,6 +303,7 @@ class TestExport:
         os.kill(process.pid, signum)
         assert ended(process) == code
         assert not any((tmp_path / "out").iterdir())
+
 
 class TestReport:
     @pytest.fixture(autouse=True)
@@ -322,7 +323,6 @@ class TestReport:
         done = command("report", "empty", folder=tmp_path)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
-
     def test_of_somebody_elses_results_writes_nothing(self, tmp_path):
         (tmp_path / "theirs").mkdir()
         (tmp_path / "theirs" / "result.json").write_text('{"accuracy": 0.9}')
@@ -331,6 +331,7 @@ class TestReport:
         assert done.returncode == 2
         assert "is not the folder of a run: it has no torchrl_llm.json" in done.stderr
         assert (tmp_path / "theirs" / "report.html").read_text() == "theirs"
+
 
 def test_a_broken_pipe_of_a_process_that_died_is_no_reader_that_has_gone(monkeypatch):
     def died(*arguments):

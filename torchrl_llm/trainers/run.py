@@ -273,8 +273,8 @@ def _build(
     watchers += [] if recorder is None else [recorder]
     if config.refresh_reference:
         watchers.append(RefreshReference(models, config.refresh_reference))
-    if config.progress and distributed.is_main:
-        watchers.append(ProgressBar(config.algo))
+    if config.progress is not False and distributed.is_main:
+        watchers.append(ProgressBar(config.algo, watched_only=config.progress is None))
     trainer = LLMTrainer(
         collector=collector,
         replay_buffer=replay_buffer,
