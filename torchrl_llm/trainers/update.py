@@ -93,7 +93,9 @@ class RowScorer:
     def score_for_credit(self, rows: TensorDictBase) -> None:
         """:meth:`score` one batch of the collector, if its advantages depend on it: once, because weights do not change meanwhile."""
         if self.credit_reads_scores:
-            self.score(rows)
+            sync = self.run.weight_sync
+            with nullcontext() if sync is None else sync.asleep():
+                self.score(rows)
 
     def batch_size(self, rows: TensorDictBase) -> int:
         """How many episodes one batch of the collector has on all ranks, where it delivered ``rows``."""
