@@ -71,7 +71,7 @@ class TrainerConfig(Checked):
     """The loss's entropy_target falls to this share of it, in a straight line over ``max_steps``; 1 leaves it as it is."""
     kl_decay_fraction: PositiveShare | None = None
     """Share of ``max_steps`` over which the weight of the KL to the reference falls from ``kl_coeff`` to 0, in a straight
-    line; None leaves it as it is."""
+    line; None leaves it as it is. From there on the reference is not scored, and policy/kl_reference not logged."""
     max_steps: Count = 100_000
     """Turns to collect in training; the run ends with the iteration that reaches it."""
     max_iterations: Count | None = None
