@@ -198,6 +198,7 @@ class RunConfig(
         Idle(("init_reference", "refresh_reference", "kl_decay_fraction"), {"kl_coeff": (0,)}, "give the KL a weight"),
         Idle(("lora_alpha", "lora_targets", "merge_lora_configs"), {"lora_r": (0,)}, "give LoRA a rank"),
         Idle(("history", "chat_template_kwargs"), {"template": ("raw",)}, 'set template to "chat"'),
+        Idle(("min_entropy_fraction",), {"entropy_target": (None,)}, "set entropy_target"),
         Idle(("evaluation_greedy",), {"evaluation_interval": (0,)}, "set evaluation_interval to 1 or more"),
         Idle(("checkpoint_interval", "keep_checkpoints"), {"save_checkpoints": (False,)}, "save checkpoints"),
         Idle(("accept_changes",), {"resume": (False,), "resume_from": (None,)}, "set resume"),
@@ -283,6 +284,8 @@ class RunConfig(
         if stale and self.adaptive_mixture:
             yield f"adaptive_mixture adapts between batches, and max_staleness={stale} leaves none between them: choose one."
         if stale and self.sleep_mode:
+        if self.old_log_probs == "sampler" and (self.sampler_correction is not None or self._corrects_sampler):
+            yield settings.NOTHING_TO_CORRECT
             yield f"max_staleness={stale} samples during updates, and sleep_mode stops the engine for them: choose one."
         if self.weight_sync == "adapter" and not self.lora_r:
             yield "weight_sync='adapter' sends an adapter, and lora_r=0 has none: leave it out."
@@ -323,6 +326,11 @@ class RunConfig(
     def _check_loss(self) -> None:
         """Raise what the loss and its estimator say of their options, before models are loaded for them."""
         try:
+    @property
+    def _corrects_sampler(self) -> bool:
+        chosen = self.value_estimator()
+        return chosen is not None and chosen.corrects_sampler
+
             self.make_loss(_NO_ACTOR, _NO_CRITIC)
         except ConfigError:
             raise
@@ -367,9 +375,7 @@ class RunConfig(
             )
         values = {name: getattr(self, name) for name in loss_settings(self.algo)}
         options = {name: value for name, value in values.items() if value is not None}
-        estimator = self.value_estimator()
-        corrected = estimator is not None and estimator.corrects_sampler
-        if self.max_staleness and self.sampler_correction is None and not corrected:
+        if self.max_staleness and self.sampler_correction is None and not self._corrects_sampler:
             options = {"sampler_correction": "truncate", "sampler_bounds": 2.0} | options
         if options.get("clip_value") == 0:
             options["clip_value"] = None

@@ -27,6 +27,12 @@ from torchrl_llm.options import (
 Algorithm = Literal["LLMPPO", "LLMREINFORCE", "GRPO"]
 OldLogProbs = Literal["auto", "sampler", "scorer"]
 
+NOTHING_TO_CORRECT = (
+    'old_log_probs="sampler" leaves no gap between sampler and trainer to correct for: use "auto" or "scorer", or no '
+    "correction."
+)
+"""Of settings with a sampler correction, and of a trainer whose loss has one."""
+
 
 @dataclass(kw_only=True)
 class TrainerConfig(Checked):
