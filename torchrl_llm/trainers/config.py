@@ -137,6 +137,9 @@ def shown_default(name: str, algo: Algorithm | None = None) -> str:
 _FOR_THIS_START = ("resume", "resume_from", "accept_changes", "overwrite")
 """Settings about the start of a run. They are not saved, because a saved file is read by a later start."""
 
+PYTHON_PARTS = ("env", "make_env", "make_loss")
+"""Arguments of ``build_run`` that a run depends on as on its settings; ``accept_changes`` may name them too."""
+
 HOW_TO_RUN = (*names_of(settings.OutputConfig), *names_of(settings.RayConfig))
 """Settings that change no number of a run: a resumed run may differ in them."""
 
@@ -195,10 +198,10 @@ class RunConfig(
         ),
         Idle(("max_staleness",), {"collector": ("turn",)}, 'set collector to "async" or "ray"', {"max_staleness": 0}),
         Idle(("init_reference", "init_critic", "merge_lora_configs"), {"init_from": (None,)}, "say what to start from"),
+        Idle(("min_entropy_fraction",), {"entropy_target": (None,)}, "set entropy_target"),
         Idle(("init_reference", "refresh_reference", "kl_decay_fraction"), {"kl_coeff": (0,)}, "give the KL a weight"),
         Idle(("lora_alpha", "lora_targets", "merge_lora_configs"), {"lora_r": (0,)}, "give LoRA a rank"),
         Idle(("history", "chat_template_kwargs"), {"template": ("raw",)}, 'set template to "chat"'),
-        Idle(("min_entropy_fraction",), {"entropy_target": (None,)}, "set entropy_target"),
         Idle(("evaluation_greedy",), {"evaluation_interval": (0,)}, "set evaluation_interval to 1 or more"),
         Idle(("checkpoint_interval", "keep_checkpoints"), {"save_checkpoints": (False,)}, "save checkpoints"),
         Idle(("accept_changes",), {"resume": (False,), "resume_from": (None,)}, "set resume"),
@@ -237,7 +240,7 @@ class RunConfig(
         yield from self._wrong_model()
 
     def _wrong_changes(self) -> Iterator[str]:
-        names = list(vars(self))
+        names = [*vars(self), *PYTHON_PARTS]
         for name in self.accept_changes:
             if name not in names:
                 yield f"accept_changes names {name}: no such setting.{nearest(name, names)}"
@@ -281,11 +284,11 @@ class RunConfig(
             )
         if stale and self.old_log_probs == "sampler":
             yield f'max_staleness={stale} with old_log_probs="sampler": the sampler may have had older weights. Use "auto".'
+        if self.old_log_probs == "sampler" and (self.sampler_correction is not None or self._corrects_sampler):
+            yield settings.NOTHING_TO_CORRECT
         if stale and self.adaptive_mixture:
             yield f"adaptive_mixture adapts between batches, and max_staleness={stale} leaves none between them: choose one."
         if stale and self.sleep_mode:
-        if self.old_log_probs == "sampler" and (self.sampler_correction is not None or self._corrects_sampler):
-            yield settings.NOTHING_TO_CORRECT
             yield f"max_staleness={stale} samples during updates, and sleep_mode stops the engine for them: choose one."
         if self.weight_sync == "adapter" and not self.lora_r:
             yield "weight_sync='adapter' sends an adapter, and lora_r=0 has none: leave it out."
@@ -323,14 +326,14 @@ class RunConfig(
         instead = "choose an estimator that has the option"
         Idle(unused, {"estimator": (self.estimator,)}, instead).check(vars(self), dict.fromkeys(unused))
 
-    def _check_loss(self) -> None:
-        """Raise what the loss and its estimator say of their options, before models are loaded for them."""
-        try:
     @property
     def _corrects_sampler(self) -> bool:
         chosen = self.value_estimator()
         return chosen is not None and chosen.corrects_sampler
 
+    def _check_loss(self) -> None:
+        """Raise what the loss and its estimator say of their options, before models are loaded for them."""
+        try:
             self.make_loss(_NO_ACTOR, _NO_CRITIC)
         except ConfigError:
             raise

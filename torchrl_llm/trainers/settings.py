@@ -328,7 +328,8 @@ class OutputConfig(Checked):
     """The checkpoint to continue, instead of the newest; newer ones are moved aside."""
     accept_changes: list[str] = field(default_factory=list)
     """Names of settings that may differ from those of the checkpoint, and take effect from there; any other change is
-    an error, and those about the initial weights (algo, critic_trunk, init_*, lora_*) cannot be accepted."""
+    an error, and those about the initial weights (algo, critic_trunk, init_*, lora_*) cannot be accepted. "env", "make_env"
+    and "make_loss" are the arguments of build_run."""
     overwrite: bool = False
     """Start a new run in an output_dir that holds a run already; it is moved aside, and deleted when the new run has a
     whole checkpoint."""
