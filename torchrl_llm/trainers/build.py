@@ -251,16 +251,15 @@ def _make_engine(config: RunConfig, tokenizer: Any, sampling: SamplingConfig) ->
 
 
 def worker_options(
-    config: RunConfig, make_env: Callable[[], GEMEnv], tokenizer: Any, models: ActorCritic, sync: RayWeightSync
+    config: RunConfig, make_env: Callable[[], GEMEnv], tokenizer: Any, sync: RayWeightSync
 ) -> dict[str, Any]:
     """What :class:`~torchrl_llm.collectors.RayTurnCollector` needs for its workers, which ``sync`` sends the weights to."""
-    lora = None if sync.merged or models.adapter is None else models.model.peft_config[models.adapter]
     resources = {"num_cpus": 1.0, "num_gpus": 0} | _given(
         config, num_cpus="ray_worker_cpus", num_gpus="ray_worker_gpus"
     )
     return {
         "make_env": make_env,
-        "make_policy": partial(_worker_policy, config, tokenizer, sync.policy.sampling, lora),
+        "make_policy": partial(_worker_policy, config, tokenizer, sync.policy.sampling, sync.lora),
         "num_workers": config.ray_workers or 2,
         "worker_options": resources,
         "weight_sync_schemes": {"policy": sync},

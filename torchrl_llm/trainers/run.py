@@ -249,7 +249,7 @@ def _build(
     replay_buffer = build.make_replay_buffer(config)
     workers = {}
     if isinstance(weight_sync, RayWeightSync):
-        workers = build.worker_options(config, make_train_env, tokenizer, models, weight_sync)
+        workers = build.worker_options(config, make_train_env, tokenizer, weight_sync)
     collector = build.make_collector(config, train_env, policy, replay_buffer, distributed, **workers)
     # Before engine and environments are closed: its threads use them.
     opened.callback(collector.shutdown)

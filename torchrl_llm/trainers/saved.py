@@ -60,7 +60,7 @@ class SavedModel:
     @property
     def is_adapter(self) -> bool:
         """Whether it is an adapter on a base model, and not a whole model."""
-        return (self.weights / "adapter_config.json").is_file()
+        return weights.holds_adapter(self.weights)
 
     def config(self, **changes: Any) -> RunConfig:
         """The settings to use the model with: those of its run, as far as they are not about training.
@@ -159,7 +159,7 @@ register_env_family("python", _from_python)
 
 def _tokenizer_beside(path: Path) -> Path | None:
     """The folder of the tokenizer of a model; ``None`` for an adapter that was saved without one."""
-    adapter_alone = (path / "adapter_config.json").is_file() and not any(path.glob("tokenizer*"))
+    adapter_alone = weights.holds_adapter(path) and not any(path.glob("tokenizer*"))
     return None if adapter_alone else path
 
 
