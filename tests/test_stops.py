@@ -13,7 +13,7 @@ from torchrl_llm.collectors._worker import RolloutWorker, WorkerRequest
 from torchrl_llm.envs import ChatFormatter, GEMEnv, PromptDatasetEnv
 from torchrl_llm.modules import HFPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
-from torchrl_llm.stops import response_end_ids
+from torchrl_llm.stops import response_end_ids, share_stop_ids
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 from torchrl_llm.trainers import RunConfig, build_run, evaluate
@@ -138,6 +138,11 @@ class TestStopIdsOfTheCaller:
         policy = HFPolicy(model(), TOKENIZER, SamplingConfig(max_output_tokens=48, stop_ids=(TURN_END, WORD)))
         collected(env, policy)
         assert not any(said.endswith(("!", "<|im_end|>")) for said in heard)
+
+    def test_an_environment_without_text_is_not_passed_over(self):
+        policy = HFPolicy(model(), TOKENIZER, SamplingConfig(max_output_tokens=48))
+        with pytest.raises(AttributeError, match="formatter"):
+            share_stop_ids(object(), policy)
 
     @given(ids=st.lists(st.integers(3, 258), max_size=6), end=st.sampled_from([*ENDS, None]))
     @settings(max_examples=50, deadline=None)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from jinja2 import TemplateError
 from tokenizers import AddedToken
 
-__all__ = ["response_end_ids", "share_stop_ids"]
+__all__ = ["HasFormatter", "HasStopIds", "response_end_ids", "share_stop_ids"]
 
 _ANSWER = "a0\n0."
 
@@ -40,19 +40,37 @@ def response_end_ids(tokenizer: Any, model_ids: int | Sequence[int] | None = Non
     return tuple(sorted({*named, tokenizer.eos_token_id, _turn_end_id(tokenizer)} - {None}))
 
 
-def share_stop_ids(env: Any, policy: Any) -> None:
+class HasFormatter(Protocol):
+    """An environment whose formatter leaves the token that ended a response out of its text."""
+
+    formatter: Any
+
+
+@runtime_checkable
+class HasStopIds(Protocol):
+    """A policy that knows which ids end its responses; ``None``: it does not say."""
+
+    @property
+    def stop_ids(self) -> Sequence[int] | None:
+        """The ids."""
+
+
+def share_stop_ids(env: HasFormatter, policy: HasStopIds) -> None:
     """Set the stop ids of an environment to those of the policy that acts in it.
 
     Collectors, evaluations and :meth:`torchrl_llm.envs.GEMEnv.rollout` do so. It is for a loop of one's own, or a stock
     collector of TorchRL, with a policy that stops at ordinary tokens: special tokens are recognized without it.
 
     Args:
-        env: an environment with a ``formatter``; others are left alone.
-        policy: one with ``stop_ids``; with others (and with ``None``) nothing changes.
+        env: an environment with a ``formatter``.
+        policy: one with ``stop_ids``; where they are ``None`` nothing changes.
+
+    Raises:
+        AttributeError: one of the two has no such attribute.
     """
-    formatter, ids = getattr(env, "formatter", None), getattr(policy, "stop_ids", None)
-    if formatter is not None and ids is not None:
-        formatter.stop_ids = tuple(ids)
+    ids = policy.stop_ids
+    if ids is not None:
+        env.formatter.stop_ids = tuple(ids)
 
 
 def control_tokens(tokenizer: Any) -> dict[int, AddedToken]:

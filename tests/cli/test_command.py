@@ -67,6 +67,34 @@ class TestHelp:
         assert "export" in done.stdout
 
 
+class TestSeveralProcesses:
+    """As ``accelerate launch`` starts them."""
+
+    def test_one_of_them_writes_the_output(self, tmp_path):
+        outputs = [
+            command("train", "--print-schema", folder=tmp_path, environment={"RANK": rank, "WORLD_SIZE": "2"}).stdout
+            for rank in ("0", "1")
+        ]
+        assert json.loads(outputs[0]) == settings_schema()
+        assert outputs[1] == ""
+
+    @pytest.mark.extra
+    @pytest.mark.slow
+    def test_a_launch(self, tmp_path):
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+        launch += [str(CONFIGS / "accelerate_ddp.yaml"), "--module", "torchrl_llm", "eval", "tiny"]
+        launch += [
+            "--env=game:GuessTheNumber-v0-easy",
+            "--episodes=4",
+            "--max-output-tokens=16",
+            "--device=cpu",
+            "--json",
+        ]
+        done = subprocess.run(launch, capture_output=True, text=True, timeout=LIMIT * 4, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert json.loads(done.stdout)["episodes"] == 4
+
+
 class TestWrongInput:
     """One sentence, and exit code 2."""
 
@@ -126,6 +154,7 @@ class TestTrain:
         assert json.loads(done.stdout) == json.loads((run / "result.json").read_text())
         assert "report: run/" in done.stderr
         assert "|" not in done.stderr  # no progress bar in a pipe
+        assert RunConfig.from_yaml(run / "config.yaml").progress is None  # and no decision about a later start
 
     def test_resumes(self, trained):
         run, _ = trained
@@ -262,6 +291,19 @@ class TestExport:
         assert again["turns"] == pytest.approx(first["turns"])
         assert again["env_name"] == first["env_name"]
 
+    @pytest.mark.parametrize(("signum", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+    def test_a_signal_leaves_nothing_half_written(self, tmp_path, trained, signum, code):
+        (tmp_path / "out").mkdir()
+        files = [tmp_path / kind for kind in ("in", "stdout", "err")]
+        files[0].touch()
+        process = start(["export", trained[0], "out/merged"], files, tmp_path, {})
+        while not any((tmp_path / "out").iterdir()):
+            assert process.is_alive(), files[2].read_text()
+            time.sleep(0.001)
+        os.kill(process.pid, signum)
+        assert ended(process) == code
+        assert not any((tmp_path / "out").iterdir())
+
 
 class TestReport:
     @pytest.fixture(autouse=True)
@@ -280,6 +322,15 @@ class TestReport:
         (tmp_path / "empty").mkdir()
         done = command("report", "empty", folder=tmp_path)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+    def test_of_somebody_elses_results_writes_nothing(self, tmp_path):
+        (tmp_path / "theirs").mkdir()
+        (tmp_path / "theirs" / "result.json").write_text('{"accuracy": 0.9}')
+        (tmp_path / "theirs" / "report.html").write_text("theirs")
+        done = command("report", "theirs", folder=tmp_path)
+        assert done.returncode == 2
+        assert "is not the folder of a run: it has no torchrl_llm.json" in done.stderr
+        assert (tmp_path / "theirs" / "report.html").read_text() == "theirs"
 
 
 def test_a_broken_pipe_of_a_process_that_died_is_no_reader_that_has_gone(monkeypatch):

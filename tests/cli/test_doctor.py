@@ -1,6 +1,7 @@
 """``torchrl-llm doctor``: what is installed, and whether settings would run."""
 
 import json
+import os
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -17,7 +18,7 @@ from torchrl_llm.testing.tiny import load_tiny_tokenizer
 from torchrl_llm.tiny import tiny_model_path
 from torchrl_llm.trainers import RunConfig
 from torchrl_llm.trainers.build import make_lora
-from torchrl_llm.trainers.memory import empty_model, memory_estimate
+from torchrl_llm.trainers.memory import empty_model, host_memory, memory_estimate
 
 CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "tiny_ppo_llm.yaml"
 
@@ -117,6 +118,31 @@ def test_a_bound_above_the_memory_stops_no_run():
     found = {finding.name: finding for finding in fit(config)}
     assert found["memory"].state == "note"
     assert "an estimate, at most" in found["memory"].text
+
+
+class TestHostMemory:
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+    @pytest.mark.parametrize(
+        ("listed", "files", "expected"),
+        [
+            ("0::/a/b", {"a/memory.max": "3000000", "a/b/memory.max": "max"}, 3_000_000),
+            ("0::/outside", {"memory.max": "3000000"}, 3_000_000),
+            ("0::/", {"memory.max": "max"}, machine),
+            ("4:cpu,memory:/a\n1:cpu:/\n0::/", {"memory/a/memory.limit_in_bytes": "2000000"}, 2_000_000),
+            ("4:memory:/outside", {"memory/memory.limit_in_bytes": "2000000"}, 2_000_000),
+            ("4:memory:/", {"memory/memory.limit_in_bytes": "9223372036854771712"}, machine),
+            (None, {}, machine),
+        ],
+        ids=["above", "container", "none", "version 1", "container, 1", "none, 1", "no cgroups"],
+    )
+    def test_is_what_the_container_allows(self, tmp_path, listed, files, expected):
+        written = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+        written |= {} if listed is None else {"proc/self/cgroup": listed}
+        for name, text in written.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(f"{text}\n")
+        assert host_memory(tmp_path) == expected
 
 
 class TestMemoryEstimate:

@@ -2,11 +2,12 @@
 
 import shutil
 import sys
+from functools import partial
 
 import pytest
 import torch
 import yaml
-from accelerate.state import AcceleratorState
+from accelerate import Accelerator
 from peft import LoraConfig
 
 from torchrl_llm.envs import UnknownEnvironmentError
@@ -16,6 +17,7 @@ from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.tiny import tiny_model_path
 from torchrl_llm.trainers import RunConfig, build_run
 from torchrl_llm.trainers.export import export_model, model_card
+from torchrl_llm.trainers.report import run_and_report
 from torchrl_llm.trainers.run_folder import MARK
 from torchrl_llm.trainers.saved import SETTINGS, environment_of, find_saved_model, load_saved_model
 
@@ -56,34 +58,31 @@ class TestFind:
         assert saved.config(env_name="game:Wordle-v0").env_weights is None
 
     def test_the_working_directory_is_a_folder_like_others(self, whole, monkeypatch):
-        merged = whole.parent / "merged"
-        whole.rename(merged)
-        (whole.parent / MARK).touch()
-        (whole.parent / "config.yaml").write_text("temperature: 0.7\n")
-        monkeypatch.chdir(merged)
+        (whole / SETTINGS).write_text("temperature: 0.7\n")
+        monkeypatch.chdir(whole)
         assert find_saved_model(".").settings["temperature"] == 0.7
 
     def test_an_environment_from_python_is_no_other_of_its_label(self, tmp_path):
         small = {"model_path": "tiny", "dtype": "float32", "device": "cpu", "lora_r": 0, "kl_coeff": 0.0}
         small |= {"max_model_len": 256, "max_output_tokens": 16, "batch_size": 2, "num_envs": 2, "progress": False}
-        config = RunConfig(**small, algo="LLMREINFORCE", max_iterations=1, evaluation_interval=0, output_dir=tmp_path)
-        run = build_run(config, env=StopOrGo)
-        run.trainer.train()
-        run.close()
-        saved = find_saved_model(tmp_path)
-        assert saved.settings["env_name"] == "python:game:GuessTheNumber-v0-easy"
-        # It was evaluated in the default environment, without a word.
-        with pytest.raises(UnknownEnvironmentError, match="was given to its run as an object"):
-            environment_of(saved.config(device="cpu"))
-        assert environment_of(saved.config(device="cpu", env_name="game:GuessTheNumber-v0-easy")).close() is None
+        small |= {"algo": "LLMREINFORCE", "max_iterations": 1, "evaluation_interval": 0, "final_episodes": 2}
+        config = RunConfig(**small, export_merged=True, output_dir=tmp_path / "run")
+        run_and_report(config, partial(build_run, config, env=StopOrGo))
+        (tmp_path / "run" / "merged").rename(tmp_path / "elsewhere")
+        for saved in map(find_saved_model, (tmp_path / "run", tmp_path / "elsewhere")):
+            assert saved.settings["env_name"] == "python:game:GuessTheNumber-v0-easy"
+            # It was evaluated in the default environment, without a word.
+            with pytest.raises(UnknownEnvironmentError, match="was given to its run as an object"):
+                environment_of(saved.config(device="cpu"))
+            assert environment_of(saved.config(device="cpu", env_name="game:GuessTheNumber-v0-easy")).close() is None
 
     def test_an_adapter_without_a_tokenizer_has_that_of_its_base(self, adapter):
         saved = find_saved_model(adapter)
         loaded = load_saved_model(saved, saved.config(device="cpu"))
         assert len(loaded.tokenizer) > 256
 
-    def test_a_whole_model_keeps_the_dtype_of_its_files(self, whole, monkeypatch):
-        monkeypatch.setattr(AcceleratorState, "_shared_state", {})  # the precision of a process is of its first run
+    def test_a_whole_model_keeps_the_dtype_of_its_files(self, whole):
+        Accelerator(mixed_precision="no")  # as of an earlier run, whose precision the process keeps
         (whole / SETTINGS).write_text("dtype: float32\n")
         saved = find_saved_model(whole)
         loaded = load_saved_model(saved, saved.config(device="cpu"))

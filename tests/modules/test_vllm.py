@@ -251,6 +251,21 @@ class TestSingleTurns:
         monkeypatch.undo()
         assert sorted(finish(policy)) == [1, 2]
 
+    def test_policies_that_share_an_engine_name_their_turns_apart(self, make, words):
+        first, second = make(), make(seed=1)
+        second.submit(request_of(words))
+        alone = finish(second)[0]
+        first.submit(request_of(words, PROMPTS[1]))
+        second.submit(request_of(words))
+        assert finish(second)[0].tokens.tolist() == alone.tokens.tolist()
+        with second.exclusive():
+            while second.llm.llm_engine.has_unfinished_requests():
+                second.step()
+        # One at a time is meant to have turns in it: what the second took is lost to the first, and waited for by nobody.
+        with pytest.raises(EngineError, match="another policy or caller has taken its steps"):
+            finish(first)
+        first.cancel()
+
 
 class TestErrors:
     def test_a_full_context_is_refused_before_anything_is_sampled(self, make, words):

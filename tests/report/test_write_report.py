@@ -276,6 +276,6 @@ class TestMissingPieces:
         write_rows(tmp_path, rows.exclude(keys.ADVANTAGE, keys.LOSS_WEIGHT), "after", kind="after")
         index = index_of(write_report(tmp_path).read_text())
         first, last = index["recordings"]
-        assert first["missing"] == {"kl": "no reference was scored (kl_coeff is 0)"}
+        assert first["missing"] == {"kl": "no reference was scored (the KL has no weight)"}
         assert last["missing"]["credit"] == "an evaluation is not learned from"
         assert set(index["groups"][0]["episodes"][0]["lanes"]) == {"reward", "return", "advantage"}

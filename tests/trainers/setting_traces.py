@@ -208,7 +208,7 @@ class Recorder:
 
     calls: ClassVar[list[Any]] = []
     policy_version = 1
-    merged = True
+    lora = None
     sleep_level = 0
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -233,7 +233,7 @@ def engine(config: RunConfig, env: Any) -> Any:
         if config.collector == "ray":
             game = GEMEnv(Guess, tokenizer=tokenizer)
             distributed = build.Distributed.of(build.make_accelerator(config))
-            workers = build.worker_options(config, None, tokenizer, models, sync)
+            workers = build.worker_options(config, None, tokenizer, sync)
             build.make_collector(config, game, policy, build.make_replay_buffer(config), distributed, **workers)
     offload = build.make_offload(config, models).__name__
     return {"calls": Recorder.calls, "offload": offload, "plays": (type(policy).__name__, type(worker).__name__)}

@@ -19,9 +19,17 @@ from safetensors.torch import load_file
 from small_runs import small_config
 from torchrl.checkpoint import Checkpoint, CheckpointError
 
-from torchrl_llm.envs import TaskSampler
-from torchrl_llm.testing.environments import Faulty
-from torchrl_llm.trainers import Callback, ConfigError, build_run, checkpoint_files, checkpoint_parts, verify
+from torchrl_llm.envs import GEMEnv, TaskSampler
+from torchrl_llm.testing.environments import Faulty, StopOrGo
+from torchrl_llm.trainers import (
+    Callback,
+    ConfigError,
+    build_run,
+    checkpoint_files,
+    checkpoint_parts,
+    make_objective,
+    verify,
+)
 from torchrl_llm.trainers.checkpoint_parts import config_changes, git_revision
 from torchrl_llm.trainers.loggers import rewind_csv
 
@@ -173,6 +181,22 @@ class TestResume:
         run.trainer.train()
         (line,) = (tmp_path / "run" / "csv" / "scalars" / "rollout" / "reward.csv").read_text().splitlines()
         assert line.startswith(f"{run.trainer.steps},")
+
+    def test_another_environment_or_loss_of_python_is_a_change(self, tmp_path):
+        config = partial(small_config, tmp_path, "GRPO", max_iterations=1, save_checkpoints=True)
+        build_run(config(), env=StopOrGo, make_loss=make_objective).trainer.train()
+        first = {"env": StopOrGo, "make_loss": make_objective}
+        for given, said in (
+            ({}, "env was '.*:StopOrGo', is None; make_loss was 'torchrl_llm.trainers.build:make_objective', is None"),
+            ({**first, "env": partial(Faulty, 0)}, "env was '.*:StopOrGo', is '.*:Faulty'"),
+            ({"make_env": GEMEnv, "make_loss": make_objective}, "make_env was None, is '.*:GEMEnv'"),
+        ):
+            with pytest.raises(ConfigError, match=rf"{said}.* accept_changes: \["):
+                build_run(config(resume=True), **given)
+        accepted = config(resume=True, accept_changes=["make_loss", "max_iterations"], max_iterations=2)
+        for run in (build_run(config(resume=True), **first), build_run(accepted, env=StopOrGo)):
+            assert run.trainer.iteration == 1
+            run.close()
 
     def test_another_environment_is_said(self, tmp_path, caplog, monkeypatch):
         build_run(small_config(tmp_path, **RUN, max_iterations=1)).trainer.train()

@@ -233,8 +233,8 @@ class TestParseRunConfig:
         assert {c.model_path for c in (ppo, reinforce, grpo)} == {"Qwen/Qwen2.5-0.5B-Instruct"}
 
     def test_flags_override_the_file(self):
-        config = parse_run_config([f"--config={CONFIGS[0]}", "--max-steps", "77", "--seed=5", "--wandb"])
-        assert (config.max_steps, config.seed, config.wandb) == (77, 5, True)
+        config = parse_run_config([f"--config={CONFIGS[0]}", "--max-steps", "77", "--seed=5", "--wandb", "--progress"])
+        assert (config.max_steps, config.seed, config.wandb, config.progress) == (77, 5, True, True)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),

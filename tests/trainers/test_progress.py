@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from small_runs import small_config
 
 from torchrl_llm.trainers import TrainerConfig, build_run
@@ -35,6 +36,12 @@ class TestProgressBar:
         assert re.search(rf"\| {before}/{round(before * 3 / 2)} \[00:00<\?", states[0])
         assert f"| {run.trainer.steps}/{run.trainer.steps} " in states[-1]
         assert "success=" in states[-1]
+
+    @pytest.mark.parametrize(("progress", "shown"), [(None, False), (True, True), (False, False)])
+    def test_is_for_somebody_who_watches_unless_it_is_asked_for(self, tmp_path, capsys, progress, shown):
+        run = build_run(small_config(tmp_path, progress=progress, max_iterations=1))
+        run.trainer.train()
+        assert bool(drawn(capsys.readouterr().err)) == shown
 
     def test_the_limit_that_comes_first_is_the_end(self):
         config = TrainerConfig(max_steps=1000, max_iterations=100, max_seconds=10.0)

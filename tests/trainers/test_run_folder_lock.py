@@ -21,7 +21,8 @@ from run_folders import config, finished_run, forked, names, no_loggers
 from small_runs import contents
 
 from torchrl_llm.trainers import ConfigError, build_run
-from torchrl_llm.trainers.run_folder import LOCK, RunFolder
+from torchrl_llm.trainers.folder_lock import LOCK, FolderLock
+from torchrl_llm.trainers.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,24 @@ class TestTwoProcesses:
                 waiting.begin()
             assert contents(folder) == before
         build_run(config(folder, resume=True)).begin()
+
+    def test_two_folders_whose_checkpoints_are_one(self, tmp_path):
+        (tmp_path / "elsewhere").mkdir()
+        first, second = (tmp_path / name / "run" for name in ("first", "second"))
+        for path in (first, second):
+            path.mkdir(parents=True)
+            (path / "checkpoints").symlink_to("../../elsewhere")
+        settings, other, known = config(first), RunFolder(config(second)), RunFolder(config(second))
+        with running(settings) as pid:
+            for take in (other.check, lambda: known.open(None, 0, no_loggers)):
+                with pytest.raises(ConfigError, match=rf"elsewhere is in use by another run \(process {pid}"):
+                    take()
+            # Nothing of its own is left locked.
+            assert forked(lambda: FolderLock(second).release()) == 0
+        other.open(None, 0, no_loggers)
+        assert forked(RunFolder(settings).check) == 3
+        other.close()
+        assert forked(RunFolder(settings).check) == 0
 
     def test_a_process_that_the_first_forked_does_not_keep_the_lock(self, tmp_path):
         settings, reader_writer = config(tmp_path / "run"), os.pipe()

@@ -71,7 +71,7 @@ LAW: dict[str, list[Case]] = {
     "epochs": [works(1)],
     "minibatch_size": [works(2)],
     "max_tokens": [works(60)],
-    "old_log_probs": [works("scorer"), works("sampler", top_p=0.8)],
+    "old_log_probs": [works("scorer"), works("sampler", top_p=0.8), idle("sampler", **GAP)],
     "critic_warmup": [works(1, "LLMPPO"), idle(1), idle(3, "LLMPPO"), idle(1, "LLMPPO", critic_coeff=0)],
     "dynamic_sampling": [works(2, "GRPO", env=Half, batch_size=8)],
     "overlong_filter": [works(True, **SHORT)],

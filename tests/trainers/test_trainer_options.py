@@ -49,9 +49,15 @@ class TestOptions:
         assert (metrics["policy/log_ratio"] > 1e-3) == (choice == "sampler")
 
     def test_a_correction_needs_a_gap(self, tmp_path):
-        config = small_config(tmp_path, old_log_probs="sampler", sampler_correction="truncate", sampler_bounds=2.0)
+        """Said before models are loaded."""
         with pytest.raises(ConfigError, match="no gap"):
-            build_run(config)
+            small_config(tmp_path, old_log_probs="sampler", sampler_correction="truncate", sampler_bounds=2.0)
+        with pytest.raises(ConfigError, match="no gap"):
+            small_config(tmp_path, "LLMPPO", old_log_probs="sampler", estimator="TurnVTrace", clipping="none")
+
+    def test_a_share_of_the_entropy_target_needs_one(self, tmp_path):
+        with pytest.raises(ConfigError, match=r"min_entropy_fraction=0\.5 does nothing with entropy_target=None"):
+            small_config(tmp_path, min_entropy_fraction=0.5)
 
     def test_v_trace_has_the_old_log_probs_scored(self, tmp_path):
         run = build_run(small_config(tmp_path, "LLMPPO", clipping="none", max_iterations=1))

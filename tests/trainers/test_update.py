@@ -135,6 +135,17 @@ class TestUpdate:
             assert [metrics["optim/kl_fraction"] for metrics in trainer.history] == [share for share, _ in used]
         assert trainer.loss.kl_coeff == 0.2
 
+    @pytest.mark.parametrize("kl_in", ["loss", "reward"])
+    def test_the_reference_is_scored_while_its_kl_has_a_weight(self, tmp_path, kl_in):
+        settings = {"kl_coeff": 0.2, "kl_in": kl_in, "kl_decay_fraction": 0.5, "max_steps": 80}
+        trainer, scored = build_run(small_config(tmp_path, **settings)).trainer, []
+        trainer.reference.register_forward_hook(lambda *_: scored.append(trainer.iteration))
+        history = trainer.train()
+        counts = [i for i, metrics in enumerate(history) if metrics["optim/kl_fraction"] > 0]
+        assert 0 < len(counts) < len(history)
+        assert sorted({*scored}) == counts
+        assert [i for i, metrics in enumerate(history) if "policy/kl_reference" in metrics] == counts
+
     @pytest.mark.parametrize("fraction", [0.5, None])
     def test_dynamic_sampling_counts_with_the_weight_of_the_update(self, tmp_path, monkeypatch, fraction):
         """And not with the one before: a resumed run has none before."""
@@ -227,6 +238,12 @@ class TestMemoryAndPrecision:
         assert 1e-5 < metrics["policy/log_prob_gap"] < 0.1
         assert metrics["policy/log_ratio"] < 1e-6
         assert {p.dtype for p in run.models.actor_parameters()} == {torch.float32}
+
+    def test_another_precision_than_that_of_an_earlier_run_is_refused(self, tmp_path):
+        build_run(small_config(tmp_path))
+        said = "mixed_precision='bf16' .* earlier run of this process with 'no', .*: start this run in another process"
+        with pytest.raises(ConfigError, match=said):
+            build_run(small_config(tmp_path / "other", mixed_precision="bf16"))
 
     def test_bfloat16_base_with_float32_adapters(self, tmp_path):
         run = build_run(small_config(tmp_path, "LLMPPO", dtype="bfloat16", lora_r=4, max_iterations=2))

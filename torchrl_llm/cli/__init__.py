@@ -11,7 +11,8 @@ import os
 import select
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
 from typing import Any
 
@@ -39,7 +40,7 @@ _FAILED, _WRONG_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command.
+    """Run a command. Of several processes of one launch (``accelerate launch``) only the first writes to standard output.
 
     Args:
         argv: the arguments; None takes those of the process.
@@ -52,11 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = [*(sys.argv[1:] if argv is None else argv)]
     try:
-        try:
-            return _run(given[0], given[1:]) if given and given[0] in COMMANDS else _explain(given)
-        finally:
-            # Here, where a reader that has gone is noticed, and not when Python ends.
-            sys.stdout.flush()
+        with _output_of_one_process():
+            try:
+                return _run(given[0], given[1:]) if given and given[0] in COMMANDS else _explain(given)
+            finally:
+                # Here, where a reader that has gone is noticed, and not when Python ends.
+                sys.stdout.flush()
     except BrokenPipeError:
         if not _reader_has_gone():
             raise
@@ -67,6 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         if sys.stderr.isatty():
             print(file=sys.stderr)  # the terminal has left its cursor behind ^C
         return _INTERRUPTED
+
+
+@contextmanager
+def _output_of_one_process() -> Iterator[None]:
+    """Inside, standard output of a process that is not the first of its launch goes nowhere. Errors of each are shown."""
+    # The launcher's variable: for --help nothing is imported that knows the processes.
+    if os.environ.get("RANK", "0") == "0":
+        yield
+        return
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 def command_parser(name: str) -> ArgumentParser:

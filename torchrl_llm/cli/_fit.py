@@ -14,7 +14,7 @@ from torchrl_llm.modules.checks import check_size
 from torchrl_llm.modules.lm import embedding_of
 from torchrl_llm.trainers import build
 from torchrl_llm.trainers.config import RunConfig
-from torchrl_llm.trainers.memory import empty_model, memory_estimate
+from torchrl_llm.trainers.memory import empty_model, host_memory, memory_estimate
 from torchrl_llm.trainers.run import stock_env
 from torchrl_llm.trainers.sources import load_tokenizer
 
@@ -28,8 +28,8 @@ _FORESEEN = (ValueError, ImportError, RuntimeError, OSError)
 
 def devices() -> Iterator[Finding]:
     """What there is to compute on."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    yield Finding("cpu", "ok", f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {_size(memory)} of memory")
+    has = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {_size(host_memory())} of memory"
+    yield Finding("cpu", "ok", has)
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         yield Finding(f"cuda:{index}", "ok", f"{properties.name}, {_size(properties.total_memory)}")
@@ -141,7 +141,7 @@ def _memory(config: RunConfig, model: Any, device: torch.device | None) -> Itera
         return
     for name, size in parts.items():
         yield Finding(f"memory: {name}", "ok", _size(size))
-    total, there = sum(parts.values()), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    total, there = sum(parts.values()), host_memory()
     if device is not None and device.type == "cuda":
         there = torch.cuda.get_device_properties(device).total_memory
     said = f"about {_size(total)} of {_size(there)} (an estimate, at most; docs/memory.md says what lowers it)"

@@ -8,7 +8,11 @@ The folder gets a model card (README.md) with what it was trained on, the settin
 
 from __future__ import annotations
 
+import signal
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -33,5 +37,20 @@ def run(arguments: Namespace) -> int:
     """Export, and print where to."""
     disable_progress_bar()
     saved = find_saved_model(arguments.checkpoint)
-    print(export_model(saved, arguments.folder, format=arguments.format, **given_settings(arguments)))
+    with _sigterm_raises():
+        print(export_model(saved, arguments.folder, format=arguments.format, **given_settings(arguments)))
     return 0
+
+
+@contextmanager
+def _sigterm_raises() -> Iterator[None]:
+    """Inside, SIGTERM raises as Ctrl-C does: at once, it would end the process without removing what is half written."""
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

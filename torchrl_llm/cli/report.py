@@ -25,6 +25,14 @@ def run(arguments: Namespace) -> int:
         raise ConfigError(f"The run is '{arguments.folder}': there is no such folder.")
     # Here, so that a wrong folder and --help need no PyTorch.
     from torchrl_llm.report import write_report
+    from torchrl_llm.trainers.run_folder import MARK
+
+    # Others have files of these names too, and a report.html that would be lost.
+    if not (arguments.folder / MARK).is_file():
+        raise ConfigError(
+            f"The run is '{arguments.folder}', which is not the folder of a run: it has no {MARK}, which every run writes there. "
+            "Give a run's output_dir. Of other folders torchrl_llm.report.write_report(folder) writes a report in Python."
+        )
 
     try:
         print(write_report(arguments.folder, full=arguments.full))

@@ -41,8 +41,6 @@ def run(arguments: Namespace) -> int:
     if arguments.print_schema:
         print(json.dumps(settings_schema(), indent=2))
         return 0
-    if not sys.stderr.isatty():  # a bar is for somebody who watches
-        vars(arguments).setdefault("progress", False)
     config = run_config_of(arguments)
     disable_progress_bar()  # transformers' own, for loading and saving: they break ours
     say: dict[str, Any] = {"say": partial(print, file=sys.stderr, flush=True)} if arguments.json else {}

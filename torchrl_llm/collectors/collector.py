@@ -30,7 +30,7 @@ from torchrl_llm.episode import Episode
 from torchrl_llm.interrupts import interruptible
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.options import Checked, Natural
-from torchrl_llm.stops import share_stop_ids
+from torchrl_llm.stops import HasStopIds, share_stop_ids
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,8 @@ class EpisodeCollector(Checked, BaseCollector):
         self.policy = policy
         if isinstance(base, GEMEnv) and isinstance(policy, TurnPolicy):
             _check_turn_end(base, policy)
-        share_stop_ids(self.env, policy)
+        if isinstance(base, GEMEnv) and isinstance(policy, HasStopIds):
+            share_stop_ids(base, policy)
         # requested_frames_per_batch is the name that TorchRL's statistics read.
         self.batch_size = self.requested_frames_per_batch = batch_size
         self.max_staleness, self.background = max_staleness, background

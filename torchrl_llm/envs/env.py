@@ -29,7 +29,7 @@ from torchrl_llm.envs.tensors import chosen_slots, done_of, observation_of, resp
 from torchrl_llm.envs.text_env import EnvironmentFault, EnvSource, EnvSpec, FaultCounter, SuccessBy, resolve_env
 from torchrl_llm.keys import StopReason
 from torchrl_llm.options import Checked, Count, Natural, Positive
-from torchrl_llm.stops import share_stop_ids
+from torchrl_llm.stops import HasStopIds, share_stop_ids
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +246,8 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
 
     def rollout(self, max_steps: int, policy: Any = None, *args: Any, **kwargs: Any) -> TensorDictBase:
         """TorchRL's rollout; the policy's stop ids end responses here too."""
-        share_stop_ids(self, policy)
+        if isinstance(policy, HasStopIds):  # TorchRL takes any function, and None
+            share_stop_ids(self, policy)
         return super().rollout(max_steps, policy, *args, **kwargs)
 
     # ------------------------------------------------------------------ TorchRL's private methods

@@ -108,7 +108,7 @@ def read_adapter(path: Path) -> Adapter:
     Raises:
         WeightsError: the folder does not hold one.
     """
-    if not (path / _CONFIG).is_file():
+    if not holds_adapter(path):
         whole = " It holds the weights of a whole model: pass it as `model` instead." if has_weights(path) else ""
         raise WeightsError(f"{path} holds no LoRA adapter: it has no {_CONFIG}.{whole}")
     config = PeftConfig.from_pretrained(str(path))
@@ -123,7 +123,7 @@ def read_model(path: Path, model: Any) -> dict[str, Tensor]:
     Raises:
         WeightsError: they are missing, damaged, those of a LoRA adapter, or of another model.
     """
-    if (path / _CONFIG).is_file():
+    if holds_adapter(path):
         raise WeightsError(
             f"{path} holds a LoRA adapter, but the model here has none. Give load_actor_critic the LoRA settings in "
             f"its {_CONFIG}."
@@ -159,9 +159,14 @@ def _check_index(index: Path) -> None:
         raise WeightsError(f"{index} names {pickles}: pickles are not read; convert them to safetensors.")
 
 
+def holds_adapter(path: Path) -> bool:
+    """Whether the folder ``path`` holds a LoRA adapter, and not a whole model."""
+    return (path / _CONFIG).is_file()
+
+
 def has_weights(path: Path) -> bool:
     """Whether the folder ``path`` holds a LoRA adapter or a whole model."""
-    return (path / _CONFIG).is_file() or (path / "config.json").is_file()
+    return holds_adapter(path) or (path / "config.json").is_file()
 
 
 # Adapters in a model.

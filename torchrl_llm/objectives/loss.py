@@ -45,8 +45,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
 
     - ``loss_objective``; ``loss_kl`` (KL in the loss); ``loss_entropy`` (``entropy_coeff`` not 0); each times its coefficient;
     - ``kl_approx``: KL from the old policy to the new one; ``log_ratio``: mean absolute log-ratio per token; ``clip_fraction``:
-      share of tokens whose clip binds; ``kl``: KL from the policy to the reference (``kl_coeff`` not 0); ``entropy`` (if the actor
-      writes it); ``weight``: the sum of the weights, 1 for a whole batch (but for ``weighting="constant"``, on whose scale all
+      share of tokens whose clip binds; ``kl``: KL from the policy to the reference (``kl_coeff`` and ``kl_fraction`` not 0); ``entropy`` (if
+      the actor writes it); ``weight``: the sum of the weights, 1 for a whole batch (but for ``weighting="constant"``, on whose scale all
       these are);
     - ``ESS``: the effective sample size of the pooled ratios, in (0, 1].
 
@@ -255,13 +255,14 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
 
     @property
     def in_keys(self) -> list[NestedKey]:
-        names = ["turn_ids", "advantage", "sample_log_prob"] + (["ref_log_prob"] if self.kl_coeff else [])
+        reference = ["ref_log_prob"] if self.kl_coeff and self.kl_fraction else []
+        names = ["turn_ids", "advantage", "sample_log_prob", *reference]
         return list(dict.fromkeys([*self.actor_network.in_keys, *(getattr(self.tensor_keys, name) for name in names)]))
 
     @property
     def out_keys(self) -> list[NestedKey]:
         out: list[NestedKey] = ["loss_objective", "kl_approx", "log_ratio", "clip_fraction", "ESS", "weight"]
-        if self.kl_coeff:
+        if self.kl_coeff and self.kl_fraction:
             out += ["loss_kl", "kl"] if self.kl_in == "loss" else ["kl"]
         if self._writes_entropy:
             out += ["loss_entropy", "entropy"] if self.entropy_coeff else ["entropy"]
@@ -385,7 +386,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         gain = self._unit_weight(weight, turn_ids) * correction * objective
         out = TensorDict({"loss_objective": -gain.sum()})
         self._diagnose(out, weight, token_ratio.detach(), log_ratio.detach(), advantage)
-        if self.kl_coeff:
+        if self.kl_coeff and self.kl_fraction:
             # Samples of the old policy stand for samples of the present one.
             sampled = weight * correction * F.importance_ratio(token_ratio.detach())
             ref = self._frozen(tensordict, "ref_log_prob", "Score the reference, or set kl_coeff=0.")

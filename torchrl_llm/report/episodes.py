@@ -60,7 +60,7 @@ def token_values(recording: Recording) -> tuple[dict[str, Floats], dict[str, str
         found["kl"] = np.expm1(np.minimum(gap, 30.0)) - gap
     why = {"ratio": "log_prob", "entropy": "entropy", "clipped": "clipped"}
     for name in QUANTITIES.keys() - found.keys():
-        default = "no reference was scored (kl_coeff is 0)" if name == "kl" else "not recorded"
+        default = "no reference was scored (the KL has no weight)" if name == "kl" else "not recorded"
         missing[name] = evaluated or recording.missing.get(why.get(name, name), default)
     return found, missing
 

@@ -28,7 +28,7 @@ from torchrl_llm.record import Timer
 from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.schedule import GROUPS, LearningRateSchedule
-from torchrl_llm.trainers.settings import TrainerConfig
+from torchrl_llm.trainers.settings import NOTHING_TO_CORRECT, TrainerConfig
 from torchrl_llm.weight_update import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -224,10 +224,7 @@ class TrainerBase:
                 "max_output_tokens."
             )
         if config.old_log_probs == "sampler" and (self.loss.sampler_correction or self.credit_corrects_sampler):
-            yield (
-                'old_log_probs="sampler" leaves no gap between sampler and trainer to correct for: use "auto" or "scorer", or no '
-                "correction."
-            )
+            yield NOTHING_TO_CORRECT
 
     @property
     def logprobs_match_trainer(self) -> bool:

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, is_initialized
 from peft import LoraConfig
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from transformers import AutoConfig, GenerationConfig
@@ -103,11 +104,29 @@ def make_accelerator(config: RunConfig) -> Accelerator:
     """accelerate with the precision of ``config``, on its device.
 
     Raises:
-        ConfigError: accelerate chose another device than ``config.device``.
+        ConfigError: accelerate chose another device than ``config.device``; or an earlier run of this process had another
+            precision.
+    """
+    choose_device(config)
+    precision = _mixed_precision(config)
+    # accelerate keeps the precision of a process's first Accelerator, and refuses another one with a sentence of its own.
+    if is_initialized() and AcceleratorState().mixed_precision != precision:
+        raise ConfigError(
+            f"The run computes with mixed_precision={precision!r} (dtype={config.dtype!r}), but an earlier run of this process with "
+            f"{AcceleratorState().mixed_precision!r}, and accelerate keeps one for a process: start this run in another process, or "
+            "give it that mixed_precision."
+        )
+    return Accelerator(mixed_precision=precision, cpu=config.device == "cpu")
+
+
+def choose_device(config: RunConfig) -> torch.device:
+    """The device that accelerate chooses in this process, for models that only sample too: no precision is fixed.
+
+    Raises:
+        ConfigError: it is another one than ``config.device``.
     """
     # accelerate takes no device, only the wish for the CPU.
-    accelerator = Accelerator(mixed_precision=_mixed_precision(config), cpu=config.device == "cpu")
-    chosen = accelerator.device
+    chosen = PartialState(cpu=config.device == "cpu").device
     if config.device is not None:
         wanted = torch.device(config.device)
         if wanted.type != chosen.type or wanted.index not in (None, chosen.index):
@@ -115,7 +134,7 @@ def make_accelerator(config: RunConfig) -> Accelerator:
                 f"device is {config.device!r}, but accelerate chose {str(chosen)!r}: leave device out, and say which "
                 "GPU is meant with CUDA_VISIBLE_DEVICES."
             )
-    return accelerator
+    return chosen
 
 
 def _mixed_precision(config: RunConfig) -> str:
@@ -232,16 +251,15 @@ def _make_engine(config: RunConfig, tokenizer: Any, sampling: SamplingConfig) ->
 
 
 def worker_options(
-    config: RunConfig, make_env: Callable[[], GEMEnv], tokenizer: Any, models: ActorCritic, sync: RayWeightSync
+    config: RunConfig, make_env: Callable[[], GEMEnv], tokenizer: Any, sync: RayWeightSync
 ) -> dict[str, Any]:
     """What :class:`~torchrl_llm.collectors.RayTurnCollector` needs for its workers, which ``sync`` sends the weights to."""
-    lora = None if sync.merged or models.adapter is None else models.model.peft_config[models.adapter]
     resources = {"num_cpus": 1.0, "num_gpus": 0} | _given(
         config, num_cpus="ray_worker_cpus", num_gpus="ray_worker_gpus"
     )
     return {
         "make_env": make_env,
-        "make_policy": partial(_worker_policy, config, tokenizer, sync.policy.sampling, lora),
+        "make_policy": partial(_worker_policy, config, tokenizer, sync.policy.sampling, sync.lora),
         "num_workers": config.ray_workers or 2,
         "worker_options": resources,
         "weight_sync_schemes": {"policy": sync},

@@ -76,12 +76,13 @@ class ProgressBar(Callback):
 
     Args:
         label: what the bar is called, such as the algorithm; ``None``: the loss's class.
+        watched_only: show it in a terminal or a notebook only. Default ``False``: wherever standard error goes.
     """
 
     _shown = ("rollout/reward", "rollout/success", "evaluation/success", "policy/kl_old")
 
-    def __init__(self, label: str | None = None) -> None:
-        self.label = label
+    def __init__(self, label: str | None = None, *, watched_only: bool = False) -> None:
+        self.label, self.watched_only = label, watched_only
         self._bar: tqdm | None = None
         self._postfix: dict[str, str] = {}
 
@@ -97,6 +98,7 @@ class ProgressBar(Callback):
             smoothing=0.05,
             mininterval=0,  # every update is an iteration, and is drawn
             miniters=1,
+            disable=None if self.watched_only else False,  # tqdm's None looks where it writes to
         )
 
     def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:

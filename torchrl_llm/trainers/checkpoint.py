@@ -21,6 +21,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation, GlobalRNGState
@@ -64,7 +65,8 @@ class CheckpointStore:
         config: the run's settings as JSON-compatible values, written to the manifest and compared on resume.
         keep_last: how many of the newest are kept, >= 1. Two, so that there is one to go back to.
         on_save: called after each :meth:`save` but an early one, where the files are written.
-        env_from_python: the environment was given to the run as an object, so the settings' ``env_name`` is only its label.
+        python_parts: names (:func:`~torchrl_llm.trainers.checkpoint_parts.names_of_parts`) of what the run was given as
+            objects, compared on resume. With ``env`` or ``make_env`` the settings' ``env_name`` is only a label.
         components: further parts of the run, by name, saved and loaded by their ``state_dict`` and ``load_state_dict``
             (tensors, numbers, text; on several processes the state of the first one).
 
@@ -86,18 +88,23 @@ class CheckpointStore:
         config: Mapping[str, Any] | None = None,
         keep_last: int = 2,
         on_save: Callable[[], None] | None = None,
-        env_from_python: bool = False,
+        python_parts: Mapping[str, str] = MappingProxyType({}),
         components: Mapping[str, Any] | None = None,
     ) -> None:
         git_revision()  # read now, and remembered: the first save may come hours later
         self.components = dict(components or {})
         if taken := sorted(self.components.keys() & _OWN):
             raise ValueError(f"A component is called {taken[0]!r}; every run has one of that name. Choose another.")
-        self.on_save, self.env_from_python = on_save, env_from_python
+        self.on_save, self.python_parts = on_save, dict(python_parts)
         self.models: Any = models
         self.tokenizer, self.config = tokenizer, dict(config or {})
         self.rotation = _Rotation(directory, keep_last=keep_last, keep_best=(files.SUCCESS, "max"))
         self.directory = self.rotation.directory
+
+    @property
+    def env_from_python(self) -> bool:
+        """Whether the environment was given to the run as an object."""
+        return not self.python_parts.keys().isdisjoint(("env", "make_env"))
 
     def latest(self) -> Path | None:
         """The newest checkpoint, whole or damaged; ``None`` if there is none."""
@@ -231,6 +238,7 @@ class CheckpointStore:
             "steps": trainer.steps,
             "config": self.config,
             "env_from_python": self.env_from_python,
+            "python_parts": self.python_parts,
             "environment": environment(),
         }
 

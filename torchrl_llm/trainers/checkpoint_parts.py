@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -156,6 +156,32 @@ def git_revision() -> str | None:
         return git("rev-parse", "HEAD")
     except (OSError, subprocess.SubprocessError):
         return None
+
+
+def names_of_parts(**parts: Any) -> dict[str, str]:
+    """The name of each object that a run was given besides its settings: by its name another one is noticed in a resume.
+
+    Args:
+        parts: functions, classes, partials of them (whose arguments do not count), other objects (of which the class counts),
+            ids as text, lists of these; ``None``: not given.
+
+    Examples:
+        >>> from functools import partial
+        >>> names_of_parts(env=[partial(Path, "a"), "game:Wordle-v0"], make_loss=names_of_parts, make_env=None)
+        {'env': 'pathlib:Path, game:Wordle-v0', 'make_loss': 'torchrl_llm.trainers.checkpoint_parts:names_of_parts'}
+    """
+    return {name: _qualified(part) for name, part in parts.items() if part is not None}
+
+
+def _qualified(part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if isinstance(part, list | tuple):
+        return ", ".join(map(_qualified, part))
+    if isinstance(part, partial):
+        return _qualified(part.func)
+    named = part if hasattr(part, "__qualname__") else type(part)
+    return f"{named.__module__}:{named.__qualname__}"
 
 
 def config_changes(

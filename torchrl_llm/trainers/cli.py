@@ -75,7 +75,7 @@ def add_flags(
         hint = options[name].hint
         # argparse formats help with %.
         said = f"{plain(meaning[name])} (type: {describe(hint)}; default: {shown_default(name)})".replace("%", "%%")
-        bare: dict[str, Any] = {"nargs": "?", "const": "true"} if hint is bool else {}
+        bare: dict[str, Any] = {"nargs": "?", "const": "true"} if hint in (bool, bool | None) else {}
         flag = group.add_argument(
             *_SPELLINGS.get(name, ()),
             f"--{name}",

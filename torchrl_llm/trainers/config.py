@@ -137,6 +137,9 @@ def shown_default(name: str, algo: Algorithm | None = None) -> str:
 _FOR_THIS_START = ("resume", "resume_from", "accept_changes", "overwrite")
 """Settings about the start of a run. They are not saved, because a saved file is read by a later start."""
 
+PYTHON_PARTS = ("env", "make_env", "make_loss")
+"""Arguments of ``build_run`` that a run depends on as on its settings; ``accept_changes`` may name them too."""
+
 HOW_TO_RUN = (*names_of(settings.OutputConfig), *names_of(settings.RayConfig))
 """Settings that change no number of a run: a resumed run may differ in them."""
 
@@ -195,6 +198,7 @@ class RunConfig(
         ),
         Idle(("max_staleness",), {"collector": ("turn",)}, 'set collector to "async" or "ray"', {"max_staleness": 0}),
         Idle(("init_reference", "init_critic", "merge_lora_configs"), {"init_from": (None,)}, "say what to start from"),
+        Idle(("min_entropy_fraction",), {"entropy_target": (None,)}, "set entropy_target"),
         Idle(("init_reference", "refresh_reference", "kl_decay_fraction"), {"kl_coeff": (0,)}, "give the KL a weight"),
         Idle(("lora_alpha", "lora_targets", "merge_lora_configs"), {"lora_r": (0,)}, "give LoRA a rank"),
         Idle(("history", "chat_template_kwargs"), {"template": ("raw",)}, 'set template to "chat"'),
@@ -236,7 +240,7 @@ class RunConfig(
         yield from self._wrong_model()
 
     def _wrong_changes(self) -> Iterator[str]:
-        names = list(vars(self))
+        names = [*vars(self), *PYTHON_PARTS]
         for name in self.accept_changes:
             if name not in names:
                 yield f"accept_changes names {name}: no such setting.{nearest(name, names)}"
@@ -280,6 +284,8 @@ class RunConfig(
             )
         if stale and self.old_log_probs == "sampler":
             yield f'max_staleness={stale} with old_log_probs="sampler": the sampler may have had older weights. Use "auto".'
+        if self.old_log_probs == "sampler" and (self.sampler_correction is not None or self._corrects_sampler):
+            yield settings.NOTHING_TO_CORRECT
         if stale and self.adaptive_mixture:
             yield f"adaptive_mixture adapts between batches, and max_staleness={stale} leaves none between them: choose one."
         if stale and self.sleep_mode:
@@ -319,6 +325,11 @@ class RunConfig(
         unused = tuple(name for name in names_of(_LossOptions) if name in own and name not in known)
         instead = "choose an estimator that has the option"
         Idle(unused, {"estimator": (self.estimator,)}, instead).check(vars(self), dict.fromkeys(unused))
+
+    @property
+    def _corrects_sampler(self) -> bool:
+        chosen = self.value_estimator()
+        return chosen is not None and chosen.corrects_sampler
 
     def _check_loss(self) -> None:
         """Raise what the loss and its estimator say of their options, before models are loaded for them."""
@@ -367,9 +378,7 @@ class RunConfig(
             )
         values = {name: getattr(self, name) for name in loss_settings(self.algo)}
         options = {name: value for name, value in values.items() if value is not None}
-        estimator = self.value_estimator()
-        corrected = estimator is not None and estimator.corrects_sampler
-        if self.max_staleness and self.sampler_correction is None and not corrected:
+        if self.max_staleness and self.sampler_correction is None and not self._corrects_sampler:
             options = {"sampler_correction": "truncate", "sampler_bounds": 2.0} | options
         if options.get("clip_value") == 0:
             options["clip_value"] = None

@@ -18,8 +18,8 @@ from torchrl_llm.options import ConfigError
 from torchrl_llm.record.report import fenced
 from torchrl_llm.trainers.config import HOW_TO_RUN, RunConfig
 from torchrl_llm.trainers.run_folder import MARK
-from torchrl_llm.trainers.saved import SETTINGS, SavedModel, load_saved_model
-from torchrl_llm.trainers.settings_file import as_yaml, write_settings
+from torchrl_llm.trainers.saved import SETTINGS, SavedModel, load_saved_model, write_settings_beside
+from torchrl_llm.trainers.settings_file import as_yaml
 
 Format = Literal["adapter", "merged"]
 
@@ -50,10 +50,9 @@ def export_model(saved: SavedModel, place: str | Path, *, format: Format, **chan
     try:
         stage.mkdir()
         _write_model(saved, stage, format, changes)
-        settings = {name: value for name, value in saved.settings.items() if name not in HOW_TO_RUN}
-        if settings:
-            write_settings(settings, stage / SETTINGS)
-        if settings or not (stage / "README.md").exists():  # one that came with the model may know more
+        if saved.settings:
+            write_settings_beside(saved.settings, stage)
+        if saved.settings or not (stage / "README.md").exists():  # one that came with the model may know more
             (stage / "README.md").write_text(model_card(saved, place.name, format=format), encoding="utf-8")
         stage.replace(place)
     finally:

@@ -25,6 +25,7 @@ from torchrl_llm.trainers.cli import resume_command
 from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.evaluation import Evaluation
 from torchrl_llm.trainers.run import Run
+from torchrl_llm.trainers.saved import settings_for_use, write_settings_beside
 
 try:
     import resource
@@ -125,7 +126,7 @@ class RunReport:
         if self.after is not None:
             _write_episodes(run, self.after, "after")
             if run.config.export_merged:
-                run.models.export_merged(out / "merged", run.tokenizer)
+                _export_merged(run, out / "merged")
         both = {"before": self.before, "after": self.after}
         evaluations = {when: each for when, each in both.items() if each is not None}
         table = f"\n\n{comparison_table(evaluations)}\n" if evaluations else ""
@@ -176,6 +177,13 @@ def _write_episodes(run: Run, evaluation: Evaluation, when: Kind) -> None:
     write_text(run.config.output_dir / f"conversations_{when}.md", f"# Conversations {when} training\n\n{text}")
     if run.recorder is not None:
         run.recorder.record_evaluation(run.trainer, evaluation.rows, when)
+
+
+def _export_merged(run: Run, folder: Path) -> None:
+    run.models.export_merged(folder, run.tokenizer)
+    # As an export has them: the folder may be copied elsewhere, and config.yaml has only the label of an environment.
+    from_python = run.checkpoints.env_from_python
+    write_settings_beside(settings_for_use(run.config.as_json(), env_from_python=from_python), folder)
 
 
 def _write_page(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,8 +36,17 @@ class Start(NamedTuple):
     manifest: dict[str, Any]
 
 
-def find_start(config: RunConfig, folder: RunFolder) -> Start | None:
-    """The checkpoint to continue, if any; ``folder`` and the checkpoint are checked, and nothing is changed."""
+def find_start(config: RunConfig, folder: RunFolder, python_parts: Mapping[str, str]) -> Start | None:
+    """The checkpoint to continue, if any; ``folder`` and the checkpoint are checked, and nothing is changed.
+
+    Args:
+        config: the settings.
+        folder: the run's.
+        python_parts: names of what the run is given besides, as :class:`~torchrl_llm.trainers.CheckpointStore` has them.
+
+    Raises:
+        ConfigError: the run differs from that of the checkpoint in what ``config.accept_changes`` does not name.
+    """
     folder.check()
     checkpoints = folder.checkpoints
     latest = checkpoints.latest()
@@ -63,12 +73,15 @@ def find_start(config: RunConfig, folder: RunFolder) -> Start | None:
     manifest = checkpoints.verify(start)
     if "optimizer" not in manifest["components"]:
         raise ConfigError(f"{start} holds weights only (save_optimizer=False): start a run from them with init_from.")
-    _check_same(config, manifest["metadata"], start)
+    _check_same(config, python_parts, manifest["metadata"], start)
     return Start(start, manifest)
 
 
-def _check_same(config: RunConfig, saved: dict[str, Any], start: Path) -> None:
-    changes = config_changes(saved["config"], config.as_json(), ignore=[*HOW_TO_RUN, *config.accept_changes])
+def _check_same(config: RunConfig, python_parts: Mapping[str, str], saved: dict[str, Any], start: Path) -> None:
+    # Of a checkpoint that an earlier version wrote it is not known what its run was given.
+    before = {**saved["config"], **saved.get("python_parts", python_parts)}
+    present_settings = {**config.as_json(), **python_parts}
+    changes = config_changes(before, present_settings, ignore=[*HOW_TO_RUN, *config.accept_changes])
     if changes:
         listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in changes.items())
         raise ConfigError(

@@ -25,7 +25,7 @@ from torchrl_llm.trainers import build
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReference
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import verify
-from torchrl_llm.trainers.checkpoint_parts import Optimizer, states_of
+from torchrl_llm.trainers.checkpoint_parts import Optimizer, names_of_parts, states_of
 from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
@@ -220,9 +220,9 @@ def _build(
     build.check_sharding(config, distributed)
     folder = RunFolder(config)
     opened.callback(folder.close)
-    start = distributed.on_main(lambda: find_start(config, folder))  # before the models are loaded
+    python_parts = names_of_parts(env=env, make_env=make_env, make_loss=make_loss)
+    start = distributed.on_main(lambda: find_start(config, folder, python_parts))  # before the models are loaded
     tokenizer = load_tokenizer(config)
-    env_from_python = env is not None or make_env is not None
     shard = {"worker": distributed.rank, "num_workers": distributed.world_size} if distributed.world_size > 1 else {}
     make_env = partial(build.make_environment, config, tokenizer, make_env or stock_env(config, env), **shard)
     make_train_env = partial(make_env, stream="train", group_size=config.group_size)
@@ -249,7 +249,7 @@ def _build(
     replay_buffer = build.make_replay_buffer(config)
     workers = {}
     if isinstance(weight_sync, RayWeightSync):
-        workers = build.worker_options(config, make_train_env, tokenizer, models, weight_sync)
+        workers = build.worker_options(config, make_train_env, tokenizer, weight_sync)
     collector = build.make_collector(config, train_env, policy, replay_buffer, distributed, **workers)
     # Before engine and environments are closed: its threads use them.
     opened.callback(collector.shutdown)
@@ -260,7 +260,7 @@ def _build(
         config=config.as_json(),
         keep_last=config.keep_checkpoints,
         on_save=folder.settle,
-        env_from_python=env_from_python,
+        python_parts=python_parts,
         components=components,
     )
     opening = Opening(config, folder, None if start is None else start.path)
@@ -273,8 +273,8 @@ def _build(
     watchers += [] if recorder is None else [recorder]
     if config.refresh_reference:
         watchers.append(RefreshReference(models, config.refresh_reference))
-    if config.progress and distributed.is_main:
-        watchers.append(ProgressBar(config.algo))
+    if config.progress is not False and distributed.is_main:
+        watchers.append(ProgressBar(config.algo, watched_only=config.progress is None))
     trainer = LLMTrainer(
         collector=collector,
         replay_buffer=replay_buffer,

@@ -11,22 +11,20 @@ Other files stay where they are. Of a run that was moved aside, only files of th
 ``overwrite`` replaced it and the new run has a whole checkpoint.
 
 ``checkpoints/`` may be a link to a folder elsewhere. The link stays, and checkpoints that are moved aside stay on their disk, in
-``previous-1/`` of that folder, which ``previous-1/checkpoints`` links to.
+``previous-1/`` of that folder, which ``previous-1/checkpoints`` links to. That folder is locked too, because another run may
+link to it.
 """
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
 import shutil
-import socket
 import tempfile
-import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from torchrl.checkpoint import Checkpoint
@@ -37,23 +35,13 @@ from torchrl_llm.options import ConfigError
 from torchrl_llm.trainers.checkpoint import LINKS, CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import is_checkpoint
 from torchrl_llm.trainers.config import RunConfig
+from torchrl_llm.trainers.folder_lock import LOCK, FolderLock
 from torchrl_llm.trainers.loggers import rewind_csv
-
-try:
-    import fcntl
-except ImportError:  # no POSIX system
-    fcntl = None  # type: ignore[assignment]
 
 logger = logging.getLogger(__name__)
 
 MARK = "torchrl_llm.json"
 """The file that tells a run's folder from any other."""
-
-LOCK = "torchrl_llm.lock"
-"""The file that the process of a run has locked. It stays when the run ends: the lock counts, not the file."""
-
-_ATTEMPTS, _PAUSE = 5, 0.1
-"""How often a lock is tried, and the seconds between: a process that only checks a folder holds its lock for a moment."""
 
 _REPORT = (
     *("merged", "result.json", "evaluation_before.json", "learning_curve.png"),
@@ -71,7 +59,7 @@ _FILES = (
     *("csv/scalars/*/*.csv", "csv/texts/hparams[0-9]*.txt", "tensorboard/**/events.out.tfevents.*", "wandb_id"),
     *("config.yaml", "run.json", *(f"merged/{name}.json" for name in _MERGED), *_REPORT),
     *("rollouts/*.safetensors", "rollouts/.*.safetensors.new"),
-    *("merged/model*.safetensors", "merged/chat_template.jinja"),
+    *("merged/model*.safetensors", "merged/chat_template.jinja", "merged/run_config.yaml"),
 )
 """The files in these folders, without those of checkpoints, which list theirs. Other files stay, W&B's own among them."""
 
@@ -89,7 +77,7 @@ class RunFolder:
     def __init__(self, config: RunConfig) -> None:
         self.config, self.path = config, config.output_dir.absolute()
         self.checkpoints = CheckpointStore(self.path / "checkpoints", models=None)
-        self._lock: _Lock | None = None
+        self._locks: list[FolderLock] = []
 
     def check(self) -> None:
         """Refuse a folder that another process uses, that cannot be written to, or that holds files of others.
@@ -108,20 +96,33 @@ class RunFolder:
             raise ConfigError(f"{link} links to {os.readlink(link)}, which is no folder: make it, or remove the link.")
         if link.is_symlink():
             self._check_writable(link)
-        asides, lock = self._asides(_MOVING), None
-        if self._owner() is None and (asides or os.path.lexists(self.path / LOCK)):
-            with suppress(OSError):  # no locks here: open() warns
-                lock = _Lock(self.path)
-        for aside in asides:
-            self._put_back(aside)
-        if lock is not None:
-            lock.release()
+        asides = self._asides(_MOVING)
+        with self._locked_for_a_look(self.path if asides else None):
+            for aside in asides:
+                self._put_back(aside)
         names = [item.name for item in self._items() if not (item.is_symlink() and item == link and not self._saved())]
         if names and not (self.path / MARK).is_file():
             raise ConfigError(
                 f"{self.path} holds {', '.join(names)}, which this library did not write, or an earlier version did (it has no "
                 f"{MARK}): choose another output_dir, or move them elsewhere."
             )
+
+    @property
+    def _places(self) -> list[Path]:
+        """What belongs to one run at a time: the folder, and that of the checkpoints where another one may link to it too."""
+        link = self.checkpoints.directory
+        return [self.path, *([link.resolve()] if link.is_symlink() else [])]
+
+    @contextmanager
+    def _locked_for_a_look(self, changed: Path | None) -> Iterator[None]:
+        """Inside, the places that a run has locked before are locked, and the one that is changed."""
+        with ExitStack() as locks:
+            places = [] if self._owner() is not None else self._places
+            with suppress(OSError):  # no locks here: open() warns
+                for place in places:
+                    if place == changed or os.path.lexists(place / LOCK):
+                        locks.callback(FolderLock(place).release)
+            yield
 
     def _check_writable(self, place: Path) -> None:
         try:
@@ -161,30 +162,40 @@ class RunFolder:
         A run takes the lock over from an earlier run of its process, which has usually ended, but may not be deleted yet.
         """
         owner = self._owner()
-        if owner is not None and owner._lock is not None and not owner._lock.in_place():
+        if owner is not None and not all(lock.in_place() for lock in owner._locks):
             owner.close()  # the folder was deleted and made again
             owner = None
         if owner is None:
-            try:
-                self._lock = _Lock(self.path)
-            except OSError as error:
-                logger.warning(
-                    "%s cannot be locked (%s): a second run with the same output_dir would go unnoticed, and overwrite files",
-                    self.path, error.strerror,
-                )  # fmt: skip
-            else:
-                self._lock.sign()
+            self._locks = self._new_locks()
         elif owner is not self:
-            self._lock, owner._lock = owner._lock, None
+            self._locks, owner._locks = owner._locks, []
         _OPEN[self.path.resolve()] = self
+
+    def _new_locks(self) -> list[FolderLock]:
+        locks = []
+        with ExitStack() as taken:  # the first is released if the second cannot be had
+            for place in self._places:
+                try:
+                    lock = FolderLock(place)
+                except OSError as error:
+                    logger.warning(
+                        "%s cannot be locked (%s): a second run with the same output_dir would go unnoticed, and overwrite files",
+                        place, error.strerror,
+                    )  # fmt: skip
+                    continue
+                taken.callback(lock.release)
+                lock.sign()
+                locks.append(lock)
+            taken.pop_all()
+        return locks
 
     def close(self) -> None:
         """Release the lock, so that another process can take the folder. A second call does nothing."""
         if self._owner() is self:
             del _OPEN[self.path.resolve()]
-        if self._lock is not None:
-            self._lock.release()
-            self._lock = None
+        for lock in self._locks:
+            lock.release()
+        self._locks = []
 
     def _owner(self) -> RunFolder | None:
         """The run of this process that has the folder."""
@@ -338,82 +349,6 @@ class RunFolder:
         return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path not in ours)
 
 
-class _Lock:
-    """The lock of a folder among processes. The system releases it when the process ends, however it ends.
-
-    Args:
-        folder: gets the file :data:`LOCK`, if it has none.
-
-    Raises:
-        ConfigError: another process has it; or the file cannot be opened.
-        OSError: the file system, or the system, knows no such lock.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.file = folder / LOCK
-        if fcntl is None:
-            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-        try:
-            self.descriptor = os.open(self.file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        except OSError as error:
-            raise ConfigError(
-                f"{self.file} cannot be opened ({error.strerror}), so that it is not known whether another run uses {folder}: "
-                "remove it if none does, or choose another output_dir."
-            ) from error
-        try:
-            self._acquire(folder)
-        except BaseException:
-            os.close(self.descriptor)
-            raise
-        self._finalizer = weakref.finalize(self, _unlock, self.descriptor)
-
-    def _acquire(self, folder: Path) -> None:
-        for attempt in range(_ATTEMPTS):
-            if attempt:
-                time.sleep(_PAUSE)
-            try:
-                fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except (BlockingIOError, PermissionError):  # the second by SMB
-                continue
-        raise ConfigError(
-            f"{folder} is in use by another run ({self._holder()}): wait until it ends, end it, or choose another output_dir."
-        )
-
-    def sign(self) -> None:
-        """Write this process's id into the file, for the error message of others."""
-        os.ftruncate(self.descriptor, 0)
-        os.pwrite(self.descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
-
-    def _holder(self) -> str:
-        try:
-            holder = json.loads(os.pread(self.descriptor, 4096, 0))
-            return f"process {holder['pid']} on {holder['host']}"
-        except (OSError, ValueError, KeyError, TypeError):
-            return "a process that has not written its number down"
-
-    def in_place(self) -> bool:
-        """Whether the locked file is still the file in the folder."""
-        return self.file.exists() and os.path.samestat(self.file.stat(), os.fstat(self.descriptor))
-
-    def release(self) -> None:
-        """Release the lock; a second call does nothing."""
-        self._finalizer()
-
-    def forget(self) -> None:
-        """In a forked process: close its copy of the descriptor, because the lock lasts until all copies are closed.
-
-        A child that outlives a crashed parent, such as an engine, would keep the folder locked.
-        """
-        if self._finalizer.detach():
-            os.close(self.descriptor)
-
-
-def _unlock(descriptor: int) -> None:
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
-
-
 _OPEN: weakref.WeakValueDictionary[Path, RunFolder] = weakref.WeakValueDictionary()
 """The runs of this process, by folder."""
 
@@ -421,9 +356,9 @@ _OPEN: weakref.WeakValueDictionary[Path, RunFolder] = weakref.WeakValueDictionar
 def _forget_all() -> None:
     """In a forked process: the folders are the parent's."""
     for folder in list(_OPEN.values()):
-        if folder._lock is not None:
-            folder._lock.forget()
-            folder._lock = None
+        for lock in folder._locks:
+            lock.forget()
+        folder._locks = []
     _OPEN.clear()
 
 

@@ -18,15 +18,15 @@ from torchrl_llm.tiny import tiny_model_path
 from torchrl_llm.trainers import build
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import verify
-from torchrl_llm.trainers.config import RunConfig, SamplingSettings, names_of
+from torchrl_llm.trainers.config import HOW_TO_RUN, RunConfig, SamplingSettings, names_of
 from torchrl_llm.trainers.run import stock_env
 from torchrl_llm.trainers.run_folder import MARK
 from torchrl_llm.trainers.settings import EnvConfig
-from torchrl_llm.trainers.settings_file import read_settings
+from torchrl_llm.trainers.settings_file import read_settings, write_settings
 from torchrl_llm.trainers.sources import load_model_config, load_tokenizer, model_path
 
 SETTINGS = "run_config.yaml"
-"""The settings of its run in the folder of an exported model."""
+"""The settings of its run in the folder of an exported model, and in a run's own ``merged``."""
 
 USED = (
     *(name for name in names_of(EnvConfig) if name != "adaptive_mixture"),  # of training, as it learns from results
@@ -60,7 +60,7 @@ class SavedModel:
     @property
     def is_adapter(self) -> bool:
         """Whether it is an adapter on a base model, and not a whole model."""
-        return (self.weights / "adapter_config.json").is_file()
+        return weights.holds_adapter(self.weights)
 
     def config(self, **changes: Any) -> RunConfig:
         """The settings to use the model with: those of its run, as far as they are not about training.
@@ -118,7 +118,7 @@ def find_saved_model(path: str | Path) -> SavedModel:
             path=path,
             weights=path / "actor",
             tokenizer=path / "tokenizer",
-            settings=metadata["config"] | _env_name(metadata),
+            settings=settings_for_use(metadata["config"], env_from_python=bool(metadata.get("env_from_python"))),
             metadata=metadata,
         )
     if not weights.has_weights(path):
@@ -129,12 +129,22 @@ def find_saved_model(path: str | Path) -> SavedModel:
     return SavedModel(path=path, weights=path, tokenizer=_tokenizer_beside(path), settings=_settings_beside(path))
 
 
-def _env_name(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """Its environment's name where that is a label alone: it would name another environment, or the default one."""
-    if not metadata.get("env_from_python"):
-        return {}
-    names = metadata["config"]["env_name"]
-    return {"env_name": f"python:{names if isinstance(names, str) else ','.join(names)}"}
+def settings_for_use(settings: Mapping[str, Any], *, env_from_python: bool) -> dict[str, Any]:
+    """The settings of a run for whoever uses its model.
+
+    Args:
+        settings: as JSON has them.
+        env_from_python: its environment was given as an object; then ``env_name`` says so, because the label alone would name
+            another environment, or the default one.
+    """
+    names = settings["env_name"]
+    label = f"python:{names if isinstance(names, str) else ','.join(names)}"
+    return {**settings, **({"env_name": label} if env_from_python else {})}
+
+
+def write_settings_beside(settings: Mapping[str, Any], folder: Path) -> None:
+    """Write the settings of a run into the folder of its model, without those about how it was run."""
+    write_settings({name: value for name, value in settings.items() if name not in HOW_TO_RUN}, folder / SETTINGS)
 
 
 def _from_python(env_id: str) -> EnvSpec:
@@ -149,14 +159,13 @@ register_env_family("python", _from_python)
 
 def _tokenizer_beside(path: Path) -> Path | None:
     """The folder of the tokenizer of a model; ``None`` for an adapter that was saved without one."""
-    adapter_alone = (path / "adapter_config.json").is_file() and not any(path.glob("tokenizer*"))
+    adapter_alone = weights.holds_adapter(path) and not any(path.glob("tokenizer*"))
     return None if adapter_alone else path
 
 
 def _settings_beside(path: Path) -> dict[str, Any]:
-    """The settings of the run that an exported model is of; a run's own ``merged`` lies beside its settings."""
-    merged = path.name == "merged" and (path.parent / MARK).is_file()
-    file = path.parent / "config.yaml" if merged else path / SETTINGS
+    """The settings of the run that an exported model is of."""
+    file = path / SETTINGS
     # No RunConfig is made of them: it would import the estimator that they name, and the folder may be a stranger's.
     return {**RunConfig().as_json(), **dict(read_settings(file, options_of(RunConfig)))} if file.is_file() else {}
 
@@ -234,7 +243,7 @@ def load_saved_model(saved: SavedModel, config: RunConfig) -> LoadedModel:
         lora=weights.read_adapter(saved.weights).config if saved.is_adapter else None,
         sampling=sampling,
         dtype=config.dtype,
-        device=build.make_accelerator(config).device,
+        device=build.choose_device(config),
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
         quantization=config.quantization,

@@ -27,6 +27,12 @@ from torchrl_llm.options import (
 Algorithm = Literal["LLMPPO", "LLMREINFORCE", "GRPO"]
 OldLogProbs = Literal["auto", "sampler", "scorer"]
 
+NOTHING_TO_CORRECT = (
+    'old_log_probs="sampler" leaves no gap between sampler and trainer to correct for: use "auto" or "scorer", or no '
+    "correction."
+)
+"""Of settings with a sampler correction, and of a trainer whose loss has one."""
+
 
 @dataclass(kw_only=True)
 class TrainerConfig(Checked):
@@ -71,7 +77,7 @@ class TrainerConfig(Checked):
     """The loss's entropy_target falls to this share of it, in a straight line over ``max_steps``; 1 leaves it as it is."""
     kl_decay_fraction: PositiveShare | None = None
     """Share of ``max_steps`` over which the weight of the KL to the reference falls from ``kl_coeff`` to 0, in a straight
-    line; None leaves it as it is."""
+    line; None leaves it as it is. From there on the reference is not scored, and policy/kl_reference not logged."""
     max_steps: Count = 100_000
     """Turns to collect in training; the run ends with the iteration that reaches it."""
     max_iterations: Count | None = None
@@ -322,12 +328,13 @@ class OutputConfig(Checked):
     """The checkpoint to continue, instead of the newest; newer ones are moved aside."""
     accept_changes: list[str] = field(default_factory=list)
     """Names of settings that may differ from those of the checkpoint, and take effect from there; any other change is
-    an error, and those about the initial weights (algo, critic_trunk, init_*, lora_*) cannot be accepted."""
+    an error, and those about the initial weights (algo, critic_trunk, init_*, lora_*) cannot be accepted. "env", "make_env"
+    and "make_loss" are the arguments of build_run."""
     overwrite: bool = False
     """Start a new run in an output_dir that holds a run already; it is moved aside, and deleted when the new run has a
     whole checkpoint."""
-    progress: bool = True
-    """Show a progress bar."""
+    progress: bool | None = None
+    """Show a progress bar; None shows it in a terminal and in a notebook, and not where standard error goes elsewhere."""
     record_interval: Natural = 10
     """Iterations between recordings of episodes for the run report, besides the first and the last; 0 records none."""
     record_tasks: Count = 4

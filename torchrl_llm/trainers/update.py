@@ -52,6 +52,12 @@ class RowScorer:
             )
         return self.run.config.old_log_probs == "scorer"
 
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the log-probs of the reference are read: a stock loss reads none once its KL's weight has fallen to 0."""
+        loss = self.run.loss
+        return loss.kl_fraction > 0 or loss.tensor_keys.ref_log_prob in loss.in_keys
+
     # ------------------------------------------------------------------ scores and credit
 
     @contextmanager
@@ -68,7 +74,7 @@ class RowScorer:
             if self.scores_old:
                 data.apply_in_micro_batches(loss.actor_network, batch, limit, prefix_cost(loss.actor_network))
                 batch.rename_key_(keys.LOG_PROB, keys.OLD_LOG_PROB)
-            if self.run.reference is not None:
+            if self.run.reference is not None and self.reads_reference:
                 data.apply_in_micro_batches(self.run.reference, batch, limit, prefix_cost(self.run.reference))
                 batch.rename_key_(keys.LOG_PROB, keys.REF_LOG_PROB)
             if loss.critic_network is not None:
@@ -93,7 +99,9 @@ class RowScorer:
     def score_for_credit(self, rows: TensorDictBase) -> None:
         """:meth:`score` one batch of the collector, if its advantages depend on it: once, because weights do not change meanwhile."""
         if self.credit_reads_scores:
-            self.score(rows)
+            sync = self.run.weight_sync
+            with nullcontext() if sync is None else sync.asleep():
+                self.score(rows)
 
     def batch_size(self, rows: TensorDictBase) -> int:
         """How many episodes one batch of the collector has on all ranks, where it delivered ``rows``."""

@@ -182,6 +182,12 @@ class RayWeightSync(WeightSync):
         self.parity_length = parity_length
         self.current: tuple[int, Any] | None = None
 
+    @property
+    def lora(self) -> LoraConfig | None:
+        """The settings of the adapter that is sent; ``None``: the whole model is, an adapter merged into it."""
+        model: Any = self.trained
+        return None if self.merged or self.adapter is None else model.peft_config[self.adapter]
+
     install = staticmethod(install)
 
     def _sync(self) -> None:
@@ -194,9 +200,10 @@ class RayWeightSync(WeightSync):
         ray = running_ray()
         # Before copying: while sharded weights are full tensors to be copied, no forward can run.
         parity_check = self._ask_model(self.parity_length)
-        with self.parameter_gather.copying(self.merged or self.adapter is None):
+        merged = self.lora is None
+        with self.parameter_gather.copying(merged):
             snapshot = Snapshot.of(
-                self.trained, self.adapter, version=version, parity_check=parity_check, merged=self.merged
+                self.trained, self.adapter, version=version, parity_check=parity_check, merged=merged
             )
         self.current = version, ray.put(snapshot)
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, NamedTuple
 
 from torch import nn
@@ -118,6 +118,10 @@ class WeightSync(WeightSyncScheme):
     def sleep(self) -> None:
         """Raise: the engine is not in this process."""
         raise ValueError(f"{type(self).__name__} has no engine here that could sleep.")
+
+    def asleep(self) -> AbstractContextManager[None]:
+        """For the trainer's work between two rollouts with the same weights: inside, an engine that sleeps has given its memory."""
+        return nullcontext()
 
     def close(self) -> None:
         """Nothing to free: the engine is the policy's."""
@@ -250,3 +254,16 @@ class EngineWeightSync(WeightSync):
         if self.sleep_level == 0:
             raise ValueError("sleep() needs EngineWeightSync(sleep_level=1) or 2, and an engine made with sleep mode.")
         self.policy.sleep(self.sleep_level)
+
+    @contextmanager
+    def asleep(self) -> Iterator[None]:
+        """See :meth:`WeightSync.asleep`. No turn may be in flight; the engine goes on with the weights that it has."""
+        if self.sleep_level == 0:
+            yield
+            return
+        # Level 1 in any case: level 2 drops the weights, which only a sync brings back.
+        self.policy.sleep(1)
+        try:
+            yield
+        finally:
+            self.policy.wake_up()

@@ -34,6 +34,9 @@ from torchrl_llm.modules.vllm import start, weights
 
 _LIKELIEST = 8  # log-probs per prompt of a parity check
 
+_NUMBERS = count()
+"""Of the requests of this process: policies that share an engine must not name theirs alike."""
+
 
 class VLLMPolicy(TurnPolicy):
     """Samples responses with a vLLM engine.
@@ -117,7 +120,6 @@ class VLLMPolicy(TurnPolicy):
         self._asleep = False
         self._lock = start.FairLock()
         self._sampled_params, self._greedy_params = (self._make_params(greedy=greedy) for greedy in (False, True))
-        self._names = count()
         self._running: dict[str, TurnRequest] = {}
         self._ready: list[TurnResponse] = []
         self._engine_version: int | None = None
@@ -203,7 +205,7 @@ class VLLMPolicy(TurnPolicy):
                 f"max_model_len={self.max_model_len}: make the engine with a larger one, or end episodes earlier "
                 "(GEMEnv's max_model_len)."
             )
-        name = str(next(self._names))
+        name = str(next(_NUMBERS))
         if not self._running:
             self._engine_version = None  # a live engine may have served others
         self._label()
@@ -288,6 +290,11 @@ class VLLMPolicy(TurnPolicy):
         # Only now: the engine does not report again what else has finished in this step.
         if failures:
             raise failures[0]
+        if self._running and not engine.has_unfinished_requests():
+            raise EngineError(
+                f"{len(self._running)} turns are not answered, and the engine has none left: another policy or caller has taken its "
+                "steps meanwhile, and their outputs. Let one at a time have turns in an engine, or give each an engine."
+            )
         return others
 
     def _kept_rng(self) -> AbstractContextManager[None]:
@@ -372,7 +379,7 @@ class VLLMPolicy(TurnPolicy):
             temperature=temperature, max_tokens=1, logprobs=_LIKELIEST, seed=0, ignore_eos=True, detokenize=False
         )
         # The seed keeps the check from drawing on the generator of the process; the token that it samples is not used.
-        names = [f"check-{next(self._names)}" for _ in prompts]
+        names = [f"check-{next(_NUMBERS)}" for _ in prompts]
         found: dict[str, dict[int, Any]] = {}
         with self.exclusive():
             for name, prompt in zip(names, prompts.tolist(), strict=True):

@@ -134,7 +134,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
 
     @property
     def in_keys(self) -> list[NestedKey]:
-        penalized = ("sample_log_prob", "ref_log_prob") if self.kl_coeff else ()
+        penalized = ("sample_log_prob", "ref_log_prob") if self.kl_coeff and self.kl_fraction else ()
         return [getattr(self.tensor_keys, name) for name in (*self._reads, *penalized)]
 
     @property
@@ -205,13 +205,13 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         return (flag.gather(1, last.clamp_min(0)) & (last >= 0)).squeeze(1)
 
     def _kl_penalty(self, tensordict: TensorDictBase) -> Tensor:
-        """The KL penalty added to each action token's reward, ``[B, L]``; 0 elsewhere, and without a KL."""
+        """The KL penalty added to each action token's reward, ``[B, L]``; 0 elsewhere, and where the KL has no weight."""
         turn_ids = self._get(tensordict, "turn_ids")
-        if not self.kl_coeff:
+        weight = self.kl_fraction * self.kl_coeff
+        if not weight:
             return torch.zeros_like(turn_ids, dtype=torch.float32)
         hint = "Score the reference, or set kl_coeff=0."
         old = self._get(tensordict, self._old_name(tensordict), hint)
-        weight = self.kl_fraction * self.kl_coeff
         return torch.where(turn_ids >= 0, -weight * (old - self._get(tensordict, "ref_log_prob", hint)), 0.0)
 
     def _turn_penalty(self, tensordict: TensorDictBase) -> Tensor:
