@@ -197,7 +197,7 @@ def build_run(
             networks than ``models``.
         ImportError, RuntimeError: with ``collector="ray"``, Ray is not installed, or not running.
     """
-    _check_arguments(config, make_env, make_loss)
+    _check_arguments(config, env, make_env, make_loss)
     with ExitStack() as opened:
         return _build(
             config, opened, env=env, make_env=make_env, make_loss=make_loss, callbacks=callbacks, components=components
@@ -224,7 +224,7 @@ def _build(
     tokenizer = load_tokenizer(config)
     env_from_python = env is not None or make_env is not None
     shard = {"worker": distributed.rank, "num_workers": distributed.world_size} if distributed.world_size > 1 else {}
-    make_env = partial(build.make_environment, config, tokenizer, env_maker(config, env, make_env), **shard)
+    make_env = partial(build.make_environment, config, tokenizer, make_env or stock_env(config, env), **shard)
     make_train_env = partial(make_env, stream="train", group_size=config.group_size)
     train_env = make_train_env()
     opened.callback(train_env.close, raise_if_closed=False)
@@ -325,8 +325,9 @@ def _recorder(config: RunConfig, tokenizer: Any) -> RolloutRecorder | None:
     return RolloutRecorder(config.output_dir / FOLDER, tokenizer, interval=config.record_interval, **limits)
 
 
-def _check_arguments(config: RunConfig, make_env: Any, make_loss: Any) -> None:
+def _check_arguments(config: RunConfig, env: Any, make_env: Any, make_loss: Any) -> None:
     """Refuse arguments of :func:`build_run` that leave another argument or a setting without effect."""
+    check_one_environment(env, make_env)
     if config.env_weights is not None and make_env is not None:
         raise ConfigError(
             f"env_weights={config.env_weights} does nothing with build_run(make_env=...), which decides on the environments: leave it "
@@ -341,15 +342,10 @@ def _check_arguments(config: RunConfig, make_env: Any, make_loss: Any) -> None:
         running_ray()  # before the models are loaded
 
 
-def env_maker(config: RunConfig, env: Any, make_env: Callable[..., GEMEnv] | None) -> Callable[..., GEMEnv]:
-    """Makes the environments of a run from the keyword arguments of ``GEMEnv``; see :func:`build_run`.
-
-    Raises:
-        ConfigError: both ``env`` and ``make_env`` are given.
-    """
+def check_one_environment(env: Any, make_env: Any) -> None:
+    """Raise a ``ConfigError`` if an environment is given in both ways of :func:`build_run`."""
     if env is not None and make_env is not None:
         raise ConfigError("Both env and make_env are given: the second decides on the environment, so leave env out.")
-    return make_env or stock_env(config, env)
 
 
 def stock_env(config: RunConfig, env: Any = None) -> Callable[..., GEMEnv]:

@@ -19,7 +19,7 @@ from torchrl_llm.trainers import build
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import verify
 from torchrl_llm.trainers.config import RunConfig, SamplingSettings, names_of
-from torchrl_llm.trainers.run import env_maker
+from torchrl_llm.trainers.run import check_one_environment, stock_env
 from torchrl_llm.trainers.run_folder import MARK
 from torchrl_llm.trainers.settings import EnvConfig
 from torchrl_llm.trainers.settings_file import read_settings
@@ -202,7 +202,8 @@ def environment_of(
         UnknownEnvironmentError: it was given in Python, and is not given here.
         ConfigError: both ``env`` and ``make_env`` are given.
     """
-    make = env_maker(config, env, make_env)
+    check_one_environment(env, make_env)
+    make = make_env or stock_env(config, env)
     return build.make_environment(config, tokenizer or load_tokenizer(config), make, stream="test")
 
 
