@@ -1,14 +1,17 @@
-"""The documentation: its Python blocks run and assert what they show, and what it names exists."""
+"""The documentation: its Python blocks run, assert and print what they show, and what it names exists."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
+import io
 import os
 import re
 import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,13 +20,17 @@ from torchrl_llm.cli import command_parser
 from torchrl_llm.trainers import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted(path for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")] if "```python" in path.read_text())
+FOUND = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "recipes").glob("*.md")]
+PAGES = sorted(path for path in FOUND if "```python" in path.read_text())
 
 
-def python_blocks(text: str) -> list[tuple[int, str]]:
-    """The fenced blocks of exactly ```python, each with the line it starts at. Others are not meant to run."""
-    found = re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [(text.count("\n", 0, match.start(1)), match.group(1)) for match in found]
+def python_blocks(text: str) -> list[tuple[int, str, str | None]]:
+    """The fenced blocks of exactly ```python: the line it starts at, the code, and the block of ```text right below it.
+
+    Others are not meant to run.
+    """
+    found = re.finditer(r"^```python\n(.*?)^```$(?:\n\n```text\n(.*?)^```$)?", text, re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, match.start(1)), match.group(1), match.group(2)) for match in found]
 
 
 def trains_the_small_model(names: dict) -> None:
@@ -62,15 +69,20 @@ def unasserted(page: str, text: str) -> list[str]:
 
     Returns:
         ``page:line`` of every assertion that did not run, and of every block that has none (unless in ``SHOWN``).
+
+    Raises:
+        AssertionError: a block printed something else than the block of text right below it.
     """
     ran, missing = set(), set()
     names = {"__name__": "__docs__", "_ran": ran}
-    for line, code in python_blocks(text):
+    for line, code, shown in python_blocks(text):
         # The empty lines make tracebacks name the line of the page.
         tree = ast.parse("\n" * line + code, page)
         assertions = NoteAssertions()
         tree = ast.fix_missing_locations(assertions.visit(tree))
-        exec(compile(tree, page, "exec", dont_inherit=True), names)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(compile(tree, page, "exec", dont_inherit=True), names)
+        assert shown in (None, printed.getvalue()), f"{page}:{line + 1} prints\n{printed.getvalue()}"
         missing |= assertions.written or ({line + 1} if Path(page).name not in SHOWN else set())
     SHOWN.get(Path(page).name, lambda names: None)(names)
     return [f"{Path(page).name}:{line}" for line in sorted(missing - ran)]
@@ -135,9 +147,17 @@ class TestCommands:
         assert {"--" + flag[2:].replace("-", "_") for flag in flags} <= known
 
 
+def runnable(page: Path) -> Any:
+    """A page as a parameter; those that import Ray run where it is installed, in ``make test-scale``."""
+    needs_ray = "import ray" in "".join(code for _, code, _ in python_blocks(page.read_text()))
+    return pytest.param(page, id=page.name, marks=[pytest.mark.ray] if needs_ray else [])
+
+
 class TestPythonBlocks:
-    @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
-    def test_blocks_of_a_page_run_and_assert_what_they_show(self, page, tmp_path, monkeypatch):
+    @pytest.mark.parametrize("page", [runnable(page) for page in PAGES])
+    def test_blocks_of_a_page_run_and_assert_what_they_show(self, page, tmp_path, monkeypatch, request):
+        if request.node.get_closest_marker("ray"):
+            pytest.importorskip("ray", reason="needs Ray: run make test-scale")
         monkeypatch.chdir(tmp_path)
         # GEM runs submitted programs with the python of the PATH.
         monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
@@ -161,6 +181,12 @@ class TestPythonBlocks:
         page = f"```python\nimport torch\nassert torch\n```\n```python\n{code}\n```\n"
         assert unasserted("page.md", page) == [f"page.md:{line}" for line in lines]
 
+    @pytest.mark.parametrize(("shown", "right"), [("1\n2\n", True), ("1\n3\n", False)])
+    def test_what_a_block_prints_is_compared_with_the_text_below_it(self, shown, right):
+        page = f"```python\nfor i in (1, 2):\n    print(i)\nassert i\n```\n\n```text\n{shown}```\n"
+        with contextlib.nullcontext() if right else pytest.raises(AssertionError, match=r"(?s)page\.md:2 prints.*1.*2"):
+            unasserted("page.md", page)
+
     def test_a_page_of_shown_is_checked_here_and_needs_no_assertion(self, monkeypatch):
         monkeypatch.setitem(SHOWN, "page.md", lambda names: checked.append(names["a"]))
         checked: list[int] = []
@@ -172,7 +198,7 @@ class TestPythonBlocks:
 
     def test_only_plain_python_fences_are_taken(self):
         text = "```python\na = 1\n```\n\n```{code-block} python\nb\n```\n\n```bash\nc\n```\n"
-        assert python_blocks(text) == [(1, "a = 1\n")]
+        assert python_blocks(text) == [(1, "a = 1\n", None)]
 
 
 def messages() -> list[str]:

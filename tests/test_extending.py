@@ -8,8 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torchrl.checkpoint import CheckpointError
+from torchrl.envs import RewardScaling, TransformedEnv
 
 from torchrl_llm import keys
+from torchrl_llm.envs import GEMEnv
 from torchrl_llm.objectives import LLMReinforceLoss, TurnEstimator
 from torchrl_llm.options import Share
 from torchrl_llm.trainers import Callback, RunConfig, build_run
@@ -77,6 +79,28 @@ def test_a_metric_is_what_an_evaluator_returns(tmp_path):
 
     history = small_run(tmp_path, settings={"evaluation_interval": 1}, callbacks=[Longest()]).trainer.train()
     assert [metrics["mine/longest"] for metrics in history] == [7.0, 7.0]
+
+
+class TestTransformedEnvironment:
+    SAVED = {"save_checkpoints": True, "max_iterations": 1}  # noqa: RUF012
+
+    @staticmethod
+    def make_env(**options):
+        return TransformedEnv(GEMEnv(RunConfig().env_name, **options), RewardScaling(loc=0.0, scale=10.0))
+
+    def test_a_run_learns_from_what_the_transform_makes_of_rewards(self, tmp_path):
+        ((plain,), (scaled,)) = (
+            small_run(tmp_path / name, settings={"max_iterations": 1}, **parts).trainer.train()
+            for name, parts in (("plain", {}), ("scaled", {"make_env": self.make_env}))
+        )
+        assert scaled["rollout/reward"] == pytest.approx(10 * plain["rollout/reward"])
+        assert scaled["rollout/success"] == plain["rollout/success"]
+
+    def test_a_seed_that_is_meant_to_differ_reaches_the_environment(self, tmp_path):
+        small_run(tmp_path, settings=self.SAVED, make_env=self.make_env).trainer.train()
+        changed = {"resume": True, "seed": 5, "accept_changes": ["seed"]}
+        run = small_run(tmp_path, settings=self.SAVED | changed, make_env=self.make_env)
+        assert run.trainer.collector.env.base_env.task_sampler.seed == 5
 
 
 class Curriculum(Callback):

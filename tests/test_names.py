@@ -47,6 +47,7 @@ def pages() -> list[Path]:
         "examples/**/*.md",
         "examples/**/*.yaml",
         "docs/*.md",
+        "docs/recipes/*.md",
     )
     return sorted(path for pattern in patterns for path in ROOT.glob(pattern))
 

@@ -10,12 +10,12 @@ import yaml
 from accelerate import Accelerator
 from peft import LoraConfig
 
-from torchrl_llm.envs import UnknownEnvironmentError
+from torchrl_llm.envs import GEMEnv, UnknownEnvironmentError
 from torchrl_llm.modules import load_actor_critic
 from torchrl_llm.options import ConfigError
 from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.tiny import tiny_model_path
-from torchrl_llm.trainers import RunConfig, build_run
+from torchrl_llm.trainers import RunConfig, build_run, evaluate
 from torchrl_llm.trainers.export import export_model, model_card
 from torchrl_llm.trainers.report import run_and_report
 from torchrl_llm.trainers.run_folder import MARK
@@ -65,7 +65,13 @@ class TestFind:
     def test_an_environment_from_python_is_no_other_of_its_label(self, tmp_path):
         small = {"model_path": "tiny", "dtype": "float32", "device": "cpu", "lora_r": 0, "kl_coeff": 0.0}
         small |= {"max_model_len": 256, "max_output_tokens": 16, "batch_size": 2, "num_envs": 2, "progress": False}
-        small |= {"algo": "LLMREINFORCE", "max_iterations": 1, "evaluation_interval": 0, "final_episodes": 2}
+        small |= {
+            "algo": "LLMREINFORCE",
+            "max_iterations": 1,
+            "evaluation_interval": 0,
+            "max_turns": 2,
+            "final_episodes": 8,
+        }
         config = RunConfig(**small, export_merged=True, output_dir=tmp_path / "run")
         run_and_report(config, partial(build_run, config, env=StopOrGo))
         (tmp_path / "run" / "merged").rename(tmp_path / "elsewhere")
@@ -75,6 +81,24 @@ class TestFind:
             with pytest.raises(UnknownEnvironmentError, match="was given to its run as an object"):
                 environment_of(saved.config(device="cpu"))
             assert environment_of(saved.config(device="cpu", env_name="game:GuessTheNumber-v0-easy")).close() is None
+
+    def test_an_environment_from_python_is_given_again(self, tmp_path):
+        small = {"model_path": "tiny", "dtype": "float32", "device": "cpu", "lora_r": 0, "kl_coeff": 0.0}
+        small |= {"max_model_len": 256, "max_output_tokens": 16, "batch_size": 2, "num_envs": 2, "progress": False}
+        small |= {"max_turns": 2, "final_episodes": 8}
+        config = RunConfig(**small, algo="LLMREINFORCE", max_iterations=1, evaluation_interval=0, output_dir=tmp_path)
+        run = build_run(config, env=StopOrGo)
+        run.trainer.train()
+        own = run.final_evaluation()
+        run.close()
+        saved = find_saved_model(tmp_path)
+        loaded = load_saved_model(saved, saved.config(device="cpu"))
+        for given in ({"env": StopOrGo}, {"make_env": partial(GEMEnv, StopOrGo)}):
+            again = evaluate(loaded.make_env(**given), loaded.policy, own.episodes)
+            assert again.success == own.success
+            assert torch.equal(again.rows["tokens"], own.rows["tokens"])
+        with pytest.raises(ConfigError, match="Both env and make_env are given"):
+            loaded.make_env(StopOrGo, make_env=GEMEnv)
 
     def test_an_adapter_without_a_tokenizer_has_that_of_its_base(self, adapter):
         saved = find_saved_model(adapter)

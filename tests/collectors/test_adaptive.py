@@ -6,6 +6,7 @@ from functools import partial
 from itertools import islice
 
 import pytest
+from torchrl.envs import StepCounter, TransformedEnv
 
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector, adapt_mixture
 from torchrl_llm.envs import GEMEnv
@@ -69,6 +70,14 @@ class TestAdaptTasks:
         for _ in range(2):
             assert (one.rollout() == other.rollout()).all()
         assert one.env.task_sampler.success == other.env.task_sampler.success
+
+    def test_a_mixture_beneath_transforms(self, make, stops):
+        env = make(max_turns=2)
+        within = TransformedEnv(env, StepCounter())
+        collector = TurnCollector(within, stops, batch_size=40, post_collect_hook=partial(adapt_mixture, within))
+        collector.rollout()
+        assert env.task_sampler.success is not None
+        assert within.task_sampler is env.task_sampler
 
     def test_one_environment_is_no_mixture(self, make, stops):
         env = make([StopOrGo], max_turns=2)

@@ -209,6 +209,17 @@ class TestTurnsToRows:
                 cut[key] = td[key][..., :width].clone()
             assert turns_to_rows(cut)[keys.TOKENS].tolist() == [[1, 2, 3, 4, 5, 6, 7]]
 
+    def test_workers_of_a_parallel_env_come_one_after_the_other(self):
+        every = [Episode([n, 2], [Turn([3], [4], reward=1.0)] * (1 + n % 2)) for n in range(6)]
+        td = turn_view(every, 2)
+        rows, expected = turns_to_rows(td.view(3, 2, 2)), turns_to_rows(td)
+        assert rows.batch_size == (6,)
+        assert (rows == expected).all()
+
+    def test_a_single_episode_is_no_batch(self):
+        with pytest.raises(TurnViewError, match=r"Expected turns of batch size \[B, T\] .*given batch size \[2\]"):
+            turns_to_rows(turn_view([Episode([1], [Turn([2], [])] * 2)], 2)[0])
+
     def test_floats_are_float32_or_wider(self):
         td = turn_view([Episode([1], [Turn([2], [3], reward=1.0)])], 1)
         for dtype, expected in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):

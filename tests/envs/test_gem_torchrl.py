@@ -10,10 +10,11 @@ import torch
 from gem_episodes import contexts, make_env, make_policy, play
 from torchrl.collectors import Collector
 from torchrl.collectors.llm import LLMCollector
+from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.envs import ParallelEnv, SerialEnv, check_env_specs
 
 from torchrl_llm import keys
-from torchrl_llm.data import TurnViewError, turns_to_rows
+from torchrl_llm.data import TurnsToSequence, TurnViewError, turns_to_rows
 from torchrl_llm.testing.environments import Dice, StopOrGo
 
 
@@ -156,6 +157,29 @@ class TestStockCollectorWithIdlingSlots:
         collector.shutdown()
         assert len(set(played)) == len(lengths) == n * iterations
         assert within_binomial_bound(lengths.count(5), len(lengths))
+
+    def test_batches_of_several_workers_become_rows(self, make, says):
+        workers = [partial(make, StopOrGo, num_envs=2, on_done="idle", worker=w, num_workers=2) for w in range(2)]
+        policy = says(lambda episode, turn, context: "stop" if turn == episode % 3 else "go")
+        buffer = ReplayBuffer(storage=LazyStackStorage(8), transform=TurnsToSequence(), batch_size=8)
+        collector = Collector(
+            SerialEnv(2, workers),
+            policy,
+            frames_per_batch=12,
+            total_frames=24,
+            reset_at_each_iter=True,
+            use_buffers=False,
+            trust_policy=True,
+        )
+        for batch in collector:
+            assert batch.shape == (2, 2, 3)
+            buffer.extend(batch)
+        collector.shutdown()
+        rows = buffer[:]
+        episode = rows[keys.EPISODE_ID]
+        # It resets once before it starts.
+        assert sorted(episode.tolist()) == [*range(4, 12)]
+        assert rows[keys.TURN_MASK].sum(-1).tolist() == (episode % 3 + 1).tolist()
 
     def test_slots_that_idle_for_ever_are_told(self, make, says):
         env = make(StopOrGo, num_envs=2, on_done="idle")

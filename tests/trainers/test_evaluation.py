@@ -11,6 +11,7 @@ import torch
 from datasets import Dataset
 from peft import PeftModel
 from safetensors.torch import load_file
+from torchrl.envs import StepCounter, TransformedEnv
 from transformers import AutoModelForCausalLM
 
 from torchrl_llm import keys
@@ -181,6 +182,15 @@ class TestTasks:
         assert (result.episodes, result.tasks) == (10, 10)
         assert result.success == 0.1
         assert evaluate(env, says(lambda *_: r"\boxed{3}"), 100).episodes == 100
+
+    def test_greedy_beneath_transforms(self, make, says):
+        """The same tasks, although a TransformedEnv keeps attributes that are set on it to itself."""
+        plain, beneath = (make("game:GuessTheNumber-v0-easy", max_model_len=1024) for _ in range(2))
+        within = TransformedEnv(beneath, StepCounter())
+        result, expected = (evaluate(env, says(lambda *_: r"\boxed{3}"), 100, greedy=True) for env in (within, plain))
+        assert (result.episodes, result.success, result.faults) == (10, 0.1, 0)
+        assert (result.rows[keys.EPISODE_ID] == expected.rows[keys.EPISODE_ID]).all()
+        assert within.task_sampler is beneath.task_sampler
 
     def test_greedy_where_something_unknown_is_hidden(self, make, says):
         result = evaluate(make(), says(lambda *_: "stop"), 12, greedy=True)

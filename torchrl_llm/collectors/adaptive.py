@@ -6,10 +6,12 @@ The rule is :class:`~torchrl_llm.envs.tasks.TaskSampler`'s.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from tensordict import TensorDictBase
 
 from torchrl_llm import keys
+from torchrl_llm.collectors.collector import base_env
 from torchrl_llm.envs.env import GEMEnv
 
 
@@ -21,7 +23,7 @@ def adapt_mixture(env: GEMEnv, batch: TensorDictBase, *, gather: Callable[[list]
     collector that uses ``env``. The rates are part of the environment's state, so a resumed run continues exactly.
 
     Args:
-        env: collected the batch; its ``task_sampler`` is replaced.
+        env: collected the batch, also beneath transforms; its ``task_sampler`` is replaced.
         batch: rows ``[B]`` that the collector delivered.
         gather: concatenates the lists of several processes, such as ``Distributed.all_gather`` of the trainer, so
             that all of them update alike. Default: there is one process.
@@ -54,4 +56,5 @@ def adapt_mixture(env: GEMEnv, batch: TensorDictBase, *, gather: Callable[[list]
         )
     won = (batch[keys.TURN_SUCCESS] & batch[keys.TURN_MASK]).any(-1)
     env_ids, won = gather(batch[keys.ENV_ID].tolist()), gather(won.tolist())
-    env.task_sampler = env.task_sampler.learn(env_ids, won)
+    base: Any = base_env(env)
+    base.task_sampler = base.task_sampler.learn(env_ids, won)

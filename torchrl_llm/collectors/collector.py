@@ -82,7 +82,10 @@ class EpisodeCollector(Checked, BaseCollector):
         super().__init__(pre_collect_hook=pre_collect_hook, post_collect_hook=post_collect_hook)
         self.env = env if isinstance(env, EnvBase) else env()
         if len(self.env.batch_size) != 1:
-            raise ValueError(f"The environment's batch size is {self.env.batch_size}; expected one dimension [N].")
+            raise ValueError(
+                f"The environment's batch size is {list(self.env.batch_size)}; expected one dimension [N]: give GEMEnv more slots "
+                "(num_envs) in place of a SerialEnv or ParallelEnv of several."
+            )
         base = base_env(self.env)
         self.group_size = base.group_size if isinstance(base, GEMEnv) else 1
         self.env_names: tuple[str, ...] = base.names if isinstance(base, GEMEnv) else ()

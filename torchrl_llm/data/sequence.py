@@ -73,11 +73,12 @@ def turns_to_rows(
 ) -> TensorDictBase:
     """Collapse whole episodes of turns ``[B, T]`` into rows ``[B']``, one episode a row.
 
-    Turns count as played where ``("collector", "mask")`` (if present) is True and ``prompt_length > 0``; episodes
+    Of several workers, as TorchRL's ``ParallelEnv`` and ``SerialEnv`` stack them (``[W, N, T]``), ``B = W * N``. Turns count as played where ``("collector", "mask")`` (if present) is True and ``prompt_length > 0``; episodes
     without any are dropped, hence ``B' <= B``. How rows look: :func:`~torchrl_llm.data.rows_from_episodes`.
 
     Args:
-        turns: the turn view of :mod:`torchrl_llm.keys`, one whole episode a row, its turns first.
+        turns: the turn view of :mod:`torchrl_llm.keys`, time in the last dimension; one whole episode along it, its turns
+            first.
         max_model_len: width ``L`` of the rows; ``None``: the longest row.
         max_turns: width ``T`` of the per-turn keys; ``None``: as given.
 
@@ -105,6 +106,7 @@ def turns_to_rows(
         ([[3, 4, 5, 6]], [[-1, -1, 0, -1]], [[1.0]])
     """
     _check_keys(turns)
+    turns = turns.flatten(0, -2) if turns.ndim > 2 else turns
     played = turns[keys.PROMPT_LENGTH].squeeze(-1) > 0
     if keys.COLLECTOR_MASK in turns.keys(include_nested=True):
         played = played & turns[keys.COLLECTOR_MASK].view(played.shape)
@@ -184,9 +186,9 @@ def _check_keys(turns: TensorDictBase) -> None:
         )
     present = turns.keys(include_nested=True)
     missing = [key for key in _NEEDED if key not in present]
-    if missing or turns.ndim != 2:
+    if missing or turns.ndim < 2:
         raise TurnViewError(
-            f"Expected turns of batch size [B, T] with the keys of the turn view; given batch size "
+            f"Expected turns of batch size [B, T] (or [workers, B, T]) with the keys of the turn view; given batch size "
             f"{list(turns.batch_size)}, missing {missing}. A collector must not drop the next observation "
             "(compact_obs=False), and a policy must be a TurnPolicy or write the same keys."
         )

@@ -13,6 +13,7 @@ from torchrl.envs.utils import ExplorationType
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
+from torchrl_llm.collectors.collector import base_env
 from torchrl_llm.data import cat_rows
 from torchrl_llm.envs.slots import FAILED
 from torchrl_llm.envs.tasks import STREAM_IDS, SeenTasks, TaskSampler, TaskSpec
@@ -40,8 +41,8 @@ def evaluate(
     would lose. It counts as not won, and in :attr:`Evaluation.faults`.
 
     Args:
-        env: a :class:`~torchrl_llm.envs.GEMEnv` that refills its slots. Its ``max_faults`` is how many of the episodes may
-            fail.
+        env: a :class:`~torchrl_llm.envs.GEMEnv` that refills its slots, also beneath transforms. Its ``max_faults`` is how many
+            of the episodes may fail.
         policy: samples with its own sampling settings.
         episodes: number of episodes, >= 1.
         greedy: take the likeliest token instead of sampling. A task whose hidden state is known is then evaluated once,
@@ -58,19 +59,20 @@ def evaluate(
         EnvironmentFault: more than ``env.max_faults`` of the episodes (of this rank) failed.
     """
     env.set_seed(env.task_sampler.seed)  # back to the first task
-    own, all_tasks = env.task_sampler, replace(env.task_sampler, worker=0, num_workers=1)
+    base: Any = base_env(env)  # a TransformedEnv reads attributes of the environment beneath it, and sets its own
+    own, all_tasks = base.task_sampler, replace(base.task_sampler, worker=0, num_workers=1)
     rank, count = (0, 1) if distributed is None else (distributed.rank, distributed.world_size)
     chosen = range(episodes)
     try:
         if greedy:
             # All tasks and not this rank's: two ranks might find the same one.
-            env.task_sampler = all_tasks
-            chosen = env.first_of_each_task(episodes)
-            env.task_sampler = _Chosen(all_tasks, chosen[rank::count], range(episodes + rank, STREAM_IDS, count))
+            base.task_sampler = all_tasks
+            chosen = base.first_of_each_task(episodes)
+            base.task_sampler = _Chosen(all_tasks, chosen[rank::count], range(episodes + rank, STREAM_IDS, count))
         # Every rank collects equally many, because gathering rows needs some of each; surplus episodes are left out.
         rows = _collect(env, policy, -(-len(chosen) // count), greedy=greedy, distributed=distributed)
     finally:
-        env.task_sampler = own
+        base.task_sampler = own
     rows = rows if distributed is None else distributed.all_gather_rows(rows)
     wanted = [all_tasks[i] for i in chosen]
     collected = rows[

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torchrl.record.loggers import Logger
 
+from torchrl_llm.collectors.collector import base_env
 from torchrl_llm.interrupts import run_begins
 from torchrl_llm.record.report import write_json
 from torchrl_llm.trainers.build import adamw_options
@@ -137,5 +138,5 @@ def accept_changes(config: RunConfig, trainer: LLMTrainer, saved: dict[str, Any]
     if saved["seed"] != config.seed:  # a second resume finds the new seed in its checkpoint
         trainer.generator.manual_seed(config.seed)
         # The next tasks have the new seed; the counter continues, so that ids stay unique.
-        env = trainer.collector.env
+        env: Any = base_env(trainer.collector.env)
         env.task_sampler = replace(env.task_sampler, seed=config.seed)

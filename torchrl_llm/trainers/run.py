@@ -327,8 +327,7 @@ def _recorder(config: RunConfig, tokenizer: Any) -> RolloutRecorder | None:
 
 def _check_arguments(config: RunConfig, env: Any, make_env: Any, make_loss: Any) -> None:
     """Refuse arguments of :func:`build_run` that leave another argument or a setting without effect."""
-    if env is not None and make_env is not None:
-        raise ConfigError("build_run got env and make_env: the second decides on the environment, so leave env out.")
+    check_one_environment(env, make_env)
     if config.env_weights is not None and make_env is not None:
         raise ConfigError(
             f"env_weights={config.env_weights} does nothing with build_run(make_env=...), which decides on the environments: leave it "
@@ -341,6 +340,12 @@ def _check_arguments(config: RunConfig, env: Any, make_env: Any, make_loss: Any)
         )
     if config.collector == "ray":
         running_ray()  # before the models are loaded
+
+
+def check_one_environment(env: Any, make_env: Any) -> None:
+    """Raise a ``ConfigError`` if an environment is given in both ways of :func:`build_run`."""
+    if env is not None and make_env is not None:
+        raise ConfigError("Both env and make_env are given: the second decides on the environment, so leave env out.")
 
 
 def stock_env(config: RunConfig, env: Any = None) -> Callable[..., GEMEnv]:

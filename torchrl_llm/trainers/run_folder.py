@@ -104,7 +104,7 @@ class RunFolder:
         if names and not (self.path / MARK).is_file():
             raise ConfigError(
                 f"{self.path} holds {', '.join(names)}, which this library did not write, or an earlier version did (it has no "
-                f"{MARK}): choose another output_dir, or move them elsewhere."
+                f"{MARK}): choose another output_dir (resume_from takes a checkpoint from anywhere), or move them elsewhere."
             )
 
     @property

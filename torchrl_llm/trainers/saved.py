@@ -6,7 +6,7 @@ settings that it was trained with, from what runs, exports or transformers have 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torchrl_llm.trainers import build
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import verify
 from torchrl_llm.trainers.config import HOW_TO_RUN, RunConfig, SamplingSettings, names_of
-from torchrl_llm.trainers.run import stock_env
+from torchrl_llm.trainers.run import check_one_environment, stock_env
 from torchrl_llm.trainers.run_folder import MARK
 from torchrl_llm.trainers.settings import EnvConfig
 from torchrl_llm.trainers.settings_file import read_settings, write_settings
@@ -150,7 +150,7 @@ def write_settings_beside(settings: Mapping[str, Any], folder: Path) -> None:
 def _from_python(env_id: str) -> EnvSpec:
     raise UnknownEnvironmentError(
         f"{env_id!r} was given to its run as an object (build_run(env=...) or make_env=...), and no id makes it: name an "
-        "environment with --env, or evaluate in Python (torchrl_llm.trainers.evaluate)."
+        "environment with --env, or evaluate in Python (LoadedModel.make_env takes the object)."
     )
 
 
@@ -188,19 +188,32 @@ class LoadedModel:
     models: ActorCritic
     policy: HFPolicy
 
-    def make_env(self) -> GEMEnv:
-        """An environment of the settings, with the tasks of a run's last evaluation."""
-        return environment_of(self.config, self.tokenizer)
+    def make_env(self, env: Any = None, *, make_env: Callable[..., GEMEnv] | None = None) -> GEMEnv:
+        """An environment of the settings, with the tasks of a run's last evaluation.
+
+        Args:
+            env, make_env: see :func:`environment_of`.
+        """
+        return environment_of(self.config, self.tokenizer, env=env, make_env=make_env)
 
 
-def environment_of(config: RunConfig, tokenizer: Any = None) -> GEMEnv:
+def environment_of(
+    config: RunConfig, tokenizer: Any = None, *, env: Any = None, make_env: Callable[..., GEMEnv] | None = None
+) -> GEMEnv:
     """An environment of the settings, with the tasks of a run's last evaluation.
 
     Args:
         config: the settings.
         tokenizer: the model's; ``None``: it is loaded.
+        env, make_env: what :func:`~torchrl_llm.trainers.build_run` got, for a run whose environment was given in Python.
+
+    Raises:
+        UnknownEnvironmentError: it was given in Python, and is not given here.
+        ConfigError: both ``env`` and ``make_env`` are given.
     """
-    return build.make_environment(config, tokenizer or load_tokenizer(config), stock_env(config), stream="test")
+    check_one_environment(env, make_env)
+    make = make_env or stock_env(config, env)
+    return build.make_environment(config, tokenizer or load_tokenizer(config), make, stream="test")
 
 
 def positions(config: RunConfig) -> int:
