@@ -44,6 +44,9 @@ class Episode:
         task_id: of its :class:`~torchrl_llm.envs.TaskIdentity`; ``None``: not known.
         turns: the responses.
         rewards: of the turns that the environment has processed.
+        extras: of these turns, name -> number, or hash of a text as an ``int`` (:mod:`torchrl_llm.envs.extras`); empty if the
+            environment has none.
+        texts: hash -> text, as far as known.
         contexts: the tokens of each segment that is over, int64: up to its last response, and with the last feedback for the
             last segment.
         stop_reason: why it ended, or that it runs.
@@ -59,6 +62,8 @@ class Episode:
     task_id: int | None = None
     turns: list[Turn] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
+    extras: list[dict[str, float]] = field(default_factory=list)
+    texts: dict[int, str] = field(default_factory=dict)
     contexts: list[npt.NDArray[np.int64]] = field(default_factory=list)
     stop_reason: int = StopReason.RUNNING
     terminated: bool = False

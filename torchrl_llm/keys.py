@@ -130,6 +130,31 @@ LOSS_WEIGHT = _row("loss_weight", "token", _FLOAT, "trainer", "the weight of eac
 CRITIC_WEIGHT = _row("critic_weight", "token", _FLOAT, "trainer", "the same for the critic's term")
 
 
+def extra(name: str) -> tuple[str, str]:
+    """The key of an extra in the turn view, below ``"next"`` as the reward: ``[N, 1]`` float32, or int64 for the hash of a text."""
+    return "extra", name
+
+
+def turn_extra(name: str) -> tuple[str, str, str]:
+    """The key of an extra in the row view: ``[B, T]`` float, or int64 for the hash of a text.
+
+    A turn without a value has NaN, or 0 for a text; padding is 0.
+    """
+    return "turn", "extra", name
+
+
+def turn_extras(rows: TensorDictBase) -> dict[str, Tensor]:
+    """The extras of rows ``[B]``: name -> ``[B, T]``.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> turn_extras(TensorDict({turn_extra("regret"): torch.zeros(1, 2)}, [1]))
+        {'regret': tensor([[0., 0.]])}
+    """
+    found = rows.get(("turn", "extra"), None)
+    return {} if found is None else dict(found.items())
+
+
 def declare_row_key(spec: KeySpec) -> None:
     """Add a key of your own to the row view, so that it is padded and trimmed with the rows.
 

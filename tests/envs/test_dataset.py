@@ -72,7 +72,7 @@ class TestRows:
         assert len(make(splits, stream="test").rows) == 2
 
     def test_other_columns(self):
-        assert read_rows([{"problem": "?", "solution": [1, 2]}], question="problem", answer="solution")[0] == (
+        assert read_rows([{"problem": "?", "solution": [1, 2]}], question="problem", answer="solution")[0][:2] == (
             "?",
             [1, 2],
         )

@@ -58,7 +58,6 @@ class TestArguments:
                 r"is <lambda>\(completion\); expected .* reward_fn\(completion, answer, question\)",
             ),
             (lambda a, b: 0.0, "three positional arguments"),
-            (lambda a, b, c, d: 0.0, "missing a required argument: 'd'"),
             (lambda *, completion, answer, question: 0.0, "three positional arguments"),
             (partial(exact_match, question=""), "three positional arguments"),
             (1.0, r"reward_fn is 1\.0; expected a function"),
@@ -69,6 +68,85 @@ class TestArguments:
             make(reward_fn=reward_fn)
         with pytest.raises(TypeError, match=r"a function|completions, answers, questions"):
             make(reward_fn=reward_fn, batched=True)
+
+
+LEVELED = [{"question": f"{i}?", "answer": "4", "level": i, "tests": [i, i + 1], "source": "s"} for i in range(3)]
+
+
+class TestColumns:
+    """What a function names beside completion, answer and question."""
+
+    @staticmethod
+    def seen(make, reward_fn, dataset=LEVELED, **kwargs):
+        """What the function got for the first three rows, which it puts into the list that is its attribute."""
+        reward_fn.got = []
+        env = make(dataset, reward_fn, num_envs=3, shuffle=False, **kwargs)
+        collect_rows(env, 3)
+        env.close()
+        return reward_fn.got
+
+    def test_named_ones_come_by_name(self, make):
+        def reward_fn(completion, answer, question, tests, *, level):
+            reward_fn.got.append((completion, answer, question, tests, level))
+            return 1.0
+
+        assert self.seen(make, reward_fn) == [("4", "4", f"{i}?", [i, i + 1], i) for i in range(3)]
+
+    def test_a_default_stays_where_the_data_has_no_such_column(self, make):
+        def reward_fn(completion, answer, question, unit="m", level=None):
+            reward_fn.got.append((unit, level))
+            return 1.0
+
+        assert self.seen(make, reward_fn) == [("m", i) for i in range(3)]
+        assert self.seen(make, reward_fn, [{"question": f"{i}?", "answer": ""} for i in range(3)]) == [("m", None)] * 3
+
+    def test_keywords_get_all_others(self, make):
+        def reward_fn(completion, answer, question, *, level, **others):
+            reward_fn.got.append(others)
+            return 1.0
+
+        assert self.seen(make, reward_fn) == [{"tests": [i, i + 1], "source": "s"} for i in range(3)]
+        # Of the same name as what is passed by position: that stays.
+        rows = [{"prompt": f"{i}?", "right": "", "question": "other", "completion": "x", "level": 0} for i in range(3)]
+        assert self.seen(make, reward_fn, rows, question="prompt", answer="right") == [{}] * 3
+
+    def test_batched_ones_are_lists(self, make):
+        def reward_fn(completions, answers, questions, level, **others):
+            reward_fn.got.append((level, others))
+            return [1.0] * len(completions)
+
+        expected = {"tests": [[0, 1], [1, 2], [2, 3]], "source": ["s"] * 3}
+        assert self.seen(make, reward_fn, batched=True) == [([0, 1, 2], expected)]
+
+    def test_coroutines_get_them_too(self, make):
+        async def reward_fn(completion, answer, question, level):
+            await asyncio.sleep(0)
+            reward_fn.got.append(level)
+            return 1.0
+
+        assert sorted(self.seen(make, reward_fn)) == [0, 1, 2]
+
+    @pytest.mark.parametrize(
+        "reward_fn", [lambda a, b, c, size: 0.0, lambda a, b, c, level=0, *, size: 0.0, lambda a, b, c, size, **k: 0.0]
+    )
+    def test_a_name_that_is_no_column_is_refused(self, make, reward_fn):
+        with pytest.raises(
+            ValueError, match=r"Row 0 has no column \['size'\]; its columns are .*'level', 'tests'.*reward_fn"
+        ):
+            make(LEVELED, reward_fn)
+        splits = {"train": [row | {"size": 1} for row in LEVELED], "test": [{"question": "t", "answer": "a"}]}
+        with pytest.raises(
+            ValueError, match=r"Row 0 has no column \['size'\]; its columns are \['question', 'answer'\]"
+        ):
+            make(splits, reward_fn)
+
+    def test_every_row_must_have_it(self, make):
+        with pytest.raises(ValueError, match=r"Row 3 has no column \['level'\]"):
+            make([*LEVELED, {"question": "?", "answer": ""}], lambda a, b, c, level=0: 0.0)
+
+    def test_rows_keep_no_others(self, make):
+        assert make(LEVELED, lambda a, b, c, level: 0.0).rows[2].columns == {"level": 2}
+        assert make(LEVELED).rows[2].columns == {}
 
 
 class TestBatchedRewards:

@@ -53,7 +53,10 @@ def page(tmp_path_factory) -> Path:
         rows[keys.TOKENS][:, 3] = 50 + torch_range(8) % 6
         rows[keys.TOKENS][:, 11] = torch_range(8) % 2 + 50
         rows[keys.TOKENS][5, 20] = 60
-        write_rows(run, rows, f"iteration-{number + 1:012d}", iteration=number + 1, pieces=pieces)
+        rows[keys.turn_extra("regret")] = torch_range(4) * 0.25 + rows[keys.TURN_REWARD] * 0
+        rows[keys.turn_extra("state")] = torch_range(8).unsqueeze(-1) * 0 + torch_range(4)
+        texts = {1: PAYLOADS[1], 2: "cell 2", 3: PAYLOADS[5]}
+        write_rows(run, rows, f"iteration-{number + 1:012d}", iteration=number + 1, pieces=pieces, texts=texts)
     return write_report(run)
 
 
@@ -305,3 +308,17 @@ def contrast(first: list[int], second: list[int]) -> float:
 
     low, high = sorted(map(luminance, (first, second)))
     return (high + 0.05) / (low + 0.05)
+
+
+def test_extras_of_environments_are_in_the_lanes_and_at_the_turns(opened):
+    driver = opened("episodes/2")
+    until(driver, "document.querySelector('#view-episodes .detail .text')")
+    detail = driver.find_element("css selector", "#view-episodes .detail")
+    lanes = {row.text.split("\n")[0].split()[0]: row for row in detail.find_elements("css selector", ".lanes tbody tr")}
+    assert lanes["regret"].text.split() == ["regret", "0", "0.25", "0.5", "0.75"]
+    cells = [cell.text for cell in lanes["state"].find_elements("css selector", "td")]
+    assert cells[:3] == ["\u2013", PAYLOADS[1], "cell 2"]
+    turns = [each.text for each in detail.find_elements("css selector", ".model .who")]
+    assert "regret 0.5" in turns[2]
+    assert "state cell 2" in turns[2]
+    assert "state" not in turns[0]

@@ -9,6 +9,7 @@ from torchrl_llm import keys
 from torchrl_llm.record.recording import read_recording
 from torchrl_llm.testing.tiny import load_tiny_tokenizer
 from torchrl_llm.trainers import RolloutRecorder
+from torchrl_llm.trainers.base import StockCollector
 
 
 class Run:
@@ -18,6 +19,7 @@ class Run:
     stop_reason, weight_sync = None, None
     loss = SimpleNamespace(value_estimator=None)
     distributed = SimpleNamespace(is_main=True, sharded=True)
+    rollouts = StockCollector()
 
     def record(self, recorder, tasks):
         """An iteration whose batch has these tasks, two episodes each."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import math
 import re
 import zlib
 
@@ -40,6 +41,21 @@ def recorded(tmp_path):
     rows = made_rows(6, 3, 24, groups=2)
     rows[keys.TURN_TRUNCATED][0, -1], rows[keys.TURN_TERMINATED][0, -1] = True, False
     return rows, read_recording(write_rows(tmp_path, rows))
+
+
+def test_extras_of_environments_are_on_the_page(tmp_path):
+    rows = made_rows(2, 3, 24)
+    rows[keys.turn_extra("regret")] = torch.tensor([[0.25, math.nan, 0.0], [math.nan] * 3])
+    rows[keys.turn_extra("state")] = torch.tensor([[7, 2**40, 0], [7, 0, 0]])
+    rows[keys.turn_extra("note")] = torch.zeros(2, 3, dtype=torch.int64)
+    write_rows(tmp_path, rows, texts={7: PAYLOADS[2]})
+    index = index_of(write_report(tmp_path).read_text())
+    one, two = (episode for group in index["groups"] for episode in group["episodes"])
+    assert one["extras"] == {"regret": [0.25, None, 0.0]}
+    assert two["extras"] == {}
+    texts = [None if piece is None else index["pieces"][piece] for piece in one["texts"]["state"]]
+    assert texts == [visible(PAYLOADS[2]), "#10000000000", None]
+    assert two["texts"] == {"state": [one["texts"]["state"][0], None, None]}
 
 
 class TestNumbers:

@@ -237,6 +237,10 @@ class ThreadExecutor(RolloutExecutor):
                 episode.end_segment(self.env.context(slot))
             self.env.advance(slot, episode.turns[-1].tokens.tolist(), reply)
             episode.rewards.append(reply.reward)
+            if self.env.extras:
+                extras = self.env.slots[slot].extras
+                episode.extras.append(extras.values)
+                episode.texts |= extras.texts
         state, context = self.env.slots[slot], self.env.context(slot)
         if not state.finished:
             self.policy.submit(TurnRequest(slot, context, episode.episode_id, state.turn, self.greedy))

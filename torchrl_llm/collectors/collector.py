@@ -11,6 +11,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from itertools import islice
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from torchrl_llm.stops import HasStopIds, share_stop_ids
 
 logger = logging.getLogger(__name__)
 
+_MOST_TEXTS = 2**16
+
 
 class EpisodeCollector(Checked, BaseCollector):
     """Delivers batches of whole episodes as rows ``[B]`` (:mod:`torchrl_llm.keys`), whole groups, in the order sampled.
@@ -47,6 +50,7 @@ class EpisodeCollector(Checked, BaseCollector):
         max_staleness: how many versions old a token may be at delivery.
         background: whether a thread collects while the caller trains.
         runs_here: whether the policy of this process collects.
+        texts: hash -> text of the extras in the last batches (:mod:`torchrl_llm.envs.extras`), the newest 65,536.
     """
 
     init_random_frames = 0  # TorchRL's Trainer reads it
@@ -103,6 +107,7 @@ class EpisodeCollector(Checked, BaseCollector):
         self.replay_buffer, self.postproc, self.exploration_type = replay_buffer, postproc, exploration_type
         self.closed = False
         self._frames, self._iter = 0, -1
+        self.texts: dict[int, str] = {}
         self._queue = EpisodeQueue(
             self._next_task, self._release, group_size=self.group_size, max_faults=max_faults, keep_failed=keep_failed
         )
@@ -158,7 +163,17 @@ class EpisodeCollector(Checked, BaseCollector):
             self._after_error(error)
             raise
         rows = rows_from_episodes(episodes)
+        self._keep_texts(episodes)
         return rows if self.env.device is None else rows.to(self.env.device)
+
+    def _keep_texts(self, episodes: list[Episode]) -> None:
+        for episode in episodes:
+            for key, text in episode.texts.items():
+                self.texts.pop(key, None)  # so that it counts as new
+                self.texts[key] = text
+        # Bounded: a run of days may see any number of states.
+        for key in [*islice(self.texts, max(0, len(self.texts) - _MOST_TEXTS))]:
+            del self.texts[key]
 
     def _next_batch(self) -> list[Episode]:
         if self.background:

@@ -148,6 +148,8 @@ class LockstepExecutor(RolloutExecutor):
         record_turns([*active_episodes.values()], step if active.all() else step[active])
         self._current = self._env.step_mdp(step)
         for slot, episode in active_episodes.items():
+            if self._gem is not None:
+                episode.texts |= self._gem.slots[slot].extras.texts
             if episode.finished:
                 self._slots[slot] = None
             if episode.stop_reason in FAILED and not self._queue.keep_failed:

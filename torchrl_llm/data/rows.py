@@ -48,7 +48,7 @@ def rows_from_episodes(
     A row is the whole context up to the last feedback, as far as that fits. Where the context was cut and rebuilt on the way
     (``GEMEnv(overflow="slide")``), a row holds the segments one after the other, with one column of padding between them: a
     gap in ``attention_mask``. So nothing is trained on with a context that the policy did not see
-    (:mod:`torchrl_llm.segments`).
+    (:mod:`torchrl_llm.segments`). Extras of environments are at :func:`~torchrl_llm.keys.turn_extra`; all episodes have the same.
 
     Rows take about 29 bytes a token; no larger tensor is made on the way.
 
@@ -78,6 +78,7 @@ def rows_from_episodes(
     if any(episode.task_id is None for episode in episodes):
         # With the fill value, episodes without an id would count as one task, -1.
         del rows[keys.TASK_ID]
+    rows |= _empty_extras(episodes, num_turns, dtype)
     arrays = {key: value.numpy() for key, value in rows.items()}
     for i, episode in enumerate(episodes):
         row = {key: value[i : i + 1].reshape(-1) for key, value in arrays.items()}  # views
@@ -111,6 +112,16 @@ def _empty_rows(size: int, width: int, num_turns: int, dtype: torch.dtype) -> di
     }
 
 
+def _empty_extras(episodes: Sequence[Episode], num_turns: int, dtype: torch.dtype) -> dict[keys.NestedKey, Tensor]:
+    given = {name: value for episode in episodes for extras in episode.extras[:1] for name, value in extras.items()}
+    return {
+        keys.turn_extra(name): torch.zeros(
+            len(episodes), num_turns, dtype=dtype if isinstance(value, float) else torch.int64
+        )
+        for name, value in given.items()
+    }
+
+
 def _write_tokens(row: _Row, episode: Episode) -> None:
     """Write the segments, and what belongs to the responses in them."""
     starts = np.cumsum([0, *(len(context) + 1 for context in episode.contexts)])
@@ -131,6 +142,9 @@ def _write_tokens(row: _Row, episode: Episode) -> None:
 def _write_turns(row: _Row, episode: Episode) -> None:
     count = len(episode.turns)
     row[keys.TURN_REWARD][:count] = episode.rewards
+    for turn, extras in enumerate(episode.extras):
+        for name, value in extras.items():
+            row[keys.turn_extra(name)][turn] = value
     row[keys.TURN_MASK][:count] = True
     row[keys.TURN_TERMINATED][count - 1] = episode.terminated
     row[keys.TURN_TRUNCATED][count - 1] = episode.truncated

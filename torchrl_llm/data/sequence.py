@@ -156,8 +156,12 @@ def record_turns(episodes: Sequence[Episode], steps: TensorDictBase) -> None:
     read |= {key: steps.get(key, uncut) for key in (keys.SEGMENT, ("next", keys.SEGMENT))}
     # NumPy has no bfloat16.
     arrays = {key: (x.float() if x.dtype is torch.bfloat16 else x).numpy(force=True) for key, x in read.items()}
+    extras = steps["next"].get("extra", None)
+    columns = {} if extras is None else {name: value.flatten().tolist() for name, value in extras.items()}
     for i, episode in enumerate(episodes):
         _record_turn(episode, {key: value[i] for key, value in arrays.items()})
+        if columns:
+            episode.extras.append({name: column[i] for name, column in columns.items()})
 
 
 def _record_turn(episode: Episode, step: dict[Any, np.ndarray[Any, Any]]) -> None:

@@ -14,6 +14,7 @@ from torchrl_llm.envs.chat import (
 )
 from torchrl_llm.envs.dataset import PromptDatasetEnv, PromptFormatter, RowTaskSampler, read_rows, train_test_split
 from torchrl_llm.envs.env import GEMEnv
+from torchrl_llm.envs.extras import Extras, text_key
 from torchrl_llm.envs.gem_catalog import GEM_CLASSES, MissingGEMError, divide_rows
 from torchrl_llm.envs.isolation import IsolatedEnv
 from torchrl_llm.envs.rewards import RewardError, RewardTimeoutError, Row
@@ -39,6 +40,7 @@ __all__ = [
     "EnvSpec",
     "EnvironmentFault",
     "EnvironmentUnavailableError",
+    "Extras",
     "GEMEnv",
     "IsolatedEnv",
     "MissingChatTemplateError",
@@ -66,5 +68,6 @@ __all__ = [
     "register_env_family",
     "resolve_env",
     "task_of",
+    "text_key",
     "train_test_split",
 ]

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_llm.envs.chat import ChatFormatter
 from torchrl_llm.envs.env import GEMEnv
-from torchrl_llm.envs.rewards import Grader, Question, RewardFn, Row
+from torchrl_llm.envs.rewards import Grader, Question, RewardFn, Row, WantedColumns
 from torchrl_llm.envs.tasks import Stream, TaskSampler, TaskSpec
 from torchrl_llm.envs.tensors import chosen_slots, responses_of
 from torchrl_llm.envs.text_env import EnvSpec
@@ -38,19 +38,23 @@ QUESTION_ONLY = ({"role": "user", "content": PLACEHOLDER},)
 # ---------------------------------------------------------------------- rows
 
 
-def read_rows(dataset: Any, *, question: str = "question", answer: str = "answer") -> tuple[Row, ...]:
+def read_rows(
+    dataset: Any, *, question: str = "question", answer: str = "answer", wanted: WantedColumns | None = None
+) -> tuple[Row, ...]:
     """The rows of a dataset: a list of dicts, a Hugging Face ``Dataset``, or the path of a JSONL file.
 
     Args:
         dataset: anything with a length that yields mappings, or the path of a file with one JSON object to a line.
         question, answer: the columns.
+        wanted: further columns to keep; which there are is read from the first row. Default none.
 
     Raises:
         ValueError: the dataset is empty or has no length, or a row lacks a column or has a question that is no text.
 
     Examples:
-        >>> read_rows([{"question": "1 + 1?", "answer": "2", "level": 1}])
-        (Row(question='1 + 1?', answer='2'),)
+        >>> rows = [{"question": "1 + 1?", "answer": "2", "level": 1, "source": "x"}]
+        >>> [(row.question, row.answer, dict(row.columns)) for row in read_rows(rows, wanted=WantedColumns(("level",)))]
+        [('1 + 1?', '2', {'level': 1})]
     """
     if isinstance(dataset, str | Path):
         records: Iterable[tuple[str, Any]] = _read_jsonl(Path(dataset))
@@ -61,24 +65,27 @@ def read_rows(dataset: Any, *, question: str = "question", answer: str = "answer
         )
     else:
         records = ((f"Row {i}", record) for i, record in enumerate(dataset))
-    rows = tuple(_read_row(place, record, question, answer) for place, record in records)
+    wanted, names, rows = wanted or WantedColumns(), None, list[Row]()
+    for place, record in records:
+        if not isinstance(record, Mapping):
+            raise ValueError(f"{place} is {record!r:.80}; expected a mapping from column names to values.")
+        names = wanted.among(record, used=(question, answer)) if names is None else names
+        rows.append(_read_row(place, record, question, answer, names))
     if not rows:
         raise ValueError("The dataset has no rows; expected at least one.")
-    return rows
+    return tuple(rows)
 
 
-def _read_row(place: str, record: Any, question: str, answer: str) -> Row:
-    if not isinstance(record, Mapping):
-        raise ValueError(f"{place} is {record!r:.80}; expected a mapping from column names to values.")
-    missing = [name for name in (question, answer) if name not in record]
+def _read_row(place: str, record: Mapping[str, Any], question: str, answer: str, names: Sequence[str]) -> Row:
+    missing = [name for name in (question, answer, *names) if name not in record]
     if missing:
         raise ValueError(
             f"{place} has no column {missing}; its columns are {list(record)}. Name the right ones with question= and "
-            "answer=."
+            "answer=, and as parameters of reward_fn."
         )
     if not isinstance(record[question], str):
         raise ValueError(f"{place} has the question {record[question]!r:.80}; expected text.")
-    return Row(record[question], record[answer])
+    return Row(record[question], record[answer], {name: record[name] for name in names})
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
@@ -125,7 +132,7 @@ def train_test_split(dataset: Any, *, test_size: float, seed: int = 0) -> dict[s
     }
 
 
-def _rows_of(dataset: Any, stream: Stream, columns: dict[str, str]) -> tuple[Row, ...]:
+def _rows_of(dataset: Any, stream: Stream, columns: dict[str, Any]) -> tuple[Row, ...]:
     """The rows of ``stream``; those of other splits are read only to check that none is in two splits."""
     splits = dataset if isinstance(dataset, Mapping) else {"train": dataset}
     name = next((name for name in SPLITS[stream] if name in splits), None)
@@ -282,7 +289,8 @@ class PromptDatasetEnv(GEMEnv):
         dataset: a mapping from split to rows (such as a ``datasets.DatasetDict``), or rows alone: the split ``"train"``. Rows
             are a list of dicts, a Hugging Face ``Dataset``, or the path of a JSONL file.
         reward_fn: ``reward_fn(completion, answer, question) -> float``. ``completion`` is the response without its
-            end-of-turn token, ``answer`` what the dataset has. If it is an ``async def``, the calls of a step run concurrently
+            end-of-turn token, ``answer`` what the dataset has. Further parameters are columns, passed by name: those that it
+            names (one with a default may be missing), and all others if it has ``**kwargs``. If it is an ``async def``, the calls of a step run concurrently
             in one event loop, which lives as long as the environment. A plain function sees the global generators seeded by
             the row, and is called from one thread at a time unless it has the attribute ``thread_safe = True``; one that is
             batched or async must not draw from them.
@@ -301,8 +309,8 @@ class PromptDatasetEnv(GEMEnv):
 
     Raises:
         TypeError: ``reward_fn`` cannot be called with three positional arguments.
-        ValueError: an option means nothing to questions of one turn; the dataset lacks the split or a column, or a question
-            of an evaluation split is in ``"train"`` too.
+        ValueError: an option means nothing to questions of one turn; the dataset lacks the split or a column, such as one that
+            ``reward_fn`` names, or a question of an evaluation split is in ``"train"`` too.
         EnvironmentFault: the reward function raised, took too long or returned no finite number, in more than
             ``max_faults`` episodes in a row; the cause is a :class:`RewardError` that names the row. Until then such an
             episode is cut (:class:`~torchrl_llm.envs.GEMEnv`). A batched call that fails counts once, however many rows it
@@ -341,7 +349,8 @@ class PromptDatasetEnv(GEMEnv):
         names = ("system_prompt", "template", "history", "chat_template_kwargs")
         rendering = {name: options.pop(name) for name in names if name in options}
         formatter = PromptFormatter(tokenizer, conversation_template=conversation_template, **rendering)
-        rows = _rows_of(dataset, stream, {"question": question, "answer": answer})
+        wanted = WantedColumns.of(reward_fn, batched=batched)
+        rows = _rows_of(dataset, stream, {"question": question, "answer": answer, "wanted": wanted})
         grader = Grader(reward_fn, rows, batched=batched, timeout=reward_timeout)
         env = EnvSpec(type(self).__name__, partial(Question, grader))
         super().__init__(env, tokenizer=tokenizer, num_envs=num_envs, stream=stream, **rendering, **options)

@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_llm import keys
 from torchrl_llm.envs.chat import ChatFormatter, History, Template
+from torchrl_llm.envs.extras import merged_kinds
 from torchrl_llm.envs.isolation import MAX_THREADS, revoke_global_rng
 from torchrl_llm.envs.slots import Overflow, Reply, Slot, SlotEpisodes, SuccessRule
 from torchrl_llm.envs.tasks import Stream, TaskSampler
@@ -43,7 +44,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
 
     Observations (:mod:`torchrl_llm.keys`): the whole context so far ``("tokens", "prompt")`` ``[N, max_model_len]``
     int64, right-padded with 0, and its length, ``"turn"``, ``"episode_id"``, ``"group_id"``, ``"env_id"``, ``"task_id"``,
-    ``"success"`` and ``"stop_reason"``, all ``[N, 1]``. Action: ``("tokens", "response")`` ``[N, max_output_tokens]``
+    ``"success"`` and ``"stop_reason"``, all ``[N, 1]``; after a step also its :attr:`extras`. Action: ``("tokens", "response")`` ``[N, max_output_tokens]``
     int64 and ``("tokens", "response_mask")`` bool. The last observation of an episode holds its last response and, as far as
     it fits, the environment's last message.
 
@@ -112,6 +113,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
     Attributes:
         last_fault: the last of them; ``None``: none failed.
         new_faults: those of the last reset or step.
+        extras: name -> ``float`` or ``str`` of the extras that its environments declare (:mod:`~torchrl_llm.envs.extras`).
 
     Examples:
         >>> from torchrl_llm.testing.policies import ScriptedPolicy
@@ -168,6 +170,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         ]
         self._check_sizes(specs, num_envs, group_size, max_model_len, max_output_tokens)
         self._specs, self.names = specs, tuple(spec.name for spec in specs)
+        self.extras = merged_kinds([(spec.name, spec.extras) for spec in specs])
         self.formatter = ChatFormatter(
             tokenizer,
             template=template,
@@ -302,7 +305,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         return self._tensordict(self._observation() | done_of(slots) | {keys.REWARD: rewards})
 
     def _observation(self) -> dict[Any, Tensor]:
-        return observation_of(self._slots, self._prompt, slides=self.overflow == "slide")
+        return observation_of(self._slots, self._prompt, self.extras, slides=self.overflow == "slide")
 
     def _tensordict(self, values: dict[Any, Tensor]) -> TensorDict:
         return TensorDict(values, batch_size=self.batch_size, device=self.device)

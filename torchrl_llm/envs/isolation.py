@@ -23,6 +23,7 @@ import numpy as np
 from numpy.random import mtrand
 
 from torchrl_llm.envs import gem_catalog
+from torchrl_llm.envs.extras import ExtraKinds
 from torchrl_llm.envs.tasks import Stream, TaskIdentity, task_of
 from torchrl_llm.envs.text_env import EnvironmentFault, TextEnv, TextStep, read_reset
 from torchrl_llm.interrupts import children_ignore_sigint
@@ -31,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 _WARN_AFTER = 60.0  # seconds between two warnings that an environment keeps the global generators
 _LONG_CALL = 0.2  # seconds; after a call that makes others wait for longer, a hint names `thread_safe`
-_hinted: set[str] = set()
+_hinted: set[tuple[str, str]] = set()
 
 
 # ---------------------------------------------------------------------- the global generators
@@ -148,6 +149,7 @@ class IsolatedEnv:
         name: of the environment, for messages.
         rows: the stream whose rows it uses, of one of GEM's data sets (:func:`~torchrl_llm.envs.divide_rows`); default
             ``None``: all rows.
+        extras: those that its steps have; default none.
 
     Attributes:
         env: the environment; ``None`` before the first reset.
@@ -162,11 +164,18 @@ class IsolatedEnv:
         ('Say stop or go on.', 1.0)
     """
 
-    def __init__(self, factory: Callable[[], TextEnv], name: str = "", *, rows: Stream | None = None) -> None:
+    def __init__(
+        self,
+        factory: Callable[[], TextEnv],
+        name: str = "",
+        *,
+        rows: Stream | None = None,
+        extras: ExtraKinds | None = None,
+    ) -> None:
         self.busy_since: float | None = None
         self.task: TaskIdentity | None = None
         self.message = ""
-        self._factory, self._name, self._rows = factory, name, rows
+        self._factory, self._name, self._rows, self._extras = factory, name, rows, extras or {}
         self.env: TextEnv | None = None
         self._takes_seed = True
         self._thread_safe = False
@@ -189,7 +198,7 @@ class IsolatedEnv:
         assert self.env is not None
         with self._calling():
             result = self.env.step(action)
-        step = TextStep.read(result)
+        step = TextStep.read(result, self._extras)
         self.message = step.message
         return step
 
@@ -200,8 +209,20 @@ class IsolatedEnv:
             gem_catalog.prepare(env, self._name, self._rows)
         self._takes_seed = "seed" in inspect.signature(env.reset).parameters
         self._thread_safe = bool(getattr(env, "thread_safe", False))
+        self._check_extras(env)
         self.env = env
         return env
+
+    def _check_extras(self, env: TextEnv) -> None:
+        """Warn, once, if the environment declares extras that its factory does not: those of a lambda cannot be seen."""
+        unseen = sorted({*getattr(env, "extras", ())} - {*self._extras})
+        if unseen and ("extras", self._name) not in _hinted:
+            _hinted.add(("extras", self._name))
+            logger.warning(
+                "The environment %r declares the extras %s, which its factory does not show; they are left out. To have "
+                "them, pass EnvSpec(name, make, extras=%s.extras).",
+                self._name, unseen, type(env).__name__,
+            )  # fmt: skip
 
     @contextmanager
     def _calling(self, seed: int | None = None) -> Iterator[None]:
@@ -232,8 +253,8 @@ class IsolatedEnv:
             np.random.seed(seed)
 
     def _hint(self) -> None:
-        if self._name not in _hinted:
-            _hinted.add(self._name)
+        if ("threads", self._name) not in _hinted:
+            _hinted.add(("threads", self._name))
             logger.warning(
                 "A call of the environment %r took more than %s s while others waited: environments that may draw from "
                 "the global generators run one at a time. If it never does, set its attribute thread_safe = True.",

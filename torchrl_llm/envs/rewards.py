@@ -13,24 +13,79 @@ import numbers
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torchrl_llm.envs.isolation import Pool, kept_global_rng
 
-RewardFn = Callable[[Any, Any, Any], Any]
-"""``reward_fn(completion, answer, question)``; lists of them, if it is batched."""
+RewardFn = Callable[..., Any]
+"""``reward_fn(completion, answer, question)``, with further columns by name; lists of them, if it is batched."""
 
 _GRACE = 5.0  # seconds beyond `reward_timeout` after which an event loop counts as blocked
 
 
 class Row(NamedTuple):
-    """A question, and the answer that the reward function gets."""
+    """A question, its answer, and the further columns that the reward function names."""
 
     question: str
     answer: Any
+    columns: Mapping[str, Any] = MappingProxyType({})
+
+
+class WantedColumns(NamedTuple):
+    """The columns that a reward function takes by name, beside completion, answer and question.
+
+    Attributes:
+        needed: those without a default.
+        optional: those with one, which stays where the data has no such column.
+        others: whether it takes all others too (``**kwargs``).
+        positions: the names of its first three parameters, which no column can have.
+    """
+
+    needed: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    others: bool = False
+    positions: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, reward_fn: Any, *, batched: bool = False) -> WantedColumns:
+        """What ``reward_fn`` names.
+
+        Raises:
+            TypeError: it cannot be called with a completion, an answer and a question.
+
+        Examples:
+            >>> WantedColumns.of(lambda completion, answer, question, tests, *, level=1: 0.0)[:3]
+            (('tests',), ('level',), False)
+        """
+        signature = _signature(reward_fn, batched=batched)
+        if signature is None:
+            return cls()
+        parameters = list(signature.parameters.values())
+        first = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)][:3]
+        kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        named = [each for each in parameters if each not in first and each.kind in kinds]
+        return cls(
+            tuple(each.name for each in named if each.default is each.empty),
+            tuple(each.name for each in named if each.default is not each.empty),
+            any(each.kind is each.VAR_KEYWORD for each in parameters),
+            tuple(each.name for each in first),
+        )
+
+    def among(self, columns: Iterable[str], *, used: Sequence[str]) -> tuple[str, ...]:
+        """The columns to pass, of those that there are; ``used`` ones are passed by position.
+
+        Examples:
+            >>> WantedColumns(("tests",), ("level",), others=True).among(["q", "a", "tests", "source"], used=["q", "a"])
+            ('tests', 'source')
+        """
+        columns = list(columns)
+        named = (*self.needed, *(name for name in self.optional if name in columns))
+        taken = {*named, *used, *self.positions}
+        return (*named, *(name for name in columns if self.others and name not in taken))
 
 
 class RewardError(RuntimeError):
@@ -95,7 +150,6 @@ class Grader:
     """
 
     def __init__(self, reward_fn: RewardFn, rows: Sequence[Row], *, batched: bool, timeout: float) -> None:
-        _check_arguments(reward_fn, batched=batched)
         self.reward_fn, self.rows, self.batched, self.timeout = reward_fn, rows, batched, timeout
         self.is_async = inspect.iscoroutinefunction(reward_fn) or inspect.iscoroutinefunction(
             getattr(reward_fn, "__call__", None)  # noqa: B004
@@ -157,12 +211,11 @@ class Grader:
         return [self._checked(row, result, call) for (row, _), result in zip(asked, results, strict=True)]
 
     def _call(self, asked: list[tuple[int, str]]) -> list[Any]:
-        arguments = [(completion, self.rows[row].answer, self.rows[row].question) for row, completion in asked]
-        calls = [tuple(map(list, zip(*arguments, strict=True)))] if self.batched else arguments
+        calls = self._batched_call(asked) if self.batched else [self._single_call(*each) for each in asked]
         if self.is_async:
             results = self.loop.run(self._gather(calls), self.timeout + _GRACE)
         else:
-            results = [self.reward_fn(*call) for call in calls]
+            results = [call() for call in calls]
         if not self.batched:
             return results
         if isinstance(results[0], BaseException):
@@ -172,8 +225,18 @@ class Grader:
             raise TypeError(f"it returned {rewards!r:.80} for {len(asked)} completions; expected as many numbers")
         return list(rewards)
 
-    async def _gather(self, calls: list[tuple[Any, ...]]) -> list[Any]:
-        waits: list[Awaitable[Any]] = [asyncio.wait_for(self.reward_fn(*call), self.timeout) for call in calls]
+    def _single_call(self, index: int, completion: str) -> Callable[[], Any]:
+        row = self.rows[index]
+        return partial(self.reward_fn, completion, row.answer, row.question, **row.columns)
+
+    def _batched_call(self, asked: list[tuple[int, str]]) -> list[Callable[[], Any]]:
+        rows = [self.rows[index] for index, _ in asked]
+        columns = {name: [row.columns[name] for row in rows] for name in rows[0].columns}
+        answers, questions = [row.answer for row in rows], [row.question for row in rows]
+        return [partial(self.reward_fn, [completion for _, completion in asked], answers, questions, **columns)]
+
+    async def _gather(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        waits: list[Awaitable[Any]] = [asyncio.wait_for(call(), self.timeout) for call in calls]
         # Otherwise the first exception would be the result of all rows.
         return await asyncio.gather(*waits, return_exceptions=True)
 
@@ -194,8 +257,8 @@ class Grader:
         return error
 
 
-def _check_arguments(reward_fn: Any, *, batched: bool) -> None:
-    """Refuse what cannot be called with a completion, an answer and a question."""
+def _signature(reward_fn: Any, *, batched: bool) -> inspect.Signature | None:
+    """The signature, which takes a completion, an answer and a question by position; ``None``: it is not known."""
     plural = "s" if batched else ""
     expected = f"reward_fn(completion{plural}, answer{plural}, question{plural})"
     if not callable(reward_fn):
@@ -203,15 +266,16 @@ def _check_arguments(reward_fn: Any, *, batched: bool) -> None:
     try:
         signature = inspect.signature(reward_fn)
     except ValueError:  # some built-in functions do not tell
-        return
+        return None
     try:
-        signature.bind("", "", "")
+        signature.bind_partial("", "", "")
     except TypeError as error:
         name = getattr(reward_fn, "__name__", type(reward_fn).__name__)
         raise TypeError(
             f"reward_fn is {name}{signature}; expected one that can be called as {expected}, with three positional "
             f"arguments ({error})."
         ) from None
+    return signature
 
 
 def _plain(value: Any) -> Any:

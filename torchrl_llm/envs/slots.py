@@ -19,6 +19,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from torchrl_llm.envs.chat import ChatFormatter
+from torchrl_llm.envs.extras import NO_EXTRAS, ExtraKinds, Extras
 from torchrl_llm.envs.isolation import Call, IsolatedEnv, Pool, kept_global_rng
 from torchrl_llm.envs.tasks import Stream, TaskIdentity, TaskSampler, TaskSpec
 from torchrl_llm.envs.text_env import (
@@ -60,6 +61,7 @@ class Reply(NamedTuple):
         dropped: the oldest turns that leave the context, to make room; 0: the context grows.
         task: of a reset, the task.
         says_success: whether the environment returned ``info["success"]``.
+        extras: of the turn, those that its environment declares.
     """
 
     ids: Sequence[int]
@@ -68,6 +70,7 @@ class Reply(NamedTuple):
     dropped: int = 0
     task: TaskIdentity = NO_TASK
     says_success: bool = False
+    extras: Extras = NO_EXTRAS
 
 
 @dataclass
@@ -86,6 +89,7 @@ class Slot:
         pieces: what the context is made of: the first prompt, then each turn's response and feedback, without dropped ones.
         stop_reason: why the episode ended, or that it runs.
         responses: the ids of the responses so far.
+        extras: of the last turn, all that the mixture has; blank before the first.
     """
 
     envs: dict[int, IsolatedEnv] = field(default_factory=dict)
@@ -99,6 +103,7 @@ class Slot:
     pieces: list[Sequence[int]] = field(default_factory=list)
     stop_reason: StopReason = StopReason.RUNNING
     responses: list[list[int]] = field(default_factory=list)
+    extras: Extras = NO_EXTRAS
 
     @property
     def finished(self) -> bool:
@@ -181,6 +186,7 @@ class SlotEpisodes:
     """
 
     names: tuple[str, ...]
+    extras: ExtraKinds
     formatter: ChatFormatter
     task_sampler: TaskSampler
     num_sampled = 0
@@ -230,7 +236,7 @@ class SlotEpisodes:
             if task_spec.env_id not in envs:
                 spec = self._specs[task_spec.env_id]
                 rows = self._stream if spec.divide else None
-                envs[task_spec.env_id] = IsolatedEnv(spec.make, spec.name, rows=rows)
+                envs[task_spec.env_id] = IsolatedEnv(spec.make, spec.name, rows=rows, extras=spec.extras)
             env = envs[task_spec.env_id]
             context = self.formatter.start(env.reset(task_spec.seed))
         except EnvironmentUnavailableError:
@@ -271,8 +277,8 @@ class SlotEpisodes:
         if reason == StopReason.CONTEXT and self.overflow == "slide":
             dropped = state.excess(len(ids), self.max_model_len - self.max_output_tokens)
             if dropped:
-                return Reply(ids, step.reward, dropped=dropped)
-        return Reply(ids, step.reward, reason, says_success=step.success is not None)
+                return Reply(ids, step.reward, dropped=dropped, extras=step.extras)
+        return Reply(ids, step.reward, reason, says_success=step.success is not None, extras=step.extras)
 
     def advance(self, slot: int, response: list[int], reply: Reply) -> None:
         """Add to a slot what :meth:`answer` returned; the last feedback of an episode is cut at ``max_model_len``."""
@@ -280,6 +286,8 @@ class SlotEpisodes:
         state.responses.append(response)
         state.turn += 1
         state.total += reply.reward
+        if self.extras:
+            state.extras = reply.extras.of(self.extras)
         state.stop_reason = reply.stop_reason
         state.pieces.append(reply.ids)
         if reply.stop_reason in TERMINATED:

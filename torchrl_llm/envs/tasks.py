@@ -202,7 +202,7 @@ class TaskIdentity(NamedTuple):
     known: bool
 
 
-def _digest(text: str) -> bytes:
+def digest(text: str) -> bytes:
     """A hash of a text that is the same in every process, unlike ``hash``."""
     # surrogatepass: whether a message is Unicode text is decided where it is rendered.
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
@@ -235,7 +235,7 @@ def task_of(env: Any, observation: str, read_hidden: Callable[[Any], Any] | None
     known = own is not None or read_hidden is not None
     state = own() if own is not None else None if read_hidden is None else read_hidden(inner)
     shown = observation if state is None else f"{type(inner).__name__} {state!r}"
-    return TaskIdentity(int.from_bytes(_digest(shown), "little", signed=True), known)
+    return TaskIdentity(int.from_bytes(digest(shown), "little", signed=True), known)
 
 
 PARTS: dict[Stream, tuple[int, int]] = {"train": (0, 8), "eval": (8, 9), "test": (9, 10)}
@@ -249,7 +249,7 @@ def rows_of(questions: Sequence[Any], stream: Stream) -> list[int]:
         >>> len(rows_of(range(200), "train")), len(rows_of(range(200), "eval")), len(rows_of(range(200), "test"))
         (160, 20, 20)
     """
-    names = [_digest(str(question)) for question in questions]
+    names = [digest(str(question)) for question in questions]
     # Each question once: rows that repeat it must not be in two streams.
     order = sorted(set(names))
     if len(order) < 10:

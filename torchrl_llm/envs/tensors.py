@@ -13,8 +13,11 @@ from torchrl.data import Binary, Bounded, Categorical, Composite, Unbounded
 from torchrl.envs import EnvBase
 
 from torchrl_llm import keys
+from torchrl_llm.envs.extras import BLANKS, ExtraKinds
 from torchrl_llm.envs.slots import TERMINATED, Slot
 from torchrl_llm.keys import StopReason
+
+_DTYPES: dict[type, torch.dtype] = {float: torch.float32, str: torch.int64}
 
 
 def set_specs(env: EnvBase, vocab_size: int) -> None:
@@ -39,6 +42,9 @@ def set_specs(env: EnvBase, vocab_size: int) -> None:
     unbounded = [keys.TURN, keys.EPISODE_ID, keys.GROUP_ID, keys.TASK_ID]
     unbounded += [keys.SEGMENT] if env.overflow == "slide" else []
     observation |= {key: Unbounded(**size) for key in unbounded}
+    if env.extras:
+        extras = {name: Unbounded(shape=(n, 1), dtype=_DTYPES[kind]) for name, kind in env.extras.items()}
+        observation["extra"] = Composite(extras, shape=(n,))
     env.observation_spec = Composite(observation, shape=(n,), device=env.device)
     response = Composite(
         response=Categorical(vocab_size, shape=(n, env.max_output_tokens), dtype=torch.int64),
@@ -51,7 +57,7 @@ def set_specs(env: EnvBase, vocab_size: int) -> None:
     env.full_done_spec = Composite(flag, shape=(n,), device=env.device)
 
 
-def observation_of(slots: Sequence[Slot], prompt: Tensor, *, slides: bool) -> dict[Any, Tensor]:
+def observation_of(slots: Sequence[Slot], prompt: Tensor, extras: ExtraKinds, *, slides: bool) -> dict[Any, Tensor]:
     """The observation of ``slots`` whose contexts are ``prompt`` ``[N, L]``, under the keys of the turn view."""
     values: dict[Any, list[int]] = {
         keys.PROMPT_LENGTH: [slot.length for slot in slots],
@@ -65,7 +71,10 @@ def observation_of(slots: Sequence[Slot], prompt: Tensor, *, slides: bool) -> di
     }
     if slides:
         values[keys.SEGMENT] = [slot.segment for slot in slots]
-    columns = {key: torch.tensor(column).unsqueeze(-1) for key, column in values.items()}
+    columns: dict[Any, Tensor] = {key: torch.tensor(column).unsqueeze(-1) for key, column in values.items()}
+    for name, kind in extras.items():
+        column = [slot.extras.values.get(name, BLANKS[kind]) for slot in slots]
+        columns[keys.extra(name)] = torch.tensor(column, dtype=_DTYPES[kind]).unsqueeze(-1)
     # A copy as well: slots write on in `prompt`, and a collector keeps what it was given.
     return columns | {keys.PROMPT: prompt.masked_fill(columns[keys.PROMPT_LENGTH] == 0, 0)}
 

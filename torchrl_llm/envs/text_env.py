@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torchrl_llm.envs.chat import Role, compose_message
+from torchrl_llm.envs.extras import NO_EXTRAS, ExtraKinds, Extras, check_kinds
 from torchrl_llm.envs.tasks import TaskSpec
 from torchrl_llm.keys import StopReason
 
@@ -37,6 +38,9 @@ class TextEnv(Protocol):
     Tasks are told apart by their first observations. An environment that hides a part of its task has a method
     ``hidden_state()``, which returns after a reset everything that defines this task, as an object with a telling ``repr``,
     such as the secret word and the rules; ``None`` says that nothing is hidden.
+
+    A class may declare ``extras = {"regret": float, "state": str}``: numbers and texts that it returns in the ``info`` of every
+    step, and that reach rows and reports (:mod:`~torchrl_llm.envs.extras`).
     """
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
@@ -62,6 +66,7 @@ class TextStep(NamedTuple):
         reward: of the turn.
         terminated, truncated: whether the episode ends here, and how.
         success: ``info["success"]``; ``None``: not given.
+        extras: the declared ones of ``info``.
     """
 
     message: str
@@ -70,13 +75,18 @@ class TextStep(NamedTuple):
     terminated: bool
     truncated: bool
     success: bool | None = None
+    extras: Extras = NO_EXTRAS
 
     @classmethod
-    def read(cls, result: Any) -> TextStep:
+    def read(cls, result: Any, kinds: ExtraKinds | None = None) -> TextStep:
         """Check what ``step`` returned.
 
+        Args:
+            result: what it returned.
+            kinds: the extras that the environment declares; default none.
+
         Raises:
-            TypeError, ValueError: it is no step, or its reward is not finite.
+            TypeError, ValueError: it is no step, its reward is not finite, or a declared extra is missing.
         """
         if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[0], str)):
             raise TypeError(f"step() returned {result!r:.200}; expected (text, reward, terminated, truncated, info)")
@@ -100,6 +110,7 @@ class TextStep(NamedTuple):
             bool(terminated),
             bool(truncated),
             None if success is None else bool(success),
+            Extras.read(info, kinds) if kinds else NO_EXTRAS,
         )
 
 
@@ -229,12 +240,21 @@ class EnvSpec:
         make: makes one; called once a slot.
         success_by: which reward decides about success (:class:`~torchrl_llm.envs.GEMEnv`).
         divide: whether the streams of training and evaluation use different rows of its data.
+        extras: what it returns in the ``info`` of every step, see :mod:`~torchrl_llm.envs.extras`; default nothing. Of a class
+            that is given as a factory, its own attribute ``extras``.
+
+    Raises:
+        TypeError: ``extras`` is no mapping from names to ``float`` or ``str``.
     """
 
     name: str
     make: Callable[[], TextEnv]
     success_by: SuccessBy = "last"
     divide: bool = False
+    extras: ExtraKinds = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        check_kinds(self.extras, self.name)
 
 
 EnvSource = str | EnvSpec | Callable[[], TextEnv]
@@ -280,7 +300,7 @@ def resolve_env(env: EnvSource) -> EnvSpec:
     if isinstance(env, EnvSpec):
         return env
     if not isinstance(env, str):
-        return EnvSpec(getattr(env, "__name__", type(env).__name__), env)
+        return EnvSpec(getattr(env, "__name__", type(env).__name__), env, extras=getattr(env, "extras", {}))
     family = env.partition(":")[0]
     spec = _families.get(family, _families["gem"])(env)
     if not isinstance(spec, EnvSpec):

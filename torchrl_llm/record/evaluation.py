@@ -27,6 +27,7 @@ class Evaluation:
             for a single environment.
         rows: the episodes, ``[episodes]`` in task order, without those that failed at their reset; ``None`` in an
             evaluation that was read from a file.
+        texts: hash -> text of the extras in the rows (:mod:`torchrl_llm.envs.extras`).
     """
 
     episodes: int
@@ -40,10 +41,11 @@ class Evaluation:
     task_overlap: float | None = None
     environments: dict[str, float] = field(default_factory=dict)
     rows: TensorDictBase | None = None
+    texts: dict[int, str] = field(default_factory=dict)
 
     def statistics(self) -> dict[str, Any]:
-        """All fields but the rows: ``Evaluation(**statistics)`` restores it."""
-        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "rows"}
+        """All fields but the rows and their texts: ``Evaluation(**statistics)`` restores it."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("rows", "texts")}
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """The results under the names of :data:`torchrl_llm.record.METRICS`."""

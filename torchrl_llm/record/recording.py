@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,6 +34,8 @@ FOLDER = "rollouts"
 Kind = Literal["training", "before", "after"]
 """A training batch, or the evaluation before or after training."""
 
+_EXTRA = "turn.extra."
+
 _ID_KEYS = (keys.EPISODE_ID, keys.GROUP_ID, keys.TASK_ID)
 
 
@@ -50,7 +52,9 @@ class Recording:
         pieces: the text of each token, see :class:`~torchrl_llm.record.pieces.TokenTexts`.
         missing: what was not computed -> why.
         interval: iterations between recordings when it was written.
-        arrays: the rows, named as in :data:`torchrl_llm.keys.ROW_VIEW`, with a dot in nested keys: ``"turn.reward"``.
+        arrays: the rows, named as in :data:`torchrl_llm.keys.ROW_VIEW`, with a dot in nested keys: ``"turn.reward"``. Extras of
+            environments are ``"turn.extra.<name>"``.
+        texts: hash -> text of the extras that are texts; the others were not known.
     """
 
     kind: Kind
@@ -62,6 +66,12 @@ class Recording:
     missing: Mapping[str, str]
     interval: int
     arrays: Mapping[str, npt.NDArray[Any]]
+    texts: Mapping[int, str] = field(default_factory=dict)
+
+    @property
+    def extras(self) -> dict[str, npt.NDArray[Any]]:
+        """Name -> ``[B, T]`` of the environments' extras: floats, or int64 for texts."""
+        return {name.removeprefix(_EXTRA): own for name, own in self.arrays.items() if name.startswith(_EXTRA)}
 
     @property
     def episodes(self) -> int:
@@ -77,7 +87,7 @@ def trimmed(rows: TensorDictBase) -> dict[str, Tensor]:
     """Rows ``[B]`` on the CPU as the format has them: no wider than the longest of them, and in narrow types.
 
     Args:
-        rows: of the row view; keys that it does not declare are left out.
+        rows: of the row view; keys that it does not declare are left out, but for extras of environments.
 
     Returns:
         Tensors by the names of :attr:`Recording.arrays`.
@@ -92,7 +102,16 @@ def trimmed(rows: TensorDictBase) -> dict[str, Tensor]:
         if value is not None:
             value = value[:, : limits[spec.axis]] if spec.axis in limits else value
             found[name if isinstance(name, str) else ".".join(name)] = _narrow(name, value.detach().cpu())
+    for extra, value in keys.turn_extras(rows).items():
+        found[_EXTRA + extra] = _narrow(keys.turn_extra(extra), value[:, :turns].detach().cpu())
     return found
+
+
+def used_texts(rows: TensorDictBase, texts: Mapping[int, str]) -> dict[int, str]:
+    """Those of ``texts`` (hash -> text) that extras of rows ``[B]`` are hashes of."""
+    hashes = [value for value in keys.turn_extras(rows).values() if not value.is_floating_point()]
+    found = {key for value in hashes for key in value.unique().tolist()}
+    return {key: texts[key] for key in sorted(found) if key in texts}
 
 
 def _narrow(name: keys.NestedKey, value: Tensor) -> Tensor:
@@ -129,7 +148,8 @@ def read_recording(path: Path) -> Recording:
             if about.pop("format") != FORMAT:
                 raise RecordingError(f"{path} has another format; expected {FORMAT}: write it with this version.")
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dictionary
-        about["pieces"] = {int(token): text for token, text in about["pieces"].items()}
+        for name in ("pieces", "texts"):  # JSON has no integers for keys
+            about[name] = {int(key): text for key, text in about.get(name, {}).items()}
         return Recording(**about | {"env_names": tuple(about["env_names"])}, arrays=arrays)
     except (SafetensorError, OSError, KeyError, TypeError, json.JSONDecodeError) as error:
         raise RecordingError(f"{path} is no recording, or is damaged ({error}): delete it.") from error

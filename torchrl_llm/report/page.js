@@ -126,6 +126,14 @@ function signed(node, value, scale) {
 
 // ---------------------------------------------------------------- an episode
 
+// What the environment says of turns beside rewards: {name: [value of each turn as it is shown, or null]}.
+function extras(episode) {
+  const texts = Object.entries(episode.texts).map(([name, lane]) => [name, lane.map((piece) => (piece === null ? null : index.pieces[piece]))]);
+  return { ...episode.extras, ...Object.fromEntries(texts) };
+}
+
+const shown = (value) => (typeof value === "string" ? value : number(value));
+
 function lanes(episode) {
   const head = el("tr", {}, el("th", {}, "turn"), ...episode.lanes.reward.map((_, turn) => el("th", { scope: "col" }, String(turn + 1))));
   const rows = Object.keys(LANES).filter((name) => episode.lanes[name]).map((name) => {
@@ -133,6 +141,10 @@ function lanes(episode) {
     const cells = episode.lanes[name].map((value) => el("td", {}, signed(el("span", { class: "cell" }, number(value)), value, scale)));
     return el("tr", {}, el("th", { scope: "row" }, LANES[name]), ...cells);
   });
+  for (const [name, lane] of Object.entries(extras(episode))) {
+    const cells = lane.map((value) => el("td", {}, el("span", { class: `cell ${typeof value}`, title: shown(value) }, shown(value))));
+    rows.push(el("tr", {}, el("th", { scope: "row" }, name), ...cells));
+  }
   const why = episode.lanes.value ? null : el("p", { class: "muted small" },
     episode.group.from.kind === "training" ? "No values: this run has no critic." : "No credit: an evaluation is not learned from.");
   return el("div", {}, el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": "Turns" },
@@ -219,6 +231,7 @@ async function conversation(episode) {
     if (span.turn < 0) return el("div", { class: "env" }, el("div", { class: "who" }, "environment"), el("pre", { dir: "auto" }, span.texts.join("").replace(/^\n+/, "")));
     const facts = [`${span.texts.length} tokens`, `reward ${number(episode.lanes.reward[span.turn])}`];
     if (episode.lanes.advantage) facts.push(`advantage ${number(episode.lanes.advantage[span.turn])}`);
+    for (const [name, lane] of Object.entries(extras(episode))) if (lane[span.turn] !== null) facts.push(`${name} ${shown(lane[span.turn])}`);
     return el("div", { class: "model" },
       el("div", { class: "who" }, el("b", {}, `model, turn ${span.turn + 1}`), ...facts.map((fact) => el("span", {}, fact))),
       tokens(span, episode.group, values, query));

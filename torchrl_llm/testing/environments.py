@@ -152,8 +152,9 @@ class Slow:
         """Sleep, then step."""
         time.sleep(self.latency(self._task, self._turn))
         self._turn += 1
-        message, role, reward, terminated, truncated, success = self._game.step(action)
-        return message, reward, terminated, truncated, {"use_tool": role == "tool", "success": success}
+        step = self._game.step(action)
+        info = {"use_tool": step.role == "tool", "success": step.success}
+        return step.message, step.reward, step.terminated, step.truncated, info
 
 
 class Faulty:

@@ -13,10 +13,12 @@ import itertools
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import ClassVar, NamedTuple
 
-from torchrl_llm.envs.text_env import EnvSpec, UnknownEnvironmentError
+from torchrl_llm.envs.extras import ExtraKinds
+from torchrl_llm.envs.text_env import EnvSpec, UnknownEnvironmentError, resolve_env
 from torchrl_llm.testing.environments import Step
 
 ILLEGAL_REWARD = -0.1
@@ -99,6 +101,9 @@ class Coins:
         moves: of an episode, at most 9. Default 5.
         worths: of the coins, each at most 9; each lies in a cell of its own, and none where the player starts. Default 1 and 2.
 
+    Its extras are the ``state`` in which a move was made, as its message, and the ``regret`` of the move: how much less than the best
+    one it can still return. The regrets of an episode sum to 1 minus its return.
+
     Attributes:
         WORDS: every word of messages and answers, for :func:`~torchrl_llm.testing.tokenizers.word_tokenizer`.
         tasks: the states that an episode can start in, each as likely: any order of the coins, any start between the ends.
@@ -117,6 +122,7 @@ class Coins:
 
     MOVES: ClassVar[dict[str, int]] = {"left": -1, "right": 1}
     WORDS: ClassVar[tuple[str, ...]] = (*map(str, range(10)), "me", "moves", "left", "right", "over")
+    extras: ClassVar[ExtraKinds] = {"regret": float, "state": str}
     thread_safe = True
 
     def __init__(self, *, cells: int = 7, moves: int = 5, worths: Sequence[int] = (1, 2)) -> None:
@@ -138,12 +144,14 @@ class Coins:
         """Move and collect."""
         if not self._line.moves:
             raise RuntimeError("There is no running game: reset first.")
-        response = action.strip()
-        self._line, worth = self._line.after(response)
+        response, before = action.strip(), self._line
+        self._line, worth = before.after(response)
         self._missing -= worth
         reward = worth / self._best if response in self.MOVES else ILLEGAL_REWARD
         over = not self._line.moves
-        return self._line.shown, reward, over, False, {"success": self._missing == 0} if over else {}
+        regret = (most_worth(before) - most_worth(self._line)) / self._best - reward
+        info = {"state": before.shown, "regret": regret} | ({"success": self._missing == 0} if over else {})
+        return self._line.shown, reward, over, False, info
 
     @classmethod
     def best_response(cls, texts: Sequence[str]) -> str:
@@ -257,7 +265,8 @@ class KeyAndDoor:
     is gone. So the player has to remember the side, and whether it took the key. The answers are ``left``, ``right``,
     ``take`` and ``open``. The only reward is 1 for the door that opens, which is a success. The episode ends there, or when
     the turns are used up: the shortest way takes 8 to 11, and ``slack`` more are allowed. An answer that does nothing
-    here, such as ``take`` in the hall, costs its turn. An illegal answer costs its turn and 0.1.
+    here, such as ``take`` in the hall, costs its turn. An illegal answer costs its turn and 0.1. Its extra is the ``state`` in
+    which an answer was given: the cell, and whether the player holds the key.
 
     Args:
         cells: length of the corridor. Default 6.
@@ -280,6 +289,7 @@ class KeyAndDoor:
 
     ANSWERS: ClassVar[tuple[str, ...]] = ("left", "right", "take", "open")
     WORDS: ClassVar[tuple[str, ...]] = (*ANSWERS, "key", "door", "hall", "somewhere", "over")
+    extras: ClassVar[ExtraKinds] = {"state": str}
     thread_safe = True
 
     def __init__(self, *, cells: int = 6, slack: int = 1, told: bool = True) -> None:
@@ -304,10 +314,11 @@ class KeyAndDoor:
         """Walk, take or open."""
         if self._now.over:
             raise RuntimeError("There is no running game: reset first.")
-        response = action.strip()
-        self._now = now = self._now.after(response)
+        response, before = action.strip(), self._now
+        self._now = now = before.after(response)
         reward = float(now.opened) if response in self.ANSWERS else ILLEGAL_REWARD
-        return now.shown, reward, now.over, False, {"success": now.opened} if now.over else {}
+        info = {"state": f"cell {before.cell}, {'key' if before.holds else 'no key'}"}
+        return now.shown, reward, now.over, False, info | ({"success": now.opened} if now.over else {})
 
     def hidden_state(self) -> Corridor:
         """The task of the last reset: the first message hides the start and the turns."""
@@ -405,4 +416,4 @@ def resolve_world(env_id: str) -> EnvSpec:
     if name not in WORLDS:
         known = [f"world:{each}" for each in WORLDS]
         raise UnknownEnvironmentError(f"There is no world {env_id!r}; expected one of {known}.")
-    return EnvSpec(env_id, WORLDS[name])
+    return replace(resolve_env(WORLDS[name]), name=env_id)

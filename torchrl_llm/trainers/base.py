@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -65,6 +66,7 @@ class StockCollector:
     runs_here = logprobs_match_trainer = True
     background = True  # as one with a thread, it cannot go back to its state before a rollout
     interruptible: Any = None
+    texts: Mapping[int, str] = MappingProxyType({})  # its batches are tensors, which hold no texts
 
     def __init__(self, env_names: tuple[str, ...] = ()) -> None:
         self.env_names = env_names

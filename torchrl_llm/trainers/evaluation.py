@@ -70,15 +70,16 @@ def evaluate(
             chosen = base.first_of_each_task(episodes)
             base.task_sampler = _Chosen(all_tasks, chosen[rank::count], range(episodes + rank, STREAM_IDS, count))
         # Every rank collects equally many, because gathering rows needs some of each; surplus episodes are left out.
-        rows = _collect(env, policy, -(-len(chosen) // count), greedy=greedy, distributed=distributed)
+        rows, texts = _collect(env, policy, -(-len(chosen) // count), greedy=greedy, distributed=distributed)
     finally:
         base.task_sampler = own
-    rows = rows if distributed is None else distributed.all_gather_rows(rows)
+    if distributed is not None:
+        rows, texts = distributed.all_gather_rows(rows), dict(distributed.all_gather([*texts.items()]))
     wanted = [all_tasks[i] for i in chosen]
     collected = rows[
         torch.isin(rows[keys.EPISODE_ID], torch.tensor([t.episode_id for t in wanted], device=rows.device))
     ]
-    return _summary(collected, _with_missing(collected, wanted, rows[:1]), env.names, seen_tasks)
+    return replace(_summary(collected, _with_missing(collected, wanted, rows[:1]), env.names, seen_tasks), texts=texts)
 
 
 class _Chosen:
@@ -102,14 +103,14 @@ class _Chosen:
 
 def _collect(
     env: Any, policy: TurnPolicy, episodes: int, *, greedy: bool, distributed: Distributed | None
-) -> TensorDictBase:
+) -> tuple[TensorDictBase, dict[int, str]]:
     mode = ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM
     collector = TurnCollector(
         env, policy, batch_size=episodes, exploration_type=mode, max_faults=env.max_faults, keep_failed=True
     )
     all_reduce_max = None if distributed is None else distributed.all_reduce_max
     collector.interruptible = partial(interruptible, all_reduce_max=all_reduce_max)
-    return collector.rollout()
+    return collector.rollout(), collector.texts
 
 
 def _with_missing(collected: TensorDictBase, wanted: Sequence[TaskSpec], any_row: TensorDictBase) -> TensorDictBase:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from torchrl_llm.modules.positions import prefix_cost
 from torchrl_llm.objectives import TurnEstimator
 from torchrl_llm.objectives.functional import pool_log_ratio
 from torchrl_llm.record.pieces import TokenTexts
-from torchrl_llm.record.recording import Kind, RecordingError, RecordingFolder, read_recording, trimmed
+from torchrl_llm.record.recording import Kind, RecordingError, RecordingFolder, read_recording, trimmed, used_texts
 from torchrl_llm.trainers.callbacks import Callback
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class RolloutRecorder(Callback):
         if rows is None:  # there was nothing to learn from, or this is not the main process
             return
         self._write_weights(rows)
-        about = self._about(trainer, "training", _gamma(trainer))
+        about = self._about_batch(trainer, rows)
         if self.folder.is_due(trainer.iteration) or trainer.stop_reason is not None:
             missing = self._scored(trainer, rows)
             self._write(trimmed_with_clip(rows), about | {"missing": missing})
@@ -126,7 +126,7 @@ class RolloutRecorder(Callback):
         if self._rows is not None and trainer.unfinished is not None:
             # The run stops in the evaluation after an update. A resumed run makes up for that, and not for the update.
             self._write_weights(self._rows)
-            self._unwritten = trimmed(self._rows), self._about(trainer, "training", _gamma(trainer))
+            self._unwritten = trimmed(self._rows), self._about_batch(trainer, self._rows)
         if self._unwritten is not None:
             arrays, about = self._unwritten
             # Not scored now: an error may have ended the run within an update, whose weights are those of no iteration.
@@ -134,21 +134,28 @@ class RolloutRecorder(Callback):
             self._write(arrays, about | {"missing": missing})
         self._rows = self._unwritten = None
 
-    def record_evaluation(self, trainer: Any, rows: TensorDictBase, kind: Kind) -> None:
+    def record_evaluation(
+        self, trainer: Any, rows: TensorDictBase, kind: Kind, texts: Mapping[int, str] | None = None
+    ) -> None:
         """Record episodes of the evaluation before or after training, of the tasks that the recordings follow.
 
         Args:
             trainer: the run's.
             rows: ``[B]``, :attr:`Evaluation.rows`.
             kind: ``"before"`` or ``"after"``.
+            texts: :attr:`Evaluation.texts`; default none.
         """
         self._followed = self._followed or self._recorded_tasks()
         chosen = rows[choose_rows(rows, self.tasks, self._followed)]
-        self._write(trimmed(chosen), self._about(trainer, kind, None))
+        self._write(trimmed(chosen), self._about(trainer, kind, None) | {"texts": used_texts(chosen, texts or {})})
 
     def _about(self, trainer: Any, kind: Kind, gamma: float | None) -> dict[str, Any]:
         about = {"kind": kind, "iteration": trainer.iteration, "steps": trainer.steps, "gamma": gamma}
         return about | {"env_names": list(trainer.env_names), "missing": {}}
+
+    def _about_batch(self, trainer: Any, rows: TensorDictBase) -> dict[str, Any]:
+        about = self._about(trainer, "training", _gamma(trainer))
+        return about | {"texts": used_texts(rows, trainer.rollouts.texts)}
 
     @staticmethod
     def _scored(trainer: Any, rows: TensorDictBase) -> dict[str, str]:

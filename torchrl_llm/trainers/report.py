@@ -176,7 +176,7 @@ def _write_episodes(run: Run, evaluation: Evaluation, when: Kind) -> None:
     text = episodes_text(evaluation.rows, run.tokenizer, count=_COUNT, chat_template_kwargs=kwargs)
     write_text(run.config.output_dir / f"conversations_{when}.md", f"# Conversations {when} training\n\n{text}")
     if run.recorder is not None:
-        run.recorder.record_evaluation(run.trainer, evaluation.rows, when)
+        run.recorder.record_evaluation(run.trainer, evaluation.rows, when, evaluation.texts)
 
 
 def _export_merged(run: Run, folder: Path) -> None:

@@ -1,0 +1,125 @@
+"""Extras of text environments: named numbers and texts that come with a turn beside its reward.
+
+An environment declares them, ``extras = {"regret": float, "state": str}``, and returns them in the ``info`` of each step. They
+describe the turn that the step ends: a state is the one in which the response was given. Numbers become tensors as they are,
+texts as a hash by which turns can be grouped; :mod:`torchrl_llm.keys` has the keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from torchrl_llm.envs.tasks import digest
+
+ExtraKinds = Mapping[str, type[float] | type[str]]
+"""The declaration of extras, by name: ``float`` for a number, ``str`` for a text."""
+
+BLANKS: dict[type, float] = {float: math.nan, str: 0}
+"""By kind, the value of a turn that has none."""
+
+
+class Extras(NamedTuple):
+    """The extras of a turn.
+
+    Attributes:
+        values: by name, a number (``float``) or the hash of a text (``int``, :func:`text_key`).
+        texts: the texts by their hashes.
+    """
+
+    values: dict[str, float]
+    texts: dict[int, str]
+
+    @classmethod
+    def read(cls, info: Mapping[str, Any], kinds: ExtraKinds) -> Extras:
+        """Check the declared extras in what a step returned.
+
+        Raises:
+            ValueError: one is missing, or an infinite number.
+            TypeError: one is of another kind.
+
+        Examples:
+            >>> Extras.read({"regret": 1, "hint": "left"}, {"regret": float})
+            Extras(values={'regret': 1.0}, texts={})
+        """
+        if missing := [name for name in kinds if name not in info]:
+            raise ValueError(
+                f"step() returned no info[{missing[0]!r}], which the environment declares in its extras; its info has "
+                f"{sorted(info)}. Return it with every step; NaN says that a turn has no such number."
+            )
+        extras = cls({}, {})
+        for name, kind in kinds.items():
+            extras._add(name, info[name], kind)
+        return extras
+
+    def _add(self, name: str, value: Any, kind: type) -> None:
+        if isinstance(value, str) != (kind is str) or not (kind is str or hasattr(value, "__float__")):
+            expected = "text" if kind is str else "a number"
+            raise TypeError(
+                f"step() returned the info[{name!r}] {value!r:.50}; expected {expected}, as its extras declare."
+            )
+        if kind is str:
+            self.values[name] = key = text_key(value)
+            self.texts[key] = value
+        elif math.isinf(value):
+            raise ValueError(
+                f"step() returned the info[{name!r}] {value!r}; expected a finite number, or NaN for none."
+            )
+        else:
+            self.values[name] = float(value)
+
+    def of(self, kinds: ExtraKinds) -> Extras:
+        """The extras of a turn in a mixture that declares ``kinds``: what its environment does not give is blank.
+
+        Examples:
+            >>> Extras({}, {}).of({"regret": float, "state": str})
+            Extras(values={'regret': nan, 'state': 0}, texts={})
+        """
+        return Extras({name: self.values.get(name, BLANKS[kind]) for name, kind in kinds.items()}, self.texts)
+
+
+NO_EXTRAS = Extras({}, {})
+
+
+def text_key(text: str) -> int:
+    """The hash of a text: its 8-byte BLAKE2b as an int64, the same in every process and for every seed, and never 0.
+
+    Two of a million different texts collide with a probability of 3e-8.
+
+    Examples:
+        >>> text_key("3 me 2 moves 2")
+        -2066203936069428066
+    """
+    return int.from_bytes(digest(text), "little", signed=True) or 1
+
+
+def check_kinds(kinds: Any, name: str) -> None:
+    """Refuse a declaration that is no mapping from names to ``float`` or ``str``.
+
+    Raises:
+        TypeError: the message names the environment.
+    """
+    named = isinstance(kinds, Mapping) and all(isinstance(each, str) and each for each in kinds)
+    if not named or any(kind not in (float, str) for kind in kinds.values()):
+        raise TypeError(
+            f"The environment {name!r} declares the extras {kinds!r:.80}; expected a mapping from names to float (a number) "
+            "or str (a text)."
+        )
+
+
+def merged_kinds(declared: Iterable[tuple[str, ExtraKinds]]) -> dict[str, type[float] | type[str]]:
+    """The extras of a mixture, from names and extras of its environments.
+
+    Raises:
+        TypeError: an extra is a number in one and a text in another.
+    """
+    merged: dict[str, type[float] | type[str]] = {}
+    for env, kinds in declared:
+        for name, kind in kinds.items():
+            if merged.setdefault(name, kind) is not kind:
+                raise TypeError(
+                    f"The extra {name!r} is {kind.__name__} in {env!r} and {merged[name].__name__} in another environment of "
+                    "the mixture: give one of them another name."
+                )
+    return merged
