@@ -12,6 +12,7 @@ from tensordict import TensorDict
 
 from torchrl_llm import keys
 from torchrl_llm.record.recording import FOLDER, trimmed, write_recording
+from torchrl_llm.record.table import FILE, table_text
 
 PAYLOADS = (
     "</script><script>document.title='run'</script>",
@@ -106,7 +107,7 @@ def write_rows(run: Path, rows: TensorDict, name: str = "iteration-000000000001"
 
 
 def write_metrics(run: Path, iterations: int = 4, **metrics: float) -> None:
-    """The CSV files of a run with these metrics in each iteration."""
+    """The table of a run with these metrics in each iteration."""
     steps = np.arange(1, iterations + 1) * 10
     values = {
         "rollout/steps": steps,
@@ -114,10 +115,9 @@ def write_metrics(run: Path, iterations: int = 4, **metrics: float) -> None:
         "time/rollout_s": steps / 10,
     }
     values |= {name: np.full(iterations, value) for name, value in metrics.items()}
-    for name, column in values.items():
-        path = run / "csv" / "scalars" / f"{name}.csv"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{step},{float(value)}\n" for step, value in zip(steps, column, strict=True)))
+    run.mkdir(parents=True, exist_ok=True)
+    history = [{name: float(column[i]) for name, column in values.items()} for i in range(iterations)]
+    (run / FILE).write_text(table_text(history))
 
 
 def write_result(run: Path, **changes: Any) -> None:

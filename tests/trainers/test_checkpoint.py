@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import os
 import shutil
@@ -84,9 +85,11 @@ def digest(run) -> str:
 
 
 def scalars(folder: Path) -> dict[str, str]:
-    """What the logger wrote, but for times."""
+    """What the logger wrote and the table of metrics, but for times."""
     root = folder / "csv" / "scalars"
-    return {str(p.relative_to(root)): p.read_text() for p in sorted(root.rglob("*.csv")) if p.parent.name != "time"}
+    logged = {str(p.relative_to(root)): p.read_text() for p in sorted(root.rglob("*.csv")) if p.parent.name != "time"}
+    columns = zip(*csv.reader((folder / "metrics.csv").open()), strict=True)
+    return logged | {"table": str([column for column in columns if not column[0].startswith("time/")])}
 
 
 def interrupted(config, iteration: int) -> None:

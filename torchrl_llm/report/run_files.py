@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_llm.record.recording import FOLDER, Recording, RecordingError, read_recording
+from torchrl_llm.record.table import FILE as METRICS
+from torchrl_llm.record.table import read_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +23,7 @@ class RunFiles:
         info: ``run.json``, see :func:`torchrl_llm.trainers.run_info.run_info`; empty without it.
         result: ``result.json``; empty without it.
         before: ``evaluation_before.json``; empty without it.
-        history: the metrics of every iteration, from the CSV files.
+        history: the metrics of every iteration that are finite numbers, from ``metrics.csv``.
         recordings: files of recorded episodes: those before training, of training in order, after training.
     """
 
@@ -46,13 +48,13 @@ class RunFiles:
         problems: list[str] = []
         names = ("run.json", "result.json", "evaluation_before.json")
         info, result, before = (_json(folder / name, problems) for name in names)
-        history, recordings = read_history(folder / "csv"), _recordings(folder / FOLDER)
+        history, recordings = _history(folder / METRICS, problems), _recordings(folder / FOLDER)
         if result.get("iterations", len(history)) < len(history):
             # A resumed run is further than the end that the file tells of.
             result, recordings = {}, [path for path in recordings if path.stem != "after"]
         if not (info or result or before or history or recordings):
             raise FileNotFoundError(
-                f"{folder} holds nothing of a run (run.json, result.json, csv/, {FOLDER}/): give the output_dir of one."
+                f"{folder} holds nothing of a run (run.json, result.json, {METRICS}, {FOLDER}/): give the output_dir of one."
             )
         return cls(
             folder=folder,
@@ -93,18 +95,10 @@ def _json(path: Path, problems: list[str]) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def read_history(folder: Path) -> list[dict[str, float]]:
-    """The metrics of each iteration from the files of TorchRL's ``CSVLogger``, ``scalars/**/*.csv`` with lines ``step,value``.
-
-    A line that a crash has cut short, and values that are not finite, are left out.
-    """
-    history: dict[int, dict[str, float]] = {}
-    scalars = folder / "scalars"
-    for path in sorted(scalars.glob("**/*.csv")):
-        name = path.relative_to(scalars).with_suffix("").as_posix()
-        for line in path.read_text().splitlines(keepends=True):
-            step, _, value = line.partition(",")
-            if line.endswith("\n") and math.isfinite(float(value)):
-                history.setdefault(int(step), {})[name] = float(value)
-    # An iteration has its turns; a line of other metrics alone is none.
-    return [history[step] for step in sorted(history) if "rollout/steps" in history[step]]
+def _history(path: Path, problems: list[str]) -> list[dict[str, float]]:
+    try:
+        history = read_metrics(path)
+    except (OSError, ValueError) as error:
+        problems.append(f"{path.name} could not be read: {error}")
+        return []
+    return [{name: value for name, value in metrics.items() if math.isfinite(value)} for metrics in history]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import shutil
@@ -16,6 +15,8 @@ from transformers.utils.hub import CHAT_TEMPLATE_DIR
 from torchrl_llm.modules import weights
 from torchrl_llm.options import ConfigError
 from torchrl_llm.record.report import fenced
+from torchrl_llm.record.table import FILE as METRICS
+from torchrl_llm.record.table import read_metrics
 from torchrl_llm.trainers.config import HOW_TO_RUN, RunConfig
 from torchrl_llm.trainers.run_folder import MARK
 from torchrl_llm.trainers.saved import SETTINGS, SavedModel, load_saved_model, write_settings_beside
@@ -182,8 +183,5 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _logged(run: Path, name: str, steps: int) -> float | None:
     """A metric of the evaluation in the iteration that ended with this many turns; ``None``: there was none."""
-    path = run / "csv" / "scalars" / "evaluation" / f"{name}.csv"
-    if not path.is_file():
-        return None
-    with path.open(newline="") as file:
-        return next((float(value) for step, value in csv.reader(file) if int(step) == steps), None)
+    found = (metrics for metrics in read_metrics(run / METRICS) if metrics["rollout/steps"] == steps)
+    return next((metrics.get(f"evaluation/{name}") for metrics in found), None)

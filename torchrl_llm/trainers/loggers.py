@@ -1,14 +1,51 @@
-"""Where a run's metrics go: CSV files, TensorBoard, Weights & Biases; and what a resumed run writes again."""
+"""Where a run's metrics go: one table, CSV files, TensorBoard, Weights & Biases; and what a resumed run writes again."""
 
 from __future__ import annotations
 
 import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torchrl.record.loggers import Logger, TensorboardLogger, get_logger
 
 from torchrl_llm.files import write_text
+from torchrl_llm.record.table import row_text, table_columns, table_text
+from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.config import RunConfig
+
+
+class MetricsTable(Callback):
+    """Writes the metrics of a run to one CSV file, a row for each iteration and a column for each metric.
+
+    A row is appended. A metric that appears later gets the next column: then the file is written again, whole or not at all,
+    which few iterations do. A resumed run begins with the rows that its checkpoint knows of, so that it ends with the file of a
+    run that never stopped.
+
+    Args:
+        path: the file, see :mod:`torchrl_llm.record.table`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._columns: list[str] = []
+
+    def on_start(self, trainer: Any) -> None:
+        if trainer.history:
+            self._write(trainer.history)
+        else:
+            self.path.unlink(missing_ok=True)
+
+    def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:
+        if not (metrics.keys() <= set(self._columns) and self.path.exists()):
+            self._write(trainer.history)
+            return
+        with self.path.open("a", encoding="utf-8", newline="") as file:
+            file.write(row_text(self._columns, trainer.iteration, metrics))
+
+    def _write(self, history: Sequence[Mapping[str, float]]) -> None:
+        self._columns = table_columns(history)
+        write_text(self.path, table_text(history))
 
 
 def make_loggers(config: RunConfig) -> list[Logger]:

@@ -20,6 +20,7 @@ from torchrl_llm.modules import ActorCritic, TurnPolicy
 from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.optional import running_ray
 from torchrl_llm.options import ConfigError
+from torchrl_llm.record import table
 from torchrl_llm.record.recording import FOLDER
 from torchrl_llm.trainers import build
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReference
@@ -30,6 +31,7 @@ from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.health import HealthWatch
+from torchrl_llm.trainers.loggers import MetricsTable
 from torchrl_llm.trainers.recorder import RolloutRecorder
 from torchrl_llm.trainers.resume import Opening, accept_changes, find_start
 from torchrl_llm.trainers.run_folder import RunFolder
@@ -268,7 +270,7 @@ def _build(
     # First: it locks and prepares the folder before another callback writes there.
     watchers: list[Callback] = [opening]
     if distributed.is_main:
-        watchers.append(HealthWatch())
+        watchers += [MetricsTable(config.output_dir / table.FILE), HealthWatch()]
     recorder = _recorder(config, tokenizer)
     watchers += [] if recorder is None else [recorder]
     if config.refresh_reference:

@@ -4,7 +4,7 @@
         torchrl_llm.json                        the mark
         torchrl_llm.lock                        locked while a process runs here
         config.yaml                             its settings, for --config
-        checkpoints/  csv/  result.json  ...    the run
+        checkpoints/  metrics.csv  result.json  ...    the run
         previous-1/                             an earlier run, or an abandoned branch; with a mark of its own
 
 Other files stay where they are. Of a run that was moved aside, only files of this library are ever deleted, and only if
@@ -32,6 +32,7 @@ from torchrl.record.loggers import Logger
 
 from torchrl_llm.files import write_text
 from torchrl_llm.options import ConfigError
+from torchrl_llm.record.table import FILE as METRICS
 from torchrl_llm.trainers.checkpoint import LINKS, CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import is_checkpoint
 from torchrl_llm.trainers.config import RunConfig
@@ -43,21 +44,22 @@ logger = logging.getLogger(__name__)
 MARK = "torchrl_llm.json"
 """The file that tells a run's folder from any other."""
 
+_TRACKERS = ("tensorboard", "wandb", "wandb_id")
 _REPORT = (
     *("merged", "result.json", "evaluation_before.json", "learning_curve.png"),
     *("conversations_before.md", "conversations_after.md", "report.html"),
 )
-_NAMES = ("config.yaml", "checkpoints", "csv", "run.json", "rollouts", "tensorboard", "wandb", "wandb_id", *_REPORT)
+_NAMES = ("config.yaml", "checkpoints", "csv", METRICS, "run.json", "rollouts", *_TRACKERS, *_REPORT)
 """The files and folders that a run writes."""
 
-_WORK = ("csv/scalars/**/*.csv", "rollouts/*.safetensors", *_REPORT)
+_WORK = (METRICS, "csv/scalars/**/*.csv", "rollouts/*.safetensors", *_REPORT)
 """Those that a run has only if it got results; checkpoints are the others."""
 
 _TOKENIZER = ("tokenizer", "tokenizer_config", "special_tokens_map")
 _MERGED = ("config", "generation_config", "model.safetensors.index", *_TOKENIZER)
 _FILES = (
     *("csv/scalars/*/*.csv", "csv/texts/hparams[0-9]*.txt", "tensorboard/**/events.out.tfevents.*", "wandb_id"),
-    *("config.yaml", "run.json", *(f"merged/{name}.json" for name in _MERGED), *_REPORT),
+    *("config.yaml", "run.json", METRICS, *(f"merged/{name}.json" for name in _MERGED), *_REPORT),
     *("rollouts/*.safetensors", "rollouts/.*.safetensors.new"),
     *("merged/model*.safetensors", "merged/chat_template.jinja", "merged/run_config.yaml"),
 )
@@ -270,9 +272,9 @@ class RunFolder:
         aside = self.path / f"previous-{max(numbers, default=0) + 1}"
         aside.mkdir()
         _write_mark(aside, _MOVING)
-        for own in (self.path / "csv", self.path / "rollouts"):
-            if own.is_dir() and own not in items:
-                shutil.copytree(own, aside / own.name)
+        for own in (self.path / name for name in ("csv", METRICS, "rollouts")):
+            if own.exists() and own not in items:
+                (shutil.copytree if own.is_dir() else shutil.copy2)(own, aside / own.name)
         for item in self._beside(aside, items):
             place = aside / item.relative_to(self.path)
             place.parent.mkdir(exist_ok=True)
