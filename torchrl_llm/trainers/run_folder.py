@@ -56,7 +56,7 @@ LOCK = "torchrl_llm.lock"
 _ATTEMPTS, _PAUSE = 5, 0.1
 """How often a lock is tried, and the seconds between: a process that only checks a folder holds its lock for a moment."""
 
-_TRACKERS = ("tensorboard", "wandb", "wandb_id")
+_TRACKERS = ("tensorboard", "wandb", "wandb_id", "trackio_id")
 _REPORT = (
     *("merged", "result.json", "evaluation_before.json", "learning_curve.png"),
     *("conversations_before.md", "conversations_after.md", "report.html"),
@@ -70,9 +70,9 @@ _WORK = (METRICS, "csv/scalars/**/*.csv", "rollouts/*.safetensors", *_REPORT)
 _TOKENIZER = ("tokenizer", "tokenizer_config", "special_tokens_map")
 _MERGED = ("config", "generation_config", "model.safetensors.index", *_TOKENIZER)
 _FILES = (
-    *("csv/scalars/*/*.csv", "csv/texts/hparams[0-9]*.txt", "tensorboard/**/events.out.tfevents.*", "wandb_id"),
+    *("csv/scalars/*/*.csv", "csv/texts/hparams[0-9]*.txt", "tensorboard/**/events.out.tfevents.*", *_TRACKERS[2:]),
     *("config.yaml", "run.json", METRICS, *(f"merged/{name}.json" for name in _MERGED), *_REPORT),
-    *("rollouts/*.safetensors", "rollouts/.*.safetensors.new"),
+    *("rollouts/*.safetensors", "rollouts/.*.safetensors.new", "rollouts/*.md", "rollouts/.*.md.new"),
     *("merged/model*.safetensors", "merged/chat_template.jinja"),
 )
 """The files in these folders, without those of checkpoints, which list theirs. Other files stay, W&B's own among them."""
