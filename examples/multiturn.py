@@ -6,7 +6,7 @@
     accelerate launch --config_file examples/configs/accelerate_fsdp2.yaml examples/multiturn.py --config examples/configs/tiny_ppo_llm.yaml
 
 It is ``torchrl-llm train``. ``--help`` documents every setting; ``--resume`` goes on where a run was stopped. The report goes to ``--output-dir``:
-``report.html`` (one page with curves and episodes: open it in a browser), ``result.json``, ``learning_curve.png``, ``conversations_before.md``, ``conversations_after.md``, the metrics as CSV, and
+``report.html`` (one page with curves and episodes: open it in a browser), ``result.json``, ``learning_curve.png``, ``conversations_before.md``, ``conversations_after.md``, ``metrics.csv``, and
 checkpoints whose weights PEFT and transformers load.
 """
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from torchrl_llm.files import write_text
-from torchrl_llm.trainers.loggers import _wandb_id
+from torchrl_llm.trainers.loggers import _drawn_id
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def test_text_is_utf_8(tmp_path):
 
 def test_a_run_at_weights_and_biases_has_an_id_after_a_crash_too(tmp_path, crash):
     with pytest.raises(OSError, match="No space"):
-        _wandb_id(tmp_path)
+        _drawn_id(tmp_path / "wandb_id")
     crash.undo()
-    drawn = _wandb_id(tmp_path)
+    drawn = _drawn_id(tmp_path / "wandb_id")
     assert len(drawn) == 8
-    assert _wandb_id(tmp_path) == drawn
+    assert _drawn_id(tmp_path / "wandb_id") == drawn

@@ -48,7 +48,7 @@ def test_tasks_of_the_evaluation_before_and_of_the_first_batch_are_followed(tmp_
     recorder = RolloutRecorder(tmp_path, tokenizer, interval=1, tasks=2)
     recorder.on_start(run)
     run.record(recorder, [4, 3, 2, 1])
-    found = [run.tasks(path) for path in sorted(tmp_path.glob("iteration-*"))]
+    found = [run.tasks(path) for path in sorted(tmp_path.glob("iteration-*.safetensors"))]
     assert found == [{1, 2}] * 3
 
 
@@ -71,7 +71,7 @@ def test_entropy_of_the_old_weights_is_not_that_after_the_update(tmp_path):
     recorder.on_batch(run, rows, {})
     run.iteration = 1
     recorder.on_iteration(run, {})
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*.safetensors")
     recording = read_recording(path)
     assert "entropy" not in recording.arrays
     assert "sharded" in recording.missing["entropy"]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from small_runs import ALGORITHMS, weights
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.objectives import ReBN
@@ -195,11 +196,12 @@ def logged(config: RunConfig, env: Any) -> Any:
         asked.append((kind, {**options.get("wandb_kwargs", {}), "id": None}))
         return get_logger("csv", str(config.output_dir), "csv")
 
-    get_logger, loggers.get_logger = loggers.get_logger, recorder
-    try:
+    get_logger = loggers.get_logger
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loggers, "get_logger", recorder)
+        patch.setattr(loggers, "import_extra", lambda *_, **__: None)
+        patch.setattr(loggers, "TrackioRun", lambda name, project, **_: recorder(project))
         loggers.make_loggers(config)
-    finally:
-        loggers.get_logger = get_logger
     return {"asked": asked}
 
 
@@ -261,7 +263,14 @@ def fresh_state(config: RunConfig, env: Any) -> Any:
 def recorded(config: RunConfig, env: Any) -> Any:
     """The episodes of each recording."""
     trained(config, env)
-    return {path.name: read_recording(path).episodes for path in config.output_dir.glob("rollouts/*")}
+    return {path.name: read_recording(path).episodes for path in config.output_dir.glob("rollouts/*.safetensors")}
+
+
+def shown(config: RunConfig, env: Any) -> Any:
+    """The texts in TensorBoard."""
+    trained(config, env)
+    events = EventAccumulator(str(config.output_dir / "tensorboard")).Reload()
+    return [(tag, str(events.Tensors(tag)[0].tensor_proto.string_val)) for tag in events.Tags()["tensors"]]
 
 
 def placed(config: RunConfig, env: Any) -> Any:

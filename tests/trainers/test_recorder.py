@@ -48,7 +48,11 @@ def _handler():
 
 
 def recordings(config):
-    return {path.stem: path for path in sorted((config.output_dir / "rollouts").glob("*"))}
+    return {path.stem: path for path in sorted((config.output_dir / "rollouts").glob("*.safetensors"))}
+
+
+def pages(config):
+    return {path.stem: path.read_text() for path in sorted((config.output_dir / "rollouts").glob("*.md"))}
 
 
 def names(*iterations):
@@ -77,6 +81,8 @@ def test_first_last_and_every_few_are_kept_as_the_update_saw_them(tmp_path):
         assert (recording.gamma, recording.missing, recording.interval) == (0.99, {}, 2)
         ids = rows[keys.TOKENS][places][rows[keys.ATTENTION_MASK][places]]
         assert set(recording.pieces) == set(ids.tolist())
+    assert list(pages(config)) == list(found)
+    assert all(1 <= page.count("\n## Episode ") <= 4 for page in pages(config).values())
 
 
 @pytest.mark.parametrize("algo", ["LLMPPO", "GRPO"])
@@ -111,13 +117,17 @@ class TestResume:
     }
 
     @pytest.fixture(scope="class")
-    def whole(self, tmp_path_factory):
+    def whole_config(self, tmp_path_factory):
         config = small_config(tmp_path_factory.mktemp("whole"), **self.options)
         build_run(config).trainer.train()
-        return {name: path.read_bytes() for name, path in recordings(config).items()}
+        return config
+
+    @pytest.fixture(scope="class")
+    def whole(self, whole_config):
+        return {name: path.read_bytes() for name, path in recordings(whole_config).items()}
 
     @pytest.mark.parametrize("stop", [1, 3, 4])
-    def test_nothing_is_lost_or_doubled(self, tmp_path, whole, stop):
+    def test_nothing_is_lost_or_doubled(self, tmp_path, whole, whole_config, stop):
         config = small_config(tmp_path, **self.options)
         with pytest.raises(Interrupted):
             build_run(config, callbacks=[Stops(stop)]).trainer.train()
@@ -125,6 +135,7 @@ class TestResume:
         again = build_run(small_config(tmp_path, **self.options, resume=True))
         again.trainer.train()
         assert {name: path.read_bytes() for name, path in recordings(config).items()} == whole
+        assert pages(config) == pages(whole_config)
 
     def test_an_iteration_whose_evaluation_failed_is_kept(self, tmp_path, whole):
         class Fails(Callback):
@@ -220,7 +231,7 @@ class TestRunAndReport:
         first = sorted((config.output_dir / "checkpoints").glob("checkpoint-*"))[0]
         build_run(small_config(tmp_path, max_iterations=3, **saved, resume_from=first)).trainer.train()
         aside = config.output_dir / "previous-1" / "rollouts"
-        assert sorted(path.stem for path in aside.iterdir()) == names(1, 2, 3)
+        assert sorted(path.stem for path in aside.glob("*.safetensors")) == names(1, 2, 3)
 
     def test_it_can_be_written_again_without_the_run(self, tmp_path):
         config = small_config(tmp_path, max_iterations=1)
@@ -234,4 +245,7 @@ def test_one_recorder_serves_any_trainer(tmp_path):
     run = build_run(config)
     run.trainer.callbacks = (*run.trainer.callbacks, RolloutRecorder(tmp_path / "mine", run.tokenizer, tasks=1))
     run.trainer.train()
-    assert [path.stem for path in (tmp_path / "mine").iterdir()] == names(1)
+    assert sorted(path.name for path in (tmp_path / "mine").iterdir()) == [
+        f"{names(1)[0]}.md",
+        f"{names(1)[0]}.safetensors",
+    ]

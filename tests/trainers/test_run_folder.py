@@ -15,6 +15,8 @@ from run_folders import SETTINGS, checkpoint, config, finished_run, names, no_lo
 from small_runs import contents, small_config
 from torchrl.checkpoint import CheckpointError
 
+from torchrl_llm.record.table import FILE as METRICS
+from torchrl_llm.record.table import read_metrics
 from torchrl_llm.trainers import ConfigError, Interrupted, build_run, verify
 from torchrl_llm.trainers.run_folder import LOCK, MARK, RunFolder
 
@@ -57,6 +59,7 @@ class TestBranch:
         assert (folder / "checkpoints" / "last").resolve() == checkpoint(folder, 1)
         assert rewards(folder) == rewards(folder / "previous-1")[:1]
         assert len(rewards(folder / "previous-1")) == 3
+        assert len(read_metrics(folder / "previous-1" / METRICS)) == 3
         (line,) = [record.message for record in caplog.records if "previous-1" in record.message]
         assert "checkpoint-000000000003" in line
         for path in (folder / "previous-1" / "checkpoints").iterdir():

@@ -37,6 +37,7 @@ from setting_traces import (
     recorded,
     remote_code,
     scripted,
+    shown,
     trained,
     works,
 )
@@ -231,10 +232,18 @@ LAW: dict[str, list[Case]] = {
     "tensorboard": [works(True)],
     "wandb": [works(True, run=logged)],
     "wandb_project": [works("mine", wandb=True, run=logged), idle("mine")],
+    "trackio": [works(True, run=logged)],
+    "trackio_project": [works("mine", trackio=True, run=logged), idle("mine")],
     "progress": [works(True, run=built)],
     "record_interval": [works(0)],
     "record_tasks": [works(1, run=recorded, batch_size=16), idle(2, record_interval=0)],
     "record_megabytes": [works(1e-3, max_iterations=3, record_interval=1), idle(1.0, record_interval=0)],
+    "log_episodes": [
+        works(2, tensorboard=True, run=shown),
+        works(2, tensorboard=True, log_episodes=1, run=shown),
+        idle(2),
+        idle(2, tensorboard=True, record_interval=0),
+    ],
 }  # fmt: skip
 
 

@@ -155,6 +155,11 @@ def read_recording(path: Path) -> Recording:
         raise RecordingError(f"{path} is no recording, or is damaged ({error}): delete it.") from error
 
 
+def page_of(path: Path) -> Path:
+    """The page of Markdown beside a recording, which is deleted with it."""
+    return path.with_suffix(".md")
+
+
 class RecordingFolder:
     """The recordings of a run, bounded on disk.
 
@@ -196,7 +201,7 @@ class RecordingFolder:
             except RecordingError as error:  # the run can do without it
                 logger.warning("%s", error)
             if number > iteration:
-                path.unlink()
+                _delete(path)
         if not ended:
             self._drop_between()
 
@@ -211,9 +216,16 @@ class RecordingFolder:
             self._drop_between(keep=about["iteration"])
 
     def _bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.path.glob("*.safetensors"))
+        files = [path for pattern in ("*.safetensors", "*.md") for path in self.path.glob(pattern)]
+        return sum(path.stat().st_size for path in files)
 
     def _drop_between(self, keep: int | None = None) -> None:
         for number, path in self.training().items():
             if number != keep and not self.is_due(number):
-                path.unlink()
+                _delete(path)
+
+
+def _delete(path: Path) -> None:
+    """Delete a recording, its page first: a page without its recording would stay."""
+    page_of(path).unlink(missing_ok=True)
+    path.unlink()

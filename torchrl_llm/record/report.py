@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from torchrl_llm.record.evaluation import Evaluation
 
-_NEXT_SEGMENT = "\n\n[... earlier turns leave the context; the model sees from here on:]\n\n"
+NEXT_SEGMENT = "\n\n[... earlier turns leave the context; the model sees from here on:]\n\n"
+"""Stands between the contexts of an episode whose oldest turns were dropped."""
 
 
 def comparison_table(evaluations: Mapping[str, Evaluation]) -> str:
@@ -79,14 +80,26 @@ def episodes_text(
     parts = []
     for number, row in enumerate(rows[:count], start=1):
         turns = int(row[keys.TURN_MASK].sum())
-        rewards = ", ".join(f"{reward:.4g}" for reward in row[keys.TURN_REWARD][:turns].tolist())
-        reason = keys.StopReason(int(row[keys.TURN_STOP_REASON][turns - 1])).name.lower().replace("_", " ")
+        ended = outcome(
+            keys.StopReason(int(row[keys.TURN_STOP_REASON][turns - 1])), row[keys.TURN_REWARD][:turns].tolist()
+        )
         task = tasks.setdefault(int(row.get(keys.TASK_ID, row[keys.GROUP_ID])), len(tasks) + 1)
-        outcome = f"{reason} after {turns} turn{'s' * (turns != 1)}, rewards {rewards}"
         contexts = map(tokenizer.decode, _contexts(row[keys.TOKENS], row[keys.ATTENTION_MASK]))
-        text = _NEXT_SEGMENT.join(contexts).removesuffix(opening)
-        parts.append(f"### episode {number}, task {task}: {outcome}\n\n{fenced(text)}\n")
+        text = NEXT_SEGMENT.join(contexts).removesuffix(opening)
+        parts.append(f"### episode {number}, task {task}: {ended}\n\n{fenced(text)}\n")
     return "\n".join(parts)
+
+
+def outcome(stop: keys.StopReason, rewards: Sequence[float]) -> str:
+    """How an episode ended, with the reward of each turn.
+
+    Examples:
+        >>> outcome(keys.StopReason.WON, [0.0, 1.0])
+        'won after 2 turns, rewards 0, 1'
+    """
+    turns = len(rewards)
+    reason, paid = stop.name.lower().replace("_", " "), ", ".join(f"{reward:.4g}" for reward in rewards)
+    return f"{reason} after {turns} turn{'s' * (turns != 1)}, rewards {paid}"
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]) -> str:

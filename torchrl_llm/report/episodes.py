@@ -36,6 +36,9 @@ QUANTITIES: dict[str, str] = {
 _SIGNED = ("credit", "ratio")
 """Shaded by sign, around 0."""
 
+CUT = -2
+"""Stands for a turn in :func:`spans` where the context was cut."""
+
 
 # ------------------------------------------------------------------ what is shown of a recording
 
@@ -99,10 +102,10 @@ def _short(value: float) -> float | None:
 
 
 def spans(recording: Recording, row: int) -> list[list[int]]:
-    """Who wrote an episode: ``[turn, tokens]`` in order, turn -1 for the environment and -2 for a cut of the context."""
+    """Who wrote an episode: ``[turn, tokens]`` in order, turn -1 for the environment and :data:`CUT` for a cut of the context."""
     mask, turn_ids = recording.arrays["attention_mask"][row], recording.arrays["turn_ids"][row]
     end = int(mask.nonzero()[0].max()) + 1 if mask.any() else 0
-    codes = np.where(mask, turn_ids, -2)[:end]
+    codes = np.where(mask, turn_ids, CUT)[:end]
     starts = np.flatnonzero(np.diff(codes, prepend=-9))
     lengths = np.diff(np.append(starts, end))
     return [[int(codes[start]), int(length)] for start, length in zip(starts, lengths, strict=True)]

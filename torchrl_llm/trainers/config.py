@@ -206,8 +206,12 @@ class RunConfig(
         Idle(("checkpoint_interval", "keep_checkpoints"), {"save_checkpoints": (False,)}, "save checkpoints"),
         Idle(("accept_changes",), {"resume": (False,), "resume_from": (None,)}, "set resume"),
         Idle(("wandb_project",), {"wandb": (False,)}, "set wandb"),
+        Idle(("trackio_project",), {"trackio": (False,)}, "set trackio"),
+        Idle(("log_episodes",), dict.fromkeys(("tensorboard", "wandb", "trackio"), (False,)), "set one of them"),
         Idle(
-            ("record_tasks", "record_megabytes"), {"record_interval": (0,)}, "record episodes (record_interval above 0)"
+            ("record_tasks", "record_megabytes", "log_episodes"),
+            {"record_interval": (0,)},
+            "record episodes (record_interval above 0)",
         ),
     )
 

@@ -1,4 +1,4 @@
-"""Where a run's metrics go: one table, CSV files, TensorBoard, Weights & Biases; and what a resumed run writes again."""
+"""Where a run's metrics go: one table, CSV files and trackers; and what a resumed run writes again."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tensordict import TensorDictBase
 from torchrl.record.loggers import Logger, TensorboardLogger, get_logger
+from torchrl.record.loggers.trackio import TrackioLogger
 
 from torchrl_llm.files import write_text
+from torchrl_llm.optional import import_extra
 from torchrl_llm.record.table import row_text, table_columns, table_text
 from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.config import RunConfig
@@ -49,19 +52,37 @@ class MetricsTable(Callback):
 
 
 def make_loggers(config: RunConfig) -> list[Logger]:
-    """CSV always, TensorBoard and Weights & Biases by flag."""
+    """CSV always, TensorBoard, Weights & Biases and trackio by flag."""
     where = config.output_dir
     loggers = [get_logger("csv", str(where), "csv")]
     if config.tensorboard:
         loggers.append(get_logger("tensorboard", str(where), "tensorboard"))
     if config.wandb:
         # "allow" continues the run of this id, or begins it.
-        kwargs = {"project": config.wandb_project, "id": _wandb_id(where), "resume": "allow"}
+        kwargs = {"project": config.wandb_project, "id": _drawn_id(where / "wandb_id"), "resume": "allow"}
         loggers.append(get_logger("wandb", str(where), where.name, wandb_kwargs=kwargs))
+    if config.trackio:
+        import_extra("trackio", extra="trackio", what="trackio=true")
+        # trackio continues the run of a name, so that the name has to be this run's alone.
+        name = f"{where.name}-{_drawn_id(where / 'trackio_id')}"
+        loggers.append(TrackioRun(name, config.trackio_project, embed=False))
     for target in loggers:
         # As text, because TensorBoard takes no lists, dictionaries or None.
         target.log_hparams({name: str(value) for name, value in vars(config).items()})
     return loggers
+
+
+class TrackioRun(TrackioLogger):
+    """TorchRL's logger, with the metrics of an iteration as one row instead of a row for each."""
+
+    def log_metrics(
+        self, metrics: dict[str, Any] | TensorDictBase, step: int | None = None, *, keys_sep: str = "/"
+    ) -> dict[str, Any]:
+        """Log numbers by their names."""
+        values = dict(metrics.flatten_keys(keys_sep).items() if isinstance(metrics, TensorDictBase) else metrics)
+        numbers = {name: float(value) for name, value in values.items()}
+        self.experiment.log(numbers, step=step)
+        return numbers
 
 
 def rewind_tensorboard(target: Logger, steps: int) -> None:
@@ -74,11 +95,10 @@ def rewind_tensorboard(target: Logger, steps: int) -> None:
         target.experiment.file_writer.add_event(Event(step=steps + 1, session_log=start))
 
 
-def _wandb_id(where: Path) -> str:
-    """The run's id at Weights & Biases, drawn once and kept in its folder: a resumed run continues there."""
-    path = where / "wandb_id"
+def _drawn_id(path: Path) -> str:
+    """The run's id in a tracker, drawn once and kept in its folder: a resumed run continues there."""
     if not path.exists():
-        where.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, uuid.uuid4().hex[:8])
     return path.read_text()
 

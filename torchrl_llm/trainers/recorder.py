@@ -13,12 +13,24 @@ from torch import Tensor
 
 from torchrl_llm import keys
 from torchrl_llm.data import apply_in_micro_batches
+from torchrl_llm.files import write_text
 from torchrl_llm.modules.positions import prefix_cost
 from torchrl_llm.objectives import TurnEstimator
 from torchrl_llm.objectives.functional import pool_log_ratio
 from torchrl_llm.record.pieces import TokenTexts
-from torchrl_llm.record.recording import Kind, RecordingError, RecordingFolder, read_recording, trimmed, used_texts
+from torchrl_llm.record.recording import (
+    Kind,
+    Recording,
+    RecordingError,
+    RecordingFolder,
+    page_of,
+    read_recording,
+    trimmed,
+    used_texts,
+)
+from torchrl_llm.report.texts import episode_texts, markdown
 from torchrl_llm.trainers.callbacks import Callback
+from torchrl_llm.trainers.episode_log import log_episodes, page_title
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 _EPISODES = 16
 """Most episodes of a task in a recording: a group of usual size."""
+
+_ON_A_PAGE = 4
+"""Episodes of the page beside a recording of training."""
 
 _CLIPPED = "clipped"
 
@@ -41,7 +56,8 @@ class RolloutRecorder(Callback):
     recorded rows are scored once more, so that ratios and entropy can be shown; where weights are sharded they are not. No
     number of the run changes.
 
-    Episodes of a few tasks are kept, the same tasks in all recordings where they come again.
+    Episodes of a few tasks are kept, the same tasks in all recordings where they come again. Beside each recording of training is
+    a page of Markdown with the text of some of them.
 
     Args:
         path: the folder of the recordings.
@@ -49,6 +65,8 @@ class RolloutRecorder(Callback):
         interval: iterations between recordings, >= 1; it grows where they would take more than ``max_bytes``. Default: 10.
         tasks: tasks of a recording, >= 1, with up to 16 episodes each. Default: 4.
         max_bytes: what all recordings may take on disk. Default: 64 MB.
+        log_episodes: episodes of each recording whose text TensorBoard, Weights & Biases and trackio get, where the trainer has
+            such a logger, see :func:`~torchrl_llm.trainers.episode_log.log_episodes`. Default: 0.
     """
 
     def __init__(
@@ -59,9 +77,10 @@ class RolloutRecorder(Callback):
         interval: int = 10,
         tasks: int = 4,
         max_bytes: int = 64_000_000,
+        log_episodes: int = 0,
     ) -> None:
         self.folder = RecordingFolder(path, interval=interval, max_bytes=max_bytes)
-        self.tasks, self._texts = tasks, TokenTexts(tokenizer)
+        self.tasks, self.log_episodes, self._texts = tasks, log_episodes, TokenTexts(tokenizer)
         self._followed: list[int] = []
         self._rows: TensorDictBase | None = None
         self._weights: dict[int, Tensor] = {}
@@ -118,7 +137,7 @@ class RolloutRecorder(Callback):
         about = self._about_batch(trainer, rows)
         if self.folder.is_due(trainer.iteration) or trainer.stop_reason is not None:
             missing = self._scored(trainer, rows)
-            self._write(trimmed_with_clip(rows), about | {"missing": missing})
+            self._write(trainer, trimmed_with_clip(rows), about | {"missing": missing})
         else:
             self._unwritten = trimmed(rows), about
 
@@ -131,7 +150,7 @@ class RolloutRecorder(Callback):
             arrays, about = self._unwritten
             # Not scored now: an error may have ended the run within an update, whose weights are those of no iteration.
             missing = dict.fromkeys(_NEW, "the run ended before these rows were scored")
-            self._write(arrays, about | {"missing": missing})
+            self._write(trainer, arrays, about | {"missing": missing})
         self._rows = self._unwritten = None
 
     def record_evaluation(
@@ -147,11 +166,12 @@ class RolloutRecorder(Callback):
         """
         self._followed = self._followed or self._recorded_tasks()
         chosen = rows[choose_rows(rows, self.tasks, self._followed)]
-        self._write(trimmed(chosen), self._about(trainer, kind, None) | {"texts": used_texts(chosen, texts or {})})
+        about = self._about(trainer, kind, None) | {"texts": used_texts(chosen, texts or {})}
+        self._write(trainer, trimmed(chosen), about)
 
     def _about(self, trainer: Any, kind: Kind, gamma: float | None) -> dict[str, Any]:
         about = {"kind": kind, "iteration": trainer.iteration, "steps": trainer.steps, "gamma": gamma}
-        return about | {"env_names": list(trainer.env_names), "missing": {}}
+        return about | {"env_names": tuple(trainer.env_names), "missing": {}}
 
     def _about_batch(self, trainer: Any, rows: TensorDictBase) -> dict[str, Any]:
         about = self._about(trainer, "training", _gamma(trainer))
@@ -165,15 +185,22 @@ class RolloutRecorder(Callback):
             logger.warning("no memory was left to score the recorded episodes of iteration %d", trainer.iteration)
             return dict.fromkeys(_NEW, "no memory was left for the scoring pass")
 
-    def _write(self, arrays: dict[str, Tensor], about: dict[str, Any]) -> None:
-        tokens = arrays["tokens"][arrays["attention_mask"]].unique().tolist()
+    def _write(self, trainer: Any, arrays: dict[str, Tensor], about: dict[str, Any]) -> None:
+        about = about | {"pieces": self._texts.of(arrays["tokens"][arrays["attention_mask"]].unique().tolist())}
+        numpy = {name: value.numpy() for name, value in arrays.items()}
+        recording = Recording(**about, interval=self.folder.interval, arrays=numpy)
         try:
-            self.folder.write(arrays, **about, pieces=self._texts.of(tokens))
+            self.folder.write(arrays, **about)
+            if recording.kind == "training":  # the evaluations before and after a run have theirs in its folder
+                page = markdown(page_title(recording), episode_texts(recording, _ON_A_PAGE))
+                write_text(page_of(self.folder.file(recording.kind, recording.iteration)), page)
         except OSError:  # such as a full disk: what is lost is a look at the run, and not the run
             logger.exception("the episodes of iteration %d could not be recorded", about["iteration"])
         # Held-out tasks first, and with the first batch its own.
         if about["kind"] == "before" or [about["iteration"]] == [*self.folder.training()]:
             self._followed = self._recorded_tasks()
+        if self.log_episodes:
+            log_episodes(trainer.loggers, recording, self.log_episodes)
 
     def _write_weights(self, rows: TensorDictBase) -> None:
         """The loss weights of the optimizer batches in which the rows were; 0 for a row that no step reached."""

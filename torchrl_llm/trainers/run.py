@@ -323,8 +323,14 @@ def _build(
 def _recorder(config: RunConfig, tokenizer: Any) -> RolloutRecorder | None:
     if not config.record_interval:
         return None
-    limits = {"tasks": config.record_tasks, "max_bytes": int(config.record_megabytes * 10**6)}
-    return RolloutRecorder(config.output_dir / FOLDER, tokenizer, interval=config.record_interval, **limits)
+    return RolloutRecorder(
+        config.output_dir / FOLDER,
+        tokenizer,
+        interval=config.record_interval,
+        tasks=config.record_tasks,
+        max_bytes=int(config.record_megabytes * 10**6),
+        log_episodes=config.log_episodes,
+    )
 
 
 def _check_arguments(config: RunConfig, env: Any, make_env: Any, make_loss: Any) -> None:

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 MARK = "torchrl_llm.json"
 """The file that tells a run's folder from any other."""
 
-_TRACKERS = ("tensorboard", "wandb", "wandb_id")
+_TRACKERS = ("tensorboard", "wandb", "wandb_id", "trackio_id")
 _REPORT = (
     *("merged", "result.json", "evaluation_before.json", "learning_curve.png"),
     *("conversations_before.md", "conversations_after.md", "report.html"),
@@ -58,9 +58,9 @@ _WORK = (METRICS, "csv/scalars/**/*.csv", "rollouts/*.safetensors", *_REPORT)
 _TOKENIZER = ("tokenizer", "tokenizer_config", "special_tokens_map")
 _MERGED = ("config", "generation_config", "model.safetensors.index", *_TOKENIZER)
 _FILES = (
-    *("csv/scalars/*/*.csv", "csv/texts/hparams[0-9]*.txt", "tensorboard/**/events.out.tfevents.*", "wandb_id"),
+    *("csv/scalars/*/*.csv", "csv/texts/hparams[0-9]*.txt", "tensorboard/**/events.out.tfevents.*", *_TRACKERS[2:]),
     *("config.yaml", "run.json", METRICS, *(f"merged/{name}.json" for name in _MERGED), *_REPORT),
-    *("rollouts/*.safetensors", "rollouts/.*.safetensors.new"),
+    *("rollouts/*.safetensors", "rollouts/.*.safetensors.new", "rollouts/*.md", "rollouts/.*.md.new"),
     *("merged/model*.safetensors", "merged/chat_template.jinja", "merged/run_config.yaml"),
 )
 """The files in these folders, without those of checkpoints, which list theirs. Other files stay, W&B's own among them."""

@@ -306,6 +306,10 @@ class ReportConfig(Checked):
     """Log to Weights & Biases too."""
     wandb_project: str = "torchrl_llm"
     """Its project."""
+    trackio: bool = False
+    """Log to trackio too."""
+    trackio_project: str = "torchrl_llm"
+    """Its project."""
 
 
 @dataclass(kw_only=True)
@@ -341,3 +345,5 @@ class OutputConfig(Checked):
     """Tasks of a recording, with up to 16 episodes each."""
     record_megabytes: Positive = 64.0
     """What the recordings may take on disk; beyond it record_interval is doubled, and what lies between deleted."""
+    log_episodes: Natural = 0
+    """Episodes of each recording whose text goes to TensorBoard, Weights & Biases and trackio too, where they are on."""
