@@ -252,9 +252,9 @@ class TestSingleTurns:
         assert sorted(finish(policy)) == [1, 2]
 
     def test_policies_that_share_an_engine_name_their_turns_apart(self, make, words):
-        first, second = make(), make(seed=1)
-        second.submit(request_of(words))
-        alone = finish(second)[0]
+        first, second, other = make(), make(seed=1), make(seed=1)
+        other.submit(request_of(words))
+        alone = finish(other)[0]
         first.submit(request_of(words, PROMPTS[1]))
         second.submit(request_of(words))
         assert finish(second)[0].tokens.tolist() == alone.tokens.tolist()

@@ -130,7 +130,7 @@ def find_saved_model(path: str | Path) -> SavedModel:
 
 
 def settings_for_use(settings: Mapping[str, Any], *, env_from_python: bool) -> dict[str, Any]:
-    """The settings of a run for users of its model.
+    """The settings of a run for the use of its model.
 
     Args:
         settings: as JSON has them.
