@@ -28,6 +28,7 @@ from torchrl_llm.modules import TokenScorer  # noqa: E402
 from torchrl_llm.segments import Segments  # noqa: E402
 from torchrl_llm.testing.environments import Slow  # noqa: E402
 from torchrl_llm.testing.tiny import load_tiny_model  # noqa: E402
+from torchrl_llm.testing.worlds import Coins  # noqa: E402
 from torchrl_llm.weight_update import RayWeightSync, WeightSyncError  # noqa: E402
 
 
@@ -68,6 +69,18 @@ def collect(new, monkeypatch):
 
 class TestBatches:
     """The batches of TurnCollector, whoever plays."""
+
+    def test_a_curriculum_reaches_the_workers_and_extras_come_from_them(self, collect):
+        env = partial(make_env, [Coins, Coins], max_model_len=512)
+        collectors = TurnCollector(env(), make_script(), batch_size=8), collect(env)
+        for changes in ({"weights": (0, 1)}, {"options": [{}, {"moves": 2}]}, {"weights": (1, 1)}):
+            expected, batch = (collector.rollout() for collector in collectors)
+            assert same(batch, expected)
+            assert keys.turn_extra("regret") in batch.keys(True)
+            assert collectors[0].texts == collectors[1].texts
+            for collector in collectors:
+                collector.set_curriculum(**changes)
+        assert set(collectors[1].rollout()[keys.ENV_ID].tolist()) == {0, 1}
 
     @pytest.mark.parametrize("workers", [1, 2, 3])
     def test_a_model_says_the_same_on_any_number_of_workers(self, collect, workers):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from itertools import islice
@@ -219,6 +219,20 @@ class EpisodeCollector(Checked, BaseCollector):
         Without a background thread nothing runs between batches.
         """
         return nullcontext() if self._thread is None else self._thread.paused(self.engine_timeout)
+
+    def set_curriculum(
+        self, *, weights: Sequence[float] | None = None, options: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """Change what episodes that start from now on are sampled from, see :meth:`~torchrl_llm.envs.GEMEnv.set_curriculum`.
+
+        To be called between batches, such as by a :class:`~torchrl_llm.trainers.Callback` in ``on_iteration``; of several
+        processes by each. Workers on Ray get it with their next tasks.
+        """
+        env = base_env(self.env)
+        if not isinstance(env, GEMEnv):
+            raise TypeError(f"The environment is a {type(env).__name__}; a curriculum needs a GEMEnv.")
+        with self.paused():
+            env.set_curriculum(weights=weights, options=options)
 
     # ------------------------------------------------------------------ read by a trainer
 

@@ -7,9 +7,10 @@ The TorchRL side: options, specs, ``reset`` and ``step`` of TensorDicts, saved s
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, Literal
@@ -29,7 +30,7 @@ from torchrl_llm.envs.tasks import Stream, TaskSampler
 from torchrl_llm.envs.tensors import chosen_slots, done_of, observation_of, responses_of, set_specs
 from torchrl_llm.envs.text_env import EnvironmentFault, EnvSource, EnvSpec, FaultCounter, SuccessBy, resolve_env
 from torchrl_llm.keys import StopReason
-from torchrl_llm.options import Checked, Count, Natural, Positive
+from torchrl_llm.options import Checked, ConfigError, Count, Natural, Positive
 from torchrl_llm.stops import HasStopIds, share_stop_ids
 
 logger = logging.getLogger(__name__)
@@ -253,6 +254,58 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             share_stop_ids(self, policy)
         return super().rollout(max_steps, policy, *args, **kwargs)
 
+    def set_curriculum(
+        self, *, weights: Sequence[float] | None = None, options: Sequence[Mapping[str, Any]] | None = None
+    ) -> None:
+        """Change what is sampled, from the next group on; episodes that run keep their tasks.
+
+        Use the method of the same name of a collector that collects in the background. What is set is part of the saved
+        state: a run that is resumed samples the tasks of one that never stopped.
+
+        Args:
+            weights: how often each environment of the mixture is sampled, relative to each other; >= 0, not all 0. Default: as
+                they were.
+            options: of each environment, keyword arguments that it is made with from now on: numbers, texts, lists and
+                mappings, as JSON has them. Default: as they were.
+
+        Raises:
+            ConfigError: there is not one of them for each environment, weights are negative or all 0, or an environment
+                cannot be made with its options.
+
+        Examples:
+            >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
+            >>> from torchrl_llm.testing.worlds import Coins
+            >>> env = GEMEnv(Coins, tokenizer=byte_tokenizer())
+            >>> env.set_curriculum(options=[{"moves": 7}])
+            >>> _ = env.reset()
+            >>> env.slots[0].envs[0].message
+            '0 me 0 0 2 1 0 moves 7'
+        """
+        plain = None if options is None else [self._plain(*each) for each in enumerate(options)]
+        task_sampler = self.task_sampler.with_stage(self.num_sampled, weights=weights, options=plain)
+        for env_id, each in enumerate(plain or ()):
+            self._check_options(env_id, each)
+        self.task_sampler = task_sampler
+
+    @staticmethod
+    def _plain(env_id: int, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Options as a checkpoint returns them, so that an environment is made alike before and after it."""
+        try:
+            return dict(json.loads(json.dumps(dict(options))))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"The options of environment {env_id} are {options!r:.200}; expected a mapping of plain data ({error})."
+            ) from error
+
+    def _check_options(self, env_id: int, options: Mapping[str, Any]) -> None:
+        try:
+            self._isolated(env_id, tuple(options.items())).make()
+        except Exception as error:
+            raise ConfigError(
+                f"The environment {self.names[env_id]!r} cannot be made with the options {dict(options)!r:.200}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
     # ------------------------------------------------------------------ TorchRL's private methods
 
     def _set_seed(self, seed: int | None) -> None:
@@ -262,7 +315,10 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         worker of a ``SerialEnv`` or ``ParallelEnv`` its own.
         """
         if seed is not None:
-            self.task_sampler = replace(self.task_sampler, seed=seed, ids_by_seed=seed != self._first_seed)
+            # The stage of a curriculum that is in force holds from the first task on.
+            stages = tuple(replace(stage, first_group=0) for stage in self.task_sampler.stages[-1:])
+            by_seed = seed != self._first_seed
+            self.task_sampler = replace(self.task_sampler, seed=seed, ids_by_seed=by_seed, stages=stages)
             self.num_sampled = 0
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:

@@ -89,7 +89,7 @@ def text_key(text: str) -> int:
 
     Examples:
         >>> text_key("3 me 2 moves 2")
-        -2066203936069428066
+        -6687717244377335842
     """
     return int.from_bytes(digest(text), "little", signed=True) or 1
 

@@ -150,8 +150,8 @@ def _resolve(env_id: str) -> EnvSpec:
 register_env_family("gem", _resolve)
 
 
-def _make(env_id: str) -> TextEnv:
-    """Make a GEM environment.
+def _make(env_id: str, **options: Any) -> TextEnv:
+    """Make a GEM environment, with options of ``gem.make``.
 
     Raises:
         EnvironmentUnavailableError: it cannot be made; the message says what it lacks.
@@ -159,7 +159,7 @@ def _make(env_id: str) -> TextEnv:
     """
     gem = import_gem(env_id)
     try:
-        return cast(TextEnv, gem.make(env_id))
+        return cast(TextEnv, gem.make(env_id, **options))
     except Exception as error:
         raise EnvironmentUnavailableError(env_id, _needs(env_id, error), error) from error
 

@@ -150,6 +150,7 @@ class IsolatedEnv:
         rows: the stream whose rows it uses, of one of GEM's data sets (:func:`~torchrl_llm.envs.divide_rows`); default
             ``None``: all rows.
         extras: those that its steps have; default none.
+        options: keyword arguments of ``factory``, names and values; default none.
 
     Attributes:
         env: the environment; ``None`` before the first reset.
@@ -166,12 +167,14 @@ class IsolatedEnv:
 
     def __init__(
         self,
-        factory: Callable[[], TextEnv],
+        factory: Callable[..., TextEnv],
         name: str = "",
         *,
         rows: Stream | None = None,
         extras: ExtraKinds | None = None,
+        options: tuple[tuple[str, Any], ...] = (),
     ) -> None:
+        self.options = options
         self.busy_since: float | None = None
         self.task: TaskIdentity | None = None
         self.message = ""
@@ -185,7 +188,7 @@ class IsolatedEnv:
 
     def reset(self, seed: int) -> str:
         """Start the task that ``seed`` names and return the first message."""
-        env = self.env or self._make()
+        env = self.env or self.make()
         # A reset draws from its task alone, a step continues where the last call left the generators.
         with self._calling(seed):
             text, self.message = read_reset(env.reset(seed=seed) if self._takes_seed else env.reset())
@@ -202,10 +205,11 @@ class IsolatedEnv:
         self.message = step.message
         return step
 
-    def _make(self) -> TextEnv:
+    def make(self) -> TextEnv:
+        """Make the environment."""
         # What it draws when it is made must not depend on the first task of its slot: hence the seed 0.
         with self._calling(0), children_ignore_sigint():
-            env = self._factory()
+            env = self._factory(**dict(self.options))
             gem_catalog.prepare(env, self._name, self._rows)
         self._takes_seed = "seed" in inspect.signature(env.reset).parameters
         self._thread_safe = bool(getattr(env, "thread_safe", False))

@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torchrl_llm.envs.isolation import Pool, kept_global_rng
@@ -32,7 +31,7 @@ class Row(NamedTuple):
 
     question: str
     answer: Any
-    columns: Mapping[str, Any] = MappingProxyType({})
+    columns: Mapping[str, Any] = {}  # never written to; a read-only mapping could not be pickled
 
 
 class WantedColumns(NamedTuple):

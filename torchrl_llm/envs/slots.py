@@ -233,11 +233,9 @@ class SlotEpisodes:
         """
         task_spec, envs = self.task_sampler[index], self._slots[slot].envs
         try:
-            if task_spec.env_id not in envs:
-                spec = self._specs[task_spec.env_id]
-                rows = self._stream if spec.divide else None
-                envs[task_spec.env_id] = IsolatedEnv(spec.make, spec.name, rows=rows, extras=spec.extras)
-            env = envs[task_spec.env_id]
+            env = envs.get(task_spec.env_id)
+            if env is None or env.options != task_spec.options:
+                env = envs[task_spec.env_id] = self._isolated(task_spec.env_id, task_spec.options)
             context = self.formatter.start(env.reset(task_spec.seed))
         except EnvironmentUnavailableError:
             raise
@@ -251,6 +249,11 @@ class SlotEpisodes:
             )
             raise PromptTooLongError(self.names[task_spec.env_id], task_spec, -1, cause)
         return Reply(context, task=env.task or NO_TASK)
+
+    def _isolated(self, env_id: int, options: tuple[tuple[str, Any], ...]) -> IsolatedEnv:
+        spec = self._specs[env_id]
+        rows = self._stream if spec.divide else None
+        return IsolatedEnv(spec.make, spec.name, rows=rows, extras=spec.extras, options=options)
 
     def start(self, slot: int, index: int, reply: Reply) -> None:
         """Start the episode of the task ``index`` in a slot, with what :meth:`open` returned."""
@@ -309,7 +312,8 @@ class SlotEpisodes:
         say what is hidden (:class:`~torchrl_llm.envs.TaskIdentity`). The result is cached: evaluations ask for the same tasks
         again and again, and each computation resets ``count`` environments.
         """
-        key = self.task_sampler, self.task_sampler.shares, count  # equal samplers may differ in their shares
+        # Equal samplers may differ in their progress.
+        key = self.task_sampler, self.task_sampler.shares, self.task_sampler.stages, count
         if self._firsts[0] != key:
             self._firsts = key, self._find_firsts(count)
         return [*self._firsts[1]]

@@ -9,6 +9,8 @@ environments.
 from __future__ import annotations
 
 import logging
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -36,6 +38,10 @@ MEMORY = 32
 """Episodes of an environment that its recent success rate looks back on."""
 
 
+MOST_STAGES = 1000
+"""Stages of a curriculum that a sampler keeps: many more than one task can be in flight for."""
+
+
 class TaskSpec(NamedTuple):
     """The ids and the task of an episode.
 
@@ -44,12 +50,42 @@ class TaskSpec(NamedTuple):
         group_id: unique over the run; episodes of one group have the same task.
         env_id: index into the mixture of environments.
         seed: seed of the task, in ``[0, 2**32)``, the same for the whole group.
+        options: what its environment is made with, names and values; see :class:`Stage`.
     """
 
     episode_id: int
     group_id: int
     env_id: int
     seed: int
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A stage of a curriculum: how the groups from ``first_group`` on are sampled.
+
+    Attributes:
+        first_group: number of the stream's group with which it begins.
+        weights: how often each environment of the mixture is sampled, relative to each other, >= 0 and not all 0; ``None``: in
+            turn.
+        options: of each environment, keyword arguments that it is made with, plain data; empty: none of any.
+
+    Raises:
+        ConfigError: weights are negative, not finite, or all 0.
+    """
+
+    first_group: int = 0
+    weights: tuple[float, ...] | None = None
+    options: tuple[Mapping[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        # As they are after a checkpoint: sequences there are lists.
+        object.__setattr__(self, "weights", None if self.weights is None else tuple(map(float, self.weights)))
+        object.__setattr__(self, "options", tuple(map(dict, self.options)))
+        if self.weights is not None and not (all(0 <= w < math.inf for w in self.weights) and any(self.weights)):
+            raise ConfigError(
+                f"The weights of a curriculum are {self.weights}; expected numbers >= 0, not all of them 0."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +114,7 @@ class TaskSampler(Checked):
         success: recent success rate of each environment, in [0, 1], updated by :meth:`learn`; only for
             ``stream="train"``. Default none: nothing is adapted. It is progress, like the counter, and no setting: samplers
             that differ in nothing else are equal.
+        stages: of a curriculum, added by :meth:`with_stage`, in order; progress too. Default none.
         ids_by_seed: group and episode ids are unique over seeds (modulo 2**32) too, ``SEED_IDS`` a seed and stream, so that
             environments with different seeds share none. Default False: ids count from the stream's first.
 
@@ -104,9 +141,13 @@ class TaskSampler(Checked):
     num_workers: Count = 1
     weights: tuple[Positive, ...] | None = None
     success: tuple[Share, ...] | None = field(default=None, compare=False)
+    stages: tuple[Stage, ...] = field(default=(), compare=False)
     ids_by_seed: bool = False
 
     def __post_init__(self) -> None:
+        # A checkpoint has them as plain data.
+        stages = (each if isinstance(each, Stage) else Stage(**each) for each in self.stages)
+        object.__setattr__(self, "stages", tuple(stages))
         for name in ("weights", "success"):
             given = getattr(self, name)
             if given is not None and len(given) != self.mixture_size:
@@ -129,7 +170,51 @@ class TaskSampler(Checked):
             raise IndexError(f"Task {index} does not exist; tasks are counted from 0.")
         if self.ids_by_seed and index >= SEED_IDS // self.num_workers - self.group_size:
             raise IndexError(f"Task {index} would share its id with another stream's: a seed has {SEED_IDS} ids.")
-        return _task_spec(self, self.shares, index)
+        stage = self.stage(self._group(index))
+        task_spec = _task_spec(self, self._shares(stage.weights), index)
+        return (
+            task_spec._replace(options=tuple(stage.options[task_spec.env_id].items())) if stage.options else task_spec
+        )
+
+    def _group(self, index: int) -> int:
+        return self.worker + index // self.group_size * self.num_workers
+
+    def stage(self, group: int) -> Stage:
+        """The stage in which the stream's ``group``-th group is sampled."""
+        place = bisect_right(self.stages, group, key=lambda stage: stage.first_group)
+        return self.stages[place - 1] if place else Stage(weights=self.weights)
+
+    def with_stage(
+        self, index: int, *, weights: Sequence[float] | None = None, options: Sequence[Mapping[str, Any]] | None = None
+    ) -> Self:
+        """The sampler whose tasks are others from ``index`` on, or from the next group on if that is within one.
+
+        Tasks before it stay as they are, so that episodes may be running.
+
+        Args:
+            index: of a task.
+            weights, options: of the :class:`Stage`; default: as they were.
+
+        Raises:
+            ConfigError: there is not one of them for each environment, or weights are not >= 0.
+
+        Examples:
+            >>> task_sampler = TaskSampler(mixture_size=2, group_size=2).with_stage(3, weights=(0, 1))
+            >>> [task_sampler[i].env_id for i in range(8)]
+            [0, 0, 1, 1, 1, 1, 1, 1]
+        """
+        for name, given in (("weights", weights), ("options", options)):
+            if given is not None and len(given) != self.mixture_size:
+                raise ConfigError(
+                    f"The {name} of a curriculum are {given!r}; expected {self.mixture_size} of them, one an environment."
+                )
+        changes: dict[str, Any] = {"weights": weights, "options": options}
+        changes = {name: given for name, given in changes.items() if given is not None}
+        first = self._group(index + self.group_size - 1)
+        last = self.stages[-1] if self.stages else Stage(weights=self.weights)
+        earlier = [stage for stage in self.stages if stage.first_group < first]
+        stage, same = replace(last, first_group=first, **changes), replace(last, first_group=first)
+        return self if stage == same else replace(self, stages=(*earlier, stage)[-MOST_STAGES:])
 
     @property
     def base(self) -> int:
@@ -141,9 +226,12 @@ class TaskSampler(Checked):
     @property
     def shares(self) -> tuple[float, ...] | None:
         """How often each environment is sampled, relative to each other; ``None``: in turn."""
+        return self._shares((self.stages[-1] if self.stages else self).weights)
+
+    def _shares(self, weights: tuple[float, ...] | None) -> tuple[float, ...] | None:
         if self.success is None:
-            return self.weights
-        weights = self.weights or (1.0,) * self.mixture_size
+            return weights
+        weights = weights or (1.0,) * self.mixture_size
         return tuple(weight * (rate * (1 - rate) + FLOOR) for weight, rate in zip(weights, self.success, strict=True))
 
     def learn(self, env_ids: Sequence[int], won: Sequence[bool]) -> Self:
@@ -172,8 +260,7 @@ class TaskSampler(Checked):
 
 @lru_cache(maxsize=4096)  # every task is read several times, and its seed is a hash
 def _task_spec(task_sampler: TaskSampler, shares: tuple[float, ...] | None, index: int) -> TaskSpec:
-    local_group, member = divmod(index, task_sampler.group_size)
-    group = task_sampler.worker + local_group * task_sampler.num_workers
+    group, member = task_sampler._group(index), index % task_sampler.group_size
     stream = get_args(Stream).index(task_sampler.stream)
     # Two words: the seed does not depend on the mixture, nor on its weights.
     hashed, noise = map(int, np.random.SeedSequence(task_sampler.seed, spawn_key=(stream, group)).generate_state(2))
@@ -310,10 +397,10 @@ def reshard_state(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> d
         new: the state of a new worker's fresh environment.
 
     Returns:
-        The new state, with the first task to sample and the success rates of the first of ``old``.
+        The new state, with the first task to sample, and the success rates and the curriculum of the first of ``old``.
 
     Examples:
-        >>> task_sampler = {"group_size": 2, "worker": 0, "num_workers": 1, "success": None}
+        >>> task_sampler = {"group_size": 2, "worker": 0, "num_workers": 1, "success": None, "stages": ()}
         >>> new = {"task_sampler": task_sampler | {"worker": 1, "num_workers": 2}, "num_sampled": 0}
         >>> reshard_state([{"task_sampler": task_sampler, "num_sampled": 5}], new)["num_sampled"]
         4
@@ -328,7 +415,8 @@ def reshard_state(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> d
         "%d processes continue what %d began: from group %d, and not in the same bytes",
         workers, len(old), first * workers,
     )  # fmt: skip
-    task_sampler = {**task_sampler, "success": states[0]["task_sampler"]["success"]}
+    progress = {name: states[0]["task_sampler"][name] for name in ("success", "stages")}
+    task_sampler = {**task_sampler, **progress}
     return {**new, "task_sampler": task_sampler, "num_sampled": first * task_sampler["group_size"]}
 
 

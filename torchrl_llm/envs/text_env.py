@@ -237,7 +237,7 @@ class EnvSpec:
 
     Attributes:
         name: for messages and metrics; its id, if it has one.
-        make: makes one; called once a slot.
+        make: makes one; called once a slot, and again with other keyword arguments in a curriculum that has options.
         success_by: which reward decides about success (:class:`~torchrl_llm.envs.GEMEnv`).
         divide: whether the streams of training and evaluation use different rows of its data.
         extras: what it returns in the ``info`` of every step, see :mod:`~torchrl_llm.envs.extras`; default nothing. Of a class
@@ -248,7 +248,7 @@ class EnvSpec:
     """
 
     name: str
-    make: Callable[[], TextEnv]
+    make: Callable[..., TextEnv]
     success_by: SuccessBy = "last"
     divide: bool = False
     extras: ExtraKinds = field(default_factory=dict, hash=False)
@@ -257,7 +257,7 @@ class EnvSpec:
         check_kinds(self.extras, self.name)
 
 
-EnvSource = str | EnvSpec | Callable[[], TextEnv]
+EnvSource = str | EnvSpec | Callable[..., TextEnv]
 """What names a text environment: an id, a factory, or an :class:`EnvSpec`."""
 
 _families: dict[str, Callable[[str], EnvSpec]] = {}
