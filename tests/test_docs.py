@@ -82,7 +82,9 @@ def unasserted(page: str, text: str) -> list[str]:
         tree = ast.fix_missing_locations(assertions.visit(tree))
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(compile(tree, page, "exec", dont_inherit=True), names)
-        assert shown in (None, printed.getvalue()), f"{page}:{line + 1} prints\n{printed.getvalue()}"
+        # Without spaces at the ends of lines, which no page has.
+        said = "".join(f"{each.rstrip()}\n" for each in printed.getvalue().splitlines())
+        assert shown in (None, said), f"{page}:{line + 1} prints\n{said}"
         missing |= assertions.written or ({line + 1} if Path(page).name not in SHOWN else set())
     SHOWN.get(Path(page).name, lambda names: None)(names)
     return [f"{Path(page).name}:{line}" for line in sorted(missing - ran)]
