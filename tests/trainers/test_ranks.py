@@ -105,6 +105,7 @@ def same_figures(mine, theirs):
 
 def collector_state(worker, num_workers, num_sampled, *, group_size=4, **rest):
     task_sampler = {"worker": worker, "num_workers": num_workers, "group_size": group_size, "success": None}
+    task_sampler["stages"] = []
     return {
         "env_state_dict": {"task_sampler": task_sampler, "num_sampled": num_sampled},
         "iter": -1,

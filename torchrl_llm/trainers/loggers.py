@@ -48,6 +48,7 @@ class MetricsTable(Callback):
 
     def _write(self, history: Sequence[Mapping[str, float]]) -> None:
         self._columns = table_columns(history)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         write_text(self.path, table_text(history))
 
 
