@@ -224,6 +224,7 @@ class TestGuards:
 @pytest.mark.vllm
 def test_rollouts():
     """Every contender delivers the same ids, or the script fails."""
+    pytest.importorskip("vllm", reason="needs vLLM: run make test-vllm")
     result = run("rollout.py", "--quick")
     assert result["instant"]["contenders"].keys() == {"stock", "barrier", "async", "hf", "policy", "raw"}
 
