@@ -283,8 +283,11 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         """
         plain = None if options is None else [self._plain(*each) for each in enumerate(options)]
         task_sampler = self.task_sampler.with_stage(self.num_sampled, weights=weights, options=plain)
-        for env_id, each in enumerate(plain or ()):
-            self._check_options(env_id, each)
+        if plain is not None:
+            before = (stages[-1].options if (stages := self.task_sampler.stages) else ()) or ({},) * len(plain)
+            for env_id, (each, old) in enumerate(zip(plain, before, strict=True)):
+                if each != old:
+                    self._check_options(env_id, each)
         self.task_sampler = task_sampler
 
     @staticmethod
@@ -299,12 +302,14 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
 
     def _check_options(self, env_id: int, options: Mapping[str, Any]) -> None:
         try:
-            self._isolated(env_id, tuple(options.items())).make()
+            env = self._isolated(env_id, tuple(options.items())).make()
         except Exception as error:
             raise ConfigError(
                 f"The environment {self.names[env_id]!r} cannot be made with the options {dict(options)!r:.200}: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        if hasattr(env, "close"):  # it was made to see whether it can be
+            env.close()
 
     # ------------------------------------------------------------------ TorchRL's private methods
 
