@@ -227,10 +227,12 @@ class EpisodeCollector(Checked, BaseCollector):
     def set_curriculum(
         self, *, weights: Sequence[float] | None = None, options: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        """Change what episodes that start from now on are sampled from, see :meth:`~torchrl_llm.envs.GEMEnv.set_curriculum`.
+        """Change what is sampled, from the next group on; tasks already sampled stay as they are.
 
         To be called between batches, such as by a :class:`~torchrl_llm.trainers.Callback` in ``on_iteration``; of several
-        processes by each. Workers on Ray get it with their next tasks.
+        processes by each. Workers on Ray get it with their next tasks. With ``max_staleness=0`` that is the next batch, exactly.
+        With more, where a batch is collected during an update, the group depends on how far the collection was. See
+        :meth:`~torchrl_llm.envs.GEMEnv.set_curriculum`.
         """
         env = base_env(self.env)
         if not isinstance(env, GEMEnv):

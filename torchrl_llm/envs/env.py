@@ -260,13 +260,13 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         """Change what is sampled, from the next group on; episodes that run keep their tasks.
 
         Use the method of the same name of a collector that collects in the background. What is set is part of the saved
-        state: a run that is resumed samples the tasks of one that never stopped.
+        state, with the group at which it begins: the first that was not sampled when this was called.
 
         Args:
             weights: how often each environment of the mixture is sampled, relative to each other; >= 0, not all 0. Default: as
                 they were.
             options: of each environment, keyword arguments that it is made with from now on: numbers, texts, lists and
-                mappings, as JSON has them. Default: as they were.
+                mappings, as JSON has them. Default: as they were. An environment is made, and closed, for each entry that changed.
 
         Raises:
             ConfigError: there is not one of them for each environment, weights are negative or all 0, or an environment
