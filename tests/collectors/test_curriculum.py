@@ -101,6 +101,31 @@ class TestRefused:
             make().set_curriculum(options=[{}, options])
 
 
+class Counted(Coins):
+    made, closed = 0, 0
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        Counted.made += 1
+
+    def close(self):
+        Counted.closed += 1
+
+
+def test_only_options_that_changed_are_tried_and_what_was_made_is_closed(make, monkeypatch):
+    env = make((Counted, Counted))
+    for options, changed in (
+        ([{}, {}], 0),
+        ([{"moves": 2}, {}], 1),
+        ([{"moves": 2}, {}], 0),
+        ([{"moves": 3}, {"moves": 4}], 2),
+    ):
+        monkeypatch.setattr(Counted, "made", 0)
+        monkeypatch.setattr(Counted, "closed", 0)
+        env.set_curriculum(options=options)
+        assert (Counted.made, Counted.closed) == (changed, changed)
+
+
 class TestCollectors:
     @pytest.mark.parametrize("kind", [TurnCollector, AsyncTurnCollector])
     def test_the_next_batch_is_of_the_new_stage(self, make, policy, kind):

@@ -216,6 +216,19 @@ class TestTurnsToRows:
         assert rows.batch_size == (6,)
         assert (rows == expected).all()
 
+    def test_only_one_element_a_row_below_extra_is_an_extra(self):
+        every = [Episode([n, 2], [Turn([3], [4], reward=1.0)]) for n in range(3)]
+        td, number = turn_view(every, 1), torch.tensor([0.5, 1.5, 2.5]).view(3, 1, 1)
+        expected = turns_to_rows(td)
+        td["next", "extra"] = TensorDict(
+            {"number": number, "vector": torch.ones(3, 1, 3), "other": {"number": number}}, batch_size=[3, 1]
+        )
+        rows = turns_to_rows(td)
+        assert rows[keys.turn_extra("number")].tolist() == [[0.5], [1.5], [2.5]]
+        assert set(keys.turn_extras(rows)) == {"number"}
+        td["next", "extra"] = torch.zeros(3, 1, 1)  # a key of an environment's own
+        assert (turns_to_rows(td) == expected).all()
+
     def test_a_single_episode_is_no_batch(self):
         with pytest.raises(TurnViewError, match=r"Expected turns of batch size \[B, T\] .*given batch size \[2\]"):
             turns_to_rows(turn_view([Episode([1], [Turn([2], [])] * 2)], 2)[0])

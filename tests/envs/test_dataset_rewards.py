@@ -45,6 +45,7 @@ class TestArguments:
             lambda a, b, c, d=1: 0.0,
             partial(exact_match),
             lambda a, b, *c: 0.0,
+            lambda a, b, c, d=1, /: 0.0,
         ],
     )
     def test_three_are_enough(self, make, reward_fn):
@@ -60,6 +61,7 @@ class TestArguments:
             (lambda a, b: 0.0, "three positional arguments"),
             (lambda *, completion, answer, question: 0.0, "three positional arguments"),
             (partial(exact_match, question=""), "three positional arguments"),
+            (lambda c, a, q, level, /: 0.0, "three positional arguments .*'level'"),
             (1.0, r"reward_fn is 1\.0; expected a function"),
         ],
     )
@@ -109,6 +111,13 @@ class TestColumns:
         # Of the same name as what is passed by position: that stays.
         rows = [{"prompt": f"{i}?", "right": "", "question": "other", "completion": "x", "level": 0} for i in range(3)]
         assert self.seen(make, reward_fn, rows, question="prompt", answer="right") == [{}] * 3
+
+    def test_what_takes_any_arguments_gets_none(self, make):
+        def reward_fn(*args, **kwargs):
+            reward_fn.got.append(kwargs)
+            return exact_match(*args, **kwargs)
+
+        assert self.seen(make, reward_fn) == [{}] * 3
 
     def test_batched_ones_are_lists(self, make):
         def reward_fn(completions, answers, questions, level, **others):

@@ -6,6 +6,7 @@ import itertools
 import logging
 import math
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -14,10 +15,11 @@ from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import check_env_specs
 
-from torchrl_llm import keys
+from torchrl_llm import collectors, keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
 from torchrl_llm.data import TurnsToSequence, cat_rows, micro_batches, turns_to_rows
 from torchrl_llm.envs import EnvironmentFault, EnvSpec, GEMEnv, TextStep, text_key
+from torchrl_llm.envs.extras import MOST_CHARACTERS
 from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.worlds import Coins, KeyAndDoor, coins_optimum
@@ -93,6 +95,9 @@ class TestDeclaration:
         assert [record.message.count("EnvSpec(name, make, extras=Coins.extras)") for record in caplog.records] == [1]
         assert "extra" not in env.reset()
 
+    def test_an_attribute_of_that_name_that_declares_nothing_is_left_alone(self, make):
+        assert "extra" not in make(EnvSpec("other", partial(Told, {}, None))).reset()
+
     def test_an_environment_without_any_has_no_keys_of_them(self, make, policy):
         rows = TurnCollector(make(StopOrGo, max_turns=2), policy(), batch_size=4).rollout()
         assert keys.turn_extras(rows) == {}
@@ -121,6 +126,10 @@ class TestValues:
             ({"regret": "1", "state": "s"}, TypeError, r"info\['regret'\] '1'; expected a number"),
             ({"regret": None, "state": "s"}, TypeError, r"info\['regret'\] None; expected a number"),
             ({"regret": math.inf, "state": "s"}, ValueError, "inf; expected a finite number"),
+            ({"regret": -1e300, "state": "s"}, ValueError, r"info\['regret'\] -1e\+300; expected a finite number"),
+            ({"regret": 10**5000, "state": "s"}, ValueError, r"info\['regret'\] inf; expected a finite number"),
+            ({"regret": np.ones(2), "state": "s"}, TypeError, r"info\['regret'\] array.*; expected a number"),
+            ({"regret": torch.ones(2), "state": "s"}, TypeError, r"info\['regret'\] tensor.*; expected a number"),
             ({"regret": 1.0, "state": 3}, TypeError, r"info\['state'\] 3; expected text"),
         ],
     )
@@ -139,6 +148,36 @@ class TestValues:
         assert rows[REGRET][0].tolist() == [0.25, 0.25]
         assert rows[REGRET][1, 0].isnan()
         assert rows[STATE].tolist() == [[text_key("a")] * 2, [0, 0]] * 2
+
+
+class Pages:
+    """Ends in the first turn; its extra is a page of its task, 20,000 characters."""
+
+    extras: ClassVar = {"page": str}
+
+    def reset(self, seed=None):
+        self.page = f"{seed} ".ljust(20_000, "x")
+        return "Read.", {}
+
+    def step(self, action):
+        return "", 1.0, True, False, {"page": self.page}
+
+
+class TestTexts:
+    def test_long_ones_are_cut_and_known_by_the_hash_of_the_whole(self, make, policy):
+        collector = TurnCollector(make(Pages), policy(), batch_size=4)
+        found = collector.rollout()[keys.turn_extra("page")].flatten().tolist()
+        pages = [f"{collector.env.task_sampler[i].seed} ".ljust(20_000, "x") for i in range(4)]
+        assert found == [text_key(page) for page in pages]
+        assert collector.texts == {text_key(page): page[:MOST_CHARACTERS] for page in pages}
+
+    def test_the_newest_are_kept_within_a_number_of_characters(self, make, policy, monkeypatch):
+        monkeypatch.setattr(collectors.collector, "_MOST_CHARACTERS", 3 * MOST_CHARACTERS)
+        collector = TurnCollector(make(Pages), policy(), batch_size=4)
+        found = [*collector.rollout()[keys.turn_extra("page")][:, 0].tolist()]
+        assert [*collector.texts] == found[1:]
+        found += collector.rollout()[keys.turn_extra("page")][:, 0].tolist()
+        assert [*collector.texts] == found[-3:]
 
 
 class TestEveryWayDeliversTheSame:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import asdict
 from typing import get_args
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_llm.envs import RowTaskSampler, TaskSampler
-from torchrl_llm.envs.tasks import FLOOR, MEMORY, SEED_IDS, STREAM_IDS, Stream
+from torchrl_llm.envs.tasks import FLOOR, MEMORY, SEED_IDS, STREAM_IDS, Stream, reshard_state
 
 
 class TestTickets:
@@ -151,3 +152,10 @@ class TestSuccess:
     def test_evaluation_does_not_adapt(self, stream):
         with pytest.raises(ValueError, match="for the stream 'train'"):
             TaskSampler(mixture_size=2, stream=stream).learn([0], [True])
+
+
+def test_workers_continue_a_state_that_was_written_before_there_were_stages():
+    new, old = ({"task_sampler": asdict(TaskSampler()), "num_sampled": count} for count in (0, 3))
+    del old["task_sampler"]["stages"]
+    state = reshard_state([old], new)
+    assert state == new | {"num_sampled": 3}

@@ -11,7 +11,6 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
-from itertools import islice
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from torchrl_llm.stops import HasStopIds, share_stop_ids
 logger = logging.getLogger(__name__)
 
 _MOST_TEXTS = 2**16
+_MOST_CHARACTERS = 2**24
 
 
 class EpisodeCollector(Checked, BaseCollector):
@@ -50,7 +50,8 @@ class EpisodeCollector(Checked, BaseCollector):
         max_staleness: how many versions old a token may be at delivery.
         background: whether a thread collects while the caller trains.
         runs_here: whether the policy of this process collects.
-        texts: hash -> text of the extras in the last batches (:mod:`torchrl_llm.envs.extras`), the newest 65,536.
+        texts: hash -> text of the extras in the last batches (:mod:`torchrl_llm.envs.extras`), of 4,096 characters
+            each at most: the newest 65,536, and of these as many as have 2**24 characters together.
     """
 
     init_random_frames = 0  # TorchRL's Trainer reads it
@@ -172,8 +173,11 @@ class EpisodeCollector(Checked, BaseCollector):
                 self.texts.pop(key, None)  # so that it counts as new
                 self.texts[key] = text
         # Bounded: a run of days may see any number of states.
-        for key in [*islice(self.texts, max(0, len(self.texts) - _MOST_TEXTS))]:
-            del self.texts[key]
+        size = sum(map(len, self.texts.values()))
+        for key in [*self.texts]:
+            if len(self.texts) <= _MOST_TEXTS and size <= _MOST_CHARACTERS:
+                break
+            size -= len(self.texts.pop(key))
 
     def _next_batch(self) -> list[Episode]:
         if self.background:
@@ -223,10 +227,12 @@ class EpisodeCollector(Checked, BaseCollector):
     def set_curriculum(
         self, *, weights: Sequence[float] | None = None, options: Sequence[Mapping[str, Any]] | None = None
     ) -> None:
-        """Change what episodes that start from now on are sampled from, see :meth:`~torchrl_llm.envs.GEMEnv.set_curriculum`.
+        """Change what is sampled, from the next group on; tasks already sampled stay as they are.
 
         To be called between batches, such as by a :class:`~torchrl_llm.trainers.Callback` in ``on_iteration``; of several
-        processes by each. Workers on Ray get it with their next tasks.
+        processes by each. Workers on Ray get it with their next tasks. With ``max_staleness=0`` that is the next batch, exactly.
+        With more, where a batch is collected during an update, the group depends on how far the collection was. See
+        :meth:`~torchrl_llm.envs.GEMEnv.set_curriculum`.
         """
         env = base_env(self.env)
         if not isinstance(env, GEMEnv):

@@ -74,7 +74,8 @@ def turns_to_rows(
     """Collapse whole episodes of turns ``[B, T]`` into rows ``[B']``, one episode a row.
 
     Of several workers, as TorchRL's ``ParallelEnv`` and ``SerialEnv`` stack them (``[W, N, T]``), ``B = W * N``. Turns count as played where ``("collector", "mask")`` (if present) is True and ``prompt_length > 0``; episodes
-    without any are dropped, hence ``B' <= B``. How rows look: :func:`~torchrl_llm.data.rows_from_episodes`.
+    without any are dropped, hence ``B' <= B``. What is below ``("next", "extra")`` comes along if it has one element a turn (the extras of
+    :class:`~torchrl_llm.envs.GEMEnv`); other keys of an environment do not. How rows look: :func:`~torchrl_llm.data.rows_from_episodes`.
 
     Args:
         turns: the turn view of :mod:`torchrl_llm.keys`, time in the last dimension; one whole episode along it, its turns
@@ -156,12 +157,19 @@ def record_turns(episodes: Sequence[Episode], steps: TensorDictBase) -> None:
     read |= {key: steps.get(key, uncut) for key in (keys.SEGMENT, ("next", keys.SEGMENT))}
     # NumPy has no bfloat16.
     arrays = {key: (x.float() if x.dtype is torch.bfloat16 else x).numpy(force=True) for key, x in read.items()}
-    extras = steps["next"].get("extra", None)
-    columns = {} if extras is None else {name: value.flatten().tolist() for name, value in extras.items()}
+    columns = {name: value.flatten().tolist() for name, value in _extras(steps).items()}
     for i, episode in enumerate(episodes):
         _record_turn(episode, {key: value[i] for key, value in arrays.items()})
         if columns:
             episode.extras.append({name: column[i] for name, column in columns.items()})
+
+
+def _extras(steps: TensorDictBase) -> dict[str, Tensor]:
+    """The extras of ``n`` steps, one element each: an environment of another kind may have keys of its own in their place."""
+    extras = steps["next"].get("extra", None)
+    if not isinstance(extras, TensorDictBase):
+        return {}
+    return {name: x for name, x in extras.items() if isinstance(x, Tensor) and x.numel() == len(steps)}
 
 
 def _record_turn(episode: Episode, step: dict[Any, np.ndarray[Any, Any]]) -> None:

@@ -260,13 +260,13 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         """Change what is sampled, from the next group on; episodes that run keep their tasks.
 
         Use the method of the same name of a collector that collects in the background. What is set is part of the saved
-        state: a run that is resumed samples the tasks of one that never stopped.
+        state, with the group at which it begins: the first that was not sampled when this was called.
 
         Args:
             weights: how often each environment of the mixture is sampled, relative to each other; >= 0, not all 0. Default: as
                 they were.
             options: of each environment, keyword arguments that it is made with from now on: numbers, texts, lists and
-                mappings, as JSON has them. Default: as they were.
+                mappings, as JSON has them. Default: as they were. An environment is made, and closed, for each entry that changed.
 
         Raises:
             ConfigError: there is not one of them for each environment, weights are negative or all 0, or an environment
@@ -283,8 +283,11 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         """
         plain = None if options is None else [self._plain(*each) for each in enumerate(options)]
         task_sampler = self.task_sampler.with_stage(self.num_sampled, weights=weights, options=plain)
-        for env_id, each in enumerate(plain or ()):
-            self._check_options(env_id, each)
+        if plain is not None:
+            before = (stages[-1].options if (stages := self.task_sampler.stages) else ()) or ({},) * len(plain)
+            for env_id, (each, old) in enumerate(zip(plain, before, strict=True)):
+                if each != old:
+                    self._check_options(env_id, each)
         self.task_sampler = task_sampler
 
     @staticmethod
@@ -299,12 +302,14 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
 
     def _check_options(self, env_id: int, options: Mapping[str, Any]) -> None:
         try:
-            self._isolated(env_id, tuple(options.items())).make()
+            env = self._isolated(env_id, tuple(options.items())).make()
         except Exception as error:
             raise ConfigError(
                 f"The environment {self.names[env_id]!r} cannot be made with the options {dict(options)!r:.200}: "
                 f"{type(error).__name__}: {error}"
             ) from error
+        if hasattr(env, "close"):  # it was made to see whether it can be
+            env.close()
 
     # ------------------------------------------------------------------ TorchRL's private methods
 

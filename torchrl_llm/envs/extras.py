@@ -1,8 +1,8 @@
 """Extras of text environments: named numbers and texts that come with a turn beside its reward.
 
 An environment declares them, ``extras = {"regret": float, "state": str}``, and returns them in the ``info`` of each step. They
-describe the turn that the step ends: a state is the one in which the response was given. Numbers become tensors as they are,
-texts as a hash by which turns can be grouped; :mod:`torchrl_llm.keys` has the keys.
+describe the turn that the step ends: a state is the one in which the response was given. Numbers become float32 tensors,
+texts a hash by which turns can be grouped; :mod:`torchrl_llm.keys` has the keys.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from torchrl_llm.envs.tasks import digest
 
@@ -19,13 +21,18 @@ ExtraKinds = Mapping[str, type[float] | type[str]]
 BLANKS: dict[type, float] = {float: math.nan, str: 0}
 """By kind, the value of a turn that has none."""
 
+MOST_CHARACTERS = 4096
+"""Characters of a text that are kept; its hash is that of the whole text."""
+
+_LARGEST = float(np.finfo(np.float32).max)
+
 
 class Extras(NamedTuple):
     """The extras of a turn.
 
     Attributes:
         values: by name, a number (``float``) or the hash of a text (``int``, :func:`text_key`).
-        texts: the texts by their hashes.
+        texts: the texts by their hashes, each cut at :data:`MOST_CHARACTERS`.
     """
 
     values: dict[str, float]
@@ -36,7 +43,7 @@ class Extras(NamedTuple):
         """Check the declared extras in what a step returned.
 
         Raises:
-            ValueError: one is missing, or an infinite number.
+            ValueError: one is missing, or a number that is infinite as a float32.
             TypeError: one is of another kind.
 
         Examples:
@@ -54,20 +61,22 @@ class Extras(NamedTuple):
         return extras
 
     def _add(self, name: str, value: Any, kind: type) -> None:
-        if isinstance(value, str) != (kind is str) or not (kind is str or hasattr(value, "__float__")):
+        if kind is str and isinstance(value, str):
+            self.values[name] = key = text_key(value)
+            self.texts[key] = value[:MOST_CHARACTERS]
+            return
+        number = None if kind is str else _number(value)
+        if number is None:
             expected = "text" if kind is str else "a number"
             raise TypeError(
                 f"step() returned the info[{name!r}] {value!r:.50}; expected {expected}, as its extras declare."
             )
-        if kind is str:
-            self.values[name] = key = text_key(value)
-            self.texts[key] = value
-        elif math.isinf(value):
+        if abs(number) > _LARGEST:
             raise ValueError(
-                f"step() returned the info[{name!r}] {value!r}; expected a finite number, or NaN for none."
+                f"step() returned the info[{name!r}] {number!r}; expected a finite number of at most {_LARGEST:.2g} (a float32), "
+                "or NaN for none."
             )
-        else:
-            self.values[name] = float(value)
+        self.values[name] = number
 
     def of(self, kinds: ExtraKinds) -> Extras:
         """The extras of a turn in a mixture that declares ``kinds``: what its environment does not give is blank.
@@ -80,6 +89,18 @@ class Extras(NamedTuple):
 
 
 NO_EXTRAS = Extras({}, {})
+
+
+def _number(value: Any) -> float | None:
+    """A number, or an array or tensor of one; ``None``: it is something else."""
+    if isinstance(value, str) or not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an integer beyond float64
+        return math.copysign(math.inf, value > 0 or -1)
+    except (TypeError, ValueError, RuntimeError):  # several elements
+        return None
 
 
 def text_key(text: str) -> int:

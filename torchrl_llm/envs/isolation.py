@@ -219,7 +219,8 @@ class IsolatedEnv:
 
     def _check_extras(self, env: TextEnv) -> None:
         """Warn, once, if the environment declares extras that its factory does not: those of a lambda cannot be seen."""
-        unseen = sorted({*getattr(env, "extras", ())} - {*self._extras})
+        declared = getattr(env, "extras", None)  # of an environment that declares none it may be anything
+        unseen = [name for name in declared if name not in self._extras] if isinstance(declared, Mapping) else []
         if unseen and ("extras", self._name) not in _hinted:
             _hinted.add(("extras", self._name))
             logger.warning(

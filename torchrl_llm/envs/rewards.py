@@ -40,7 +40,8 @@ class WantedColumns(NamedTuple):
     Attributes:
         needed: those without a default.
         optional: those with one, which stays where the data has no such column.
-        others: whether it takes all others too (``**kwargs``).
+        others: whether it takes all others too (``**kwargs``, and no ``*args``: a wrapper that passes on whatever it gets does
+            not say what the function in it takes).
         positions: the names of its first three parameters, which no column can have.
     """
 
@@ -67,10 +68,11 @@ class WantedColumns(NamedTuple):
         first = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)][:3]
         kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         named = [each for each in parameters if each not in first and each.kind in kinds]
+        found = {each.kind for each in parameters}
         return cls(
             tuple(each.name for each in named if each.default is each.empty),
             tuple(each.name for each in named if each.default is not each.empty),
-            any(each.kind is each.VAR_KEYWORD for each in parameters),
+            inspect.Parameter.VAR_KEYWORD in found and inspect.Parameter.VAR_POSITIONAL not in found,
             tuple(each.name for each in first),
         )
 
@@ -266,8 +268,12 @@ def _signature(reward_fn: Any, *, batched: bool) -> inspect.Signature | None:
         signature = inspect.signature(reward_fn)
     except ValueError:  # some built-in functions do not tell
         return None
+    further = [*signature.parameters.values()][3:]  # these are passed by name
+    unnamed = [each.name for each in further if each.kind is each.POSITIONAL_ONLY and each.default is each.empty]
     try:
         signature.bind_partial("", "", "")
+        if unnamed:
+            raise TypeError(f"{unnamed[0]!r} cannot be passed by name")
     except TypeError as error:
         name = getattr(reward_fn, "__name__", type(reward_fn).__name__)
         raise TypeError(

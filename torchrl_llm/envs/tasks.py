@@ -415,8 +415,9 @@ def reshard_state(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> d
         "%d processes continue what %d began: from group %d, and not in the same bytes",
         workers, len(old), first * workers,
     )  # fmt: skip
-    progress = {name: states[0]["task_sampler"][name] for name in ("success", "stages")}
-    task_sampler = {**task_sampler, **progress}
+    saved = states[0]["task_sampler"]
+    # A checkpoint may be older than one of them.
+    task_sampler = {**task_sampler, **{name: saved[name] for name in ("success", "stages") if name in saved}}
     return {**new, "task_sampler": task_sampler, "num_sampled": first * task_sampler["group_size"]}
 
 
