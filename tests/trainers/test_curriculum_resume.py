@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from small_runs import small_config
+from torchrl.record import CSVLogger
 
 from torchrl_llm import keys
 from torchrl_llm.envs import register_env_family
@@ -58,3 +59,29 @@ def test_tasks_after_a_resume(tmp_path, options):
         resumed = seen(f"stopped-{stop}", 5, resume=True, accept_changes=["max_iterations"])
         parts = {iteration: episodes[:3] for iteration, episodes in (first | resumed).items()}
         assert parts == {iteration: episodes[:3] for iteration, episodes in whole.items()}
+
+
+class FailingLogger(CSVLogger):
+    def log_metrics(self, *args, **kwargs):
+        raise ConnectionError("the tracker is away")
+
+
+class FailingCallback(Callback):
+    def on_iteration(self, trainer, metrics):
+        raise ConnectionError("the pager is away")
+
+
+@pytest.mark.parametrize("failing", ["logger", "callback"])
+def test_a_stage_is_saved_though_another_fails_before(tmp_path, failing):
+    config = small_config(tmp_path, "GRPO", env_name=["world:coins", "world:key-and-door"], save_checkpoints=True)
+    by_callback = failing == "callback"
+    run = build_run(config, callbacks=[*([FailingCallback()] if by_callback else []), Curriculum()])
+    if not by_callback:
+        run.trainer.loggers = [FailingLogger("failing", tmp_path)]
+    with pytest.raises(ConnectionError, match="is away"):
+        run.trainer.train()
+    config.resume = True
+    resumed = build_run(config)
+    assert resumed.trainer.iteration == 1
+    assert [stage.weights for stage in resumed.trainer.collector.env.task_sampler.stages] == [STAGES[1]["weights"]]
+    resumed.close()

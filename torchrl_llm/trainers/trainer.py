@@ -263,10 +263,13 @@ class LLMTrainer(TrainerBase):
     def _log(self, metrics: dict[str, float]) -> None:
         # First: if a logger raises, the iteration that is saved has its metrics.
         self.history.append(metrics)
-        for target in self.loggers:
-            target.log_metrics(metrics, step=self.steps)
-        for callback in self.callbacks:
-            callback.on_iteration(self, metrics)
+        # Each is called, whatever the others raise: a resumed run does not come back to this iteration, and what a callback
+        # does in it, such as a stage of a curriculum, would be lost.
+        with ExitStack() as last_to_first:
+            for callback in reversed(self.callbacks):
+                last_to_first.callback(callback.on_iteration, self, metrics)
+            for target in reversed(self.loggers):
+                last_to_first.callback(target.log_metrics, metrics, step=self.steps)
 
     def evaluate(self, evaluator: Evaluator) -> dict[str, float]:
         """The evaluator's metrics; takes note of the success rate, if it reports one."""
