@@ -1,4 +1,4 @@
-"""Files that are whole at every moment: :func:`write_text`, :func:`write_bytes`."""
+"""Files that are whole at every moment: :func:`write_text`, :func:`write_bytes`; and that others may read: :func:`open_to_others`."""
 
 from __future__ import annotations
 
@@ -34,3 +34,17 @@ def write_bytes(path: str | Path, data: bytes) -> None:
     new = path.with_name(f".{path.name}.new")
     new.write_bytes(data)
     new.replace(path)
+
+
+def open_to_others(folder: Path) -> None:
+    """Give the weights in a folder and below it the mode of any new file: safetensors makes them readable for their owner alone.
+
+    Args:
+        folder: a folder that may be written to.
+    """
+    new = folder / ".mode"
+    new.touch()
+    mode = new.stat().st_mode
+    new.unlink()
+    for file in folder.rglob("*.safetensors"):
+        file.chmod(mode)

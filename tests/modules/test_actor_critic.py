@@ -351,6 +351,15 @@ class TestFiles:
         assert all(p.requires_grad for p in fresh.actor_parameters() + fresh.critic_parameters())
         assert len(fresh.actor_parameters()) == len(models.actor_parameters())
 
+    def test_others_may_read_the_weights(self, lora, tmp_path):
+        """As all new files; safetensors' own are readable for their owner alone."""
+        models = load_actor_critic(make_model(), lora=lora, critic=True)
+        models.save_pretrained(tmp_path)
+        models.export_merged(tmp_path / "merged")
+        (tmp_path / "new").touch()
+        modes = {path.stat().st_mode for path in tmp_path.rglob("*") if path.is_file()}
+        assert modes == {(tmp_path / "new").stat().st_mode}
+
     def test_adapters_load_with_plain_peft(self, tmp_path):
         models = load_actor_critic(make_model(), lora=LoraConfig(**LORA), critic=True)
         perturb(models)

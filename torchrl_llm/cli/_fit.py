@@ -28,7 +28,7 @@ _FORESEEN = (ValueError, ImportError, RuntimeError, OSError)
 
 def devices() -> Iterator[Finding]:
     """What there is to compute on."""
-    has = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads, {_size(host_memory())} of memory"
+    has = f"{os.cpu_count()} cores, {torch.get_num_threads()} for PyTorch, {_size(host_memory())} of memory"
     yield Finding("cpu", "ok", has)
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from torchrl_llm.files import open_to_others
 from torchrl_llm.modules import weights
 from torchrl_llm.modules._base import Quantization, compile_layers, load_base, unmap_weights
 from torchrl_llm.modules.adapters import AdapterError, add_adapters, enable_gradient_checkpointing, trainable_parameters
@@ -135,6 +136,7 @@ class ActorCritic:
         if self.critic is not None:
             (path / "critic").mkdir(parents=True, exist_ok=True)
             save_file(self.critic.value_head.state_dict(), path / "critic" / _VALUE_HEAD)
+        open_to_others(path)
 
     def export_merged(self, path: str | Path, tokenizer: Any = None) -> None:
         """Write the actor as one whole model that transformers and vLLM load, its adapter merged into the weights.
@@ -152,6 +154,7 @@ class ActorCritic:
         if self.adapter is not None:
             merged = {name: tensor.cpu() for name, tensor in merged_tensors(self.model, self.adapter)}
         causal_lm(self.model).save_pretrained(path, state_dict=merged)
+        open_to_others(Path(path))
         if tokenizer is not None:
             tokenizer.save_pretrained(path)
 
