@@ -17,9 +17,9 @@ from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.extras import Extras, text_key
 from torchrl_llm.envs.gem_catalog import GEM_CLASSES, MissingGEMError, divide_rows
 from torchrl_llm.envs.isolation import IsolatedEnv
-from torchrl_llm.envs.rewards import RewardError, RewardTimeoutError, Row
+from torchrl_llm.envs.rewards import RewardError, RewardTimeoutError, Row, WantedColumns
 from torchrl_llm.envs.slots import PromptTooLongError, Reply, Slot
-from torchrl_llm.envs.tasks import SeenTasks, TaskIdentity, TaskSampler, TaskSpec, task_of
+from torchrl_llm.envs.tasks import SeenTasks, Stage, TaskIdentity, TaskSampler, TaskSpec, task_of
 from torchrl_llm.envs.text_env import (
     EnvironmentFault,
     EnvironmentUnavailableError,
@@ -56,12 +56,14 @@ __all__ = [
     "RowTaskSampler",
     "SeenTasks",
     "Slot",
+    "Stage",
     "TaskIdentity",
     "TaskSampler",
     "TaskSpec",
     "TextEnv",
     "TextStep",
     "UnknownEnvironmentError",
+    "WantedColumns",
     "compose_message",
     "divide_rows",
     "read_rows",

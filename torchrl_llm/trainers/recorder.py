@@ -66,7 +66,7 @@ class RolloutRecorder(Callback):
         tasks: tasks of a recording, >= 1, with up to 16 episodes each. Default: 4.
         max_bytes: what all recordings may take on disk. Default: 64 MB.
         log_episodes: episodes of each recording whose text TensorBoard, Weights & Biases and trackio get, where the trainer has
-            such a logger, see :func:`~torchrl_llm.trainers.episode_log.log_episodes`. Default: 0.
+            such a logger, see ``trainers.episode_log``. Default: 0.
     """
 
     def __init__(
