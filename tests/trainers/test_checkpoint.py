@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from small_runs import small_config
 from torchrl.checkpoint import Checkpoint, CheckpointError
 
-from torchrl_llm.envs import GEMEnv, TaskSampler
+from torchrl_llm.envs import EnvSpec, GEMEnv, TaskSampler
 from torchrl_llm.testing.environments import Faulty, StopOrGo
 from torchrl_llm.trainers import (
     Callback,
@@ -192,6 +192,7 @@ class TestResume:
         for given, said in (
             ({}, "env was '.*:StopOrGo', is None; make_loss was 'torchrl_llm.trainers.build:make_objective', is None"),
             ({**first, "env": partial(Faulty, 0)}, "env was '.*:StopOrGo', is '.*:Faulty'"),
+            ({**first, "env": EnvSpec("mine", StopOrGo)}, r"is 'mine \(.*:StopOrGo\)'"),
             ({"make_env": GEMEnv, "make_loss": make_objective}, "make_env was None, is '.*:GEMEnv'"),
         ):
             with pytest.raises(ConfigError, match=rf"{said}.* accept_changes: \["):

@@ -59,6 +59,18 @@ def test_a_resumed_run_has_each_iteration_once(tmp_path):
     assert [row[0] for row in csv.reader(path.open())] == ["iteration", "1", "2", "3", "4"]
 
 
+def test_what_is_added_after_an_iteration_is_in_no_table_of_a_resumed_run_either(tmp_path):
+    class AddsLate(Callback):
+        def on_iteration(self, trainer, metrics):
+            metrics["mine/late"] = 1.0
+
+    config = small_config(tmp_path, max_iterations=1, **SAVED)
+    build_run(config, callbacks=[AddsLate()]).trainer.train()
+    longer = small_config(tmp_path, max_iterations=2, resume=True, accept_changes=["max_iterations"], **SAVED)
+    history = build_run(longer, callbacks=[AddsLate()]).trainer.train()
+    assert not any("mine/late" in metrics for metrics in history + read_metrics(tmp_path / "run" / FILE))
+
+
 def test_a_run_without_an_iteration_has_no_table(tmp_path):
     path = tmp_path / FILE
     path.write_text("iteration\n")

@@ -91,6 +91,20 @@ class TestTwoProcesses:
         other.close()
         assert forked(RunFolder(settings).check) == 0
 
+    def test_checkpoints_in_the_folder_of_another_run(self, tmp_path):
+        first, second = config(tmp_path / "first" / "run"), config(tmp_path / "second" / "run")
+        RunFolder(first).open(None, 0, no_loggers)
+        for path in (first.output_dir / "checkpoints", second.output_dir):
+            path.mkdir(parents=True)
+        (first.output_dir / "checkpoints" / "notes.txt").write_text("mine")  # an empty folder would be removed
+        (second.output_dir / "checkpoints").symlink_to(first.output_dir / "checkpoints")
+        for one, other in ((first, second), (second, first)):
+            known = RunFolder(other)
+            with running(one):
+                assert forked(known.check) == 3
+                assert forked(lambda known=known: known.open(None, 0, no_loggers)) == 3
+            assert forked(known.check) == 0
+
     def test_a_process_that_the_first_forked_does_not_keep_the_lock(self, tmp_path):
         settings, reader_writer = config(tmp_path / "run"), os.pipe()
 

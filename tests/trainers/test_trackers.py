@@ -171,3 +171,11 @@ def test_trackio_has_the_metrics_and_traces(tmp_path, monkeypatch):
     for trace, (steps, text) in zip(traces, expected, strict=True):
         assert (trace["key"], trace["step"], trace["metadata"]["outcome"]) == ("episodes/training", steps, text.outcome)
         assert [(each["role"], each["content"]) for each in trace["messages"]] == [*text.messages]
+
+
+def test_a_resumed_run_may_log_elsewhere(tmp_path):
+    small = {"max_iterations": 1, "save_checkpoints": True}
+    build_run(small_config(tmp_path, **small)).trainer.train()
+    resumed = build_run(small_config(tmp_path, **small, tensorboard=True, resume=True))
+    assert resumed.trainer.iteration == 1
+    resumed.close()

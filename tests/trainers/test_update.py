@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from torchrl_llm import keys
 from torchrl_llm.modules import use_adapter
+from torchrl_llm.objectives import GroupRelative
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 from torchrl_llm.trainers import Callback, ConfigError, LLMTrainer, build_run
 from torchrl_llm.trainers.build import _worker_policy, make_optimizer
@@ -145,6 +146,37 @@ class TestUpdate:
         assert 0 < len(counts) < len(history)
         assert sorted({*scored}) == counts
         assert [i for i, metrics in enumerate(history) if "policy/kl_reference" in metrics] == counts
+
+    def test_the_reference_is_scored_for_an_estimator_that_reads_it(self, tmp_path):
+        class Reads(GroupRelative):
+            """Reads the reference whatever the weight of the KL."""
+
+            @property
+            def in_keys(self):
+                return list({*super().in_keys, keys.REF_LOG_PROB})
+
+            def estimate(self, tensordict):
+                assert keys.REF_LOG_PROB in tensordict
+                return super().estimate(tensordict)
+
+        settings = {"kl_coeff": 0.2, "kl_decay_fraction": 0.5, "max_steps": 80}
+        trainer = build_run(small_config(tmp_path, "GRPO", **settings)).trainer
+        trainer.loss.make_value_estimator(Reads)
+        assert trainer.train()[-1]["optim/kl_fraction"] == 0
+
+    def test_dynamic_sampling_scores_while_the_kl_in_the_reward_has_a_weight(self, tmp_path, monkeypatch):
+        settings = {"kl_coeff": 0.2, "kl_in": "reward", "kl_decay_fraction": 0.5, "dynamic_sampling": 2}
+        settings |= {"old_log_probs": "scorer"}
+        trainer, scored = build_run(small_config(tmp_path, "GRPO", max_steps=200, **settings)).trainer, []
+        score = trainer.scorer.score_for_credit
+
+        def recorded(rows):
+            score(rows)
+            scored.append((trainer.loss.kl_fraction > 0, keys.OLD_LOG_PROB in rows))
+
+        monkeypatch.setattr(trainer.scorer, "score_for_credit", recorded)
+        trainer.train()
+        assert set(scored) == {(True, True), (False, False)}
 
     @pytest.mark.parametrize("fraction", [0.5, None])
     def test_dynamic_sampling_counts_with_the_weight_of_the_update(self, tmp_path, monkeypatch, fraction):

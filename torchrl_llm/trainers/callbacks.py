@@ -46,7 +46,7 @@ class Callback:
         """After each evaluation, with its metrics; what is added, as in :meth:`on_batch`, is logged with them."""
 
     def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:
-        """After each iteration, with its metrics (evaluation included where there was one)."""
+        """After each iteration, with a copy of its metrics (evaluation included where there was one); what is added is not logged."""
 
     def on_end(self, trainer: Any) -> None:
         """After the last iteration, also when the run failed; the callbacks end from the last to the first."""

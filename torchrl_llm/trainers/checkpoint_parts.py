@@ -14,6 +14,7 @@ import torch
 from torchrl.checkpoint import Checkpoint, CheckpointError, StateDictCheckpointAdapter
 
 from torchrl_llm.envs.tasks import reshard_state
+from torchrl_llm.envs.text_env import EnvSpec
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.fsdp import shard_like
 
@@ -162,13 +163,15 @@ def names_of_parts(**parts: Any) -> dict[str, str]:
     """The name of each object that a run was given besides its settings: by its name another one is noticed in a resume.
 
     Args:
-        parts: functions, classes, partials of them (whose arguments do not count), other objects (of which the class counts),
-            ids as text, lists of these; ``None``: not given.
+        parts: functions, classes, partials of them (whose arguments do not count), an :class:`~torchrl_llm.envs.EnvSpec` (name
+            and maker count), other objects (of which the class counts), ids as text, lists of these; ``None``: not given.
 
     Examples:
         >>> from functools import partial
         >>> names_of_parts(env=[partial(Path, "a"), "game:Wordle-v0"], make_loss=names_of_parts, make_env=None)
         {'env': 'pathlib:Path, game:Wordle-v0', 'make_loss': 'torchrl_llm.trainers.checkpoint_parts:names_of_parts'}
+        >>> names_of_parts(env=EnvSpec("mine", Path))
+        {'env': 'mine (pathlib:Path)'}
     """
     return {name: _qualified(part) for name, part in parts.items() if part is not None}
 
@@ -180,6 +183,8 @@ def _qualified(part: Any) -> str:
         return ", ".join(map(_qualified, part))
     if isinstance(part, partial):
         return _qualified(part.func)
+    if isinstance(part, EnvSpec):
+        return f"{part.name} ({_qualified(part.make)})"
     named = part if hasattr(part, "__qualname__") else type(part)
     return f"{named.__module__}:{named.__qualname__}"
 

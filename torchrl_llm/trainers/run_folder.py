@@ -111,9 +111,16 @@ class RunFolder:
 
     @property
     def _places(self) -> list[Path]:
-        """What belongs to one run at a time: the folder, and that of the checkpoints where another one may link to it too."""
+        """What belongs to one run at a time: the folder, and that of the checkpoints where another one may link to it too.
+
+        Checkpoints in the folder of another run, which need not be a link there, belong to that run.
+        """
         link = self.checkpoints.directory
-        return [self.path, *([link.resolve()] if link.is_symlink() else [])]
+        if not link.is_symlink():
+            return [self.path]
+        saved = link.resolve()
+        is_a_runs = saved.name == link.name and (saved.parent / MARK).is_file()
+        return [self.path, saved, *([saved.parent] if is_a_runs else [])]
 
     @contextmanager
     def _locked_for_a_look(self, changed: Path | None) -> Iterator[None]:

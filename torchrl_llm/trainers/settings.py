@@ -291,7 +291,7 @@ class OptimConfig(Checked):
 
 @dataclass(kw_only=True)
 class ReportConfig(Checked):
-    """Evaluation and metrics."""
+    """Evaluation."""
 
     # The 95 % interval of a rate is at most +-0.06 with 256 different tasks, and +-0.04 with 512.
     evaluation_episodes: Count = 256
@@ -300,16 +300,6 @@ class ReportConfig(Checked):
     """Evaluate greedy decoding too, each task once."""
     final_episodes: Count = 512
     """Episodes of the evaluations before and after the run, on tasks used for nothing else."""
-    tensorboard: bool = False
-    """Log to TensorBoard too."""
-    wandb: bool = False
-    """Log to Weights & Biases too."""
-    wandb_project: str = "torchrl_llm"
-    """Its project."""
-    trackio: bool = False
-    """Log to trackio too."""
-    trackio_project: str = "torchrl_llm"
-    """Its project."""
 
 
 @dataclass(kw_only=True)
@@ -345,5 +335,15 @@ class OutputConfig(Checked):
     """Tasks of a recording, with up to 16 episodes each."""
     record_megabytes: Positive = 64.0
     """What the recordings may take on disk; beyond it record_interval is doubled, and what lies between deleted."""
+    tensorboard: bool = False
+    """Log to TensorBoard too."""
+    wandb: bool = False
+    """Log to Weights & Biases too."""
+    wandb_project: str = "torchrl_llm"
+    """Its project."""
+    trackio: bool = False
+    """Log to trackio too."""
+    trackio_project: str = "torchrl_llm"
+    """Its project."""
     log_episodes: Natural = 0
     """Episodes of each recording whose text goes to TensorBoard, Weights & Biases and trackio too, where they are on."""

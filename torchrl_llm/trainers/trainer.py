@@ -267,7 +267,8 @@ class LLMTrainer(TrainerBase):
         # does in it, such as a stage of a curriculum, would be lost.
         with ExitStack() as last_to_first:
             for callback in reversed(self.callbacks):
-                last_to_first.callback(callback.on_iteration, self, metrics)
+                # A copy: what is added now would come too late for the loggers, and for some of the callbacks.
+                last_to_first.callback(callback.on_iteration, self, dict(metrics))
             for target in reversed(self.loggers):
                 last_to_first.callback(target.log_metrics, metrics, step=self.steps)
 

@@ -56,7 +56,12 @@ class RowScorer:
     def reads_reference(self) -> bool:
         """Whether the log-probs of the reference are read: a stock loss reads none once its KL's weight has fallen to 0."""
         loss = self.run.loss
-        return loss.kl_fraction > 0 or loss.tensor_keys.ref_log_prob in loss.in_keys
+        return loss.kl_fraction > 0 or loss.tensor_keys.ref_log_prob in loss.in_keys or self.credit_reads_reference
+
+    @property
+    def credit_reads_reference(self) -> bool:
+        """Whether the estimator reads them: a stock one, while the KL that it takes out of the rewards has a weight."""
+        return keys.REF_LOG_PROB in self.estimator.in_keys
 
     # ------------------------------------------------------------------ scores and credit
 
@@ -94,7 +99,8 @@ class RowScorer:
     @property
     def credit_reads_scores(self) -> bool:
         """Whether advantages depend on log-probs or values that are scored; if not, only rows to learn from are scored."""
-        return self.run.credit_holds_kl or self.run.credit_corrects_sampler or self.run.loss.critic_network is not None
+        corrects, critic = self.run.credit_corrects_sampler, self.run.loss.critic_network
+        return self.credit_reads_reference or corrects or critic is not None
 
     def score_for_credit(self, rows: TensorDictBase) -> None:
         """:meth:`score` one batch of the collector, if its advantages depend on it: once, because weights do not change meanwhile."""
