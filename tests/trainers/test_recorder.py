@@ -239,6 +239,17 @@ class TestRunAndReport:
         assert write_report(config.output_dir) == config.output_dir / "report.html"
 
 
+def test_a_tracker_that_fails_does_not_end_the_run(tmp_path, caplog, monkeypatch):
+    def gone(*args, **kwargs):
+        raise ConnectionError("gone")
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_text", gone)
+    run = build_run(small_config(tmp_path, max_iterations=2, record_interval=1, log_episodes=1, tensorboard=True))
+    assert len(run.trainer.train()) == 2
+    assert "the episodes of iteration 1 did not reach every tracker" in caplog.text
+    assert list(recordings(run.config)) == names(1, 2)
+
+
 def test_one_recorder_serves_any_trainer(tmp_path):
     """It is a callback like any other."""
     config = small_config(tmp_path, max_iterations=1, record_interval=0)

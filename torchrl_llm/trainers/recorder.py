@@ -200,7 +200,10 @@ class RolloutRecorder(Callback):
         if about["kind"] == "before" or [about["iteration"]] == [*self.folder.training()]:
             self._followed = self._recorded_tasks()
         if self.log_episodes:
-            log_episodes(trainer.loggers, recording, self.log_episodes)
+            try:
+                log_episodes(trainer.loggers, recording, self.log_episodes)
+            except Exception:  # of a tracker, which raises anything, such as a network's error
+                logger.exception("the episodes of iteration %d did not reach every tracker", about["iteration"])
 
     def _write_weights(self, rows: TensorDictBase) -> None:
         """The loss weights of the optimizer batches in which the rows were; 0 for a row that no step reached."""
