@@ -131,11 +131,11 @@ def responses_of(batches: Iterable[TensorDictBase]) -> Responses:
     """The sampled ids of each turn, from rows or turns."""
     responses = {}
     for batch in batches:
-        responses |= dict(said_in_rows(batch) if keys.is_row_view(batch) else said_in_turns(batch))
+        responses |= dict(responses_in_rows(batch) if keys.is_row_view(batch) else responses_in_turns(batch))
     return responses
 
 
-def said_in_rows(rows: TensorDictBase) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
+def responses_in_rows(rows: TensorDictBase) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
     """The turns of rows ``[B]``."""
     columns = (rows[key] for key in (keys.EPISODE_ID, keys.TURN_IDS, keys.TOKENS))
     for episode, turn_ids, tokens in zip(*columns, strict=True):
@@ -143,12 +143,12 @@ def said_in_rows(rows: TensorDictBase) -> Iterator[tuple[tuple[int, int], tuple[
             yield (int(episode), turn), tuple(tokens[turn_ids == turn].tolist())
 
 
-def said_in_turns(turns: TensorDictBase) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
+def responses_in_turns(turns: TensorDictBase) -> Iterator[tuple[tuple[int, int], tuple[int, ...]]]:
     """The turns of a collector's batch ``[N, T]``, or of one answer of a policy ``[N]``."""
     mask = turns[keys.RESPONSE_MASK]
-    said = mask.any(-1)
-    columns = (turns[key][said] for key in (keys.EPISODE_ID, keys.TURN, keys.RESPONSE))
-    for episode, turn, ids, valid in zip(*columns, mask[said], strict=True):
+    acted = mask.any(-1)
+    columns = (turns[key][acted] for key in (keys.EPISODE_ID, keys.TURN, keys.RESPONSE))
+    for episode, turn, ids, valid in zip(*columns, mask[acted], strict=True):
         yield (int(episode), int(turn)), tuple(ids[valid].tolist())
 
 

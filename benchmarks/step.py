@@ -22,7 +22,7 @@ from pathlib import Path
 
 import learn
 import torch
-from played import cpu_seconds
+from episodes import cpu_seconds
 
 from torchrl_llm.envs import PromptDatasetEnv
 from torchrl_llm.trainers import RunConfig, build_run

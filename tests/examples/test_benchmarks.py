@@ -159,15 +159,15 @@ class TestLearn:
         assert result["computed"] == pytest.approx((200 + 80) / (8 * 210) if computed is None else computed, abs=0.01)
 
 
-class TestPlayed:
+class TestEpisodes:
     @pytest.mark.parametrize(
         ("game", "legal"),
         [("TowerofHanoi", "you moved disk"), ("Minesweeper", "you added a flag"), ("Game2048", "you moved")],
     )
     def test_the_player_is_legal(self, load, game, legal):
         """The games say so of each move."""
-        script = load("played")
-        rows = script.play_game(game, 2, 1)
+        script = load("episodes")
+        rows = script.collect_game(game, 2, 1)
         assert script.shape(rows)["turns"] == 8
         tokenizer = script.train_tokenizer(*script.GAMES[game])
         text = tokenizer.decode(rows[keys.TOKENS][0][rows[keys.ATTENTION_MASK][0]])
@@ -178,7 +178,7 @@ class TestPlayed:
         tokens = torch.tensor([[1, 2, 3, 4], [1, 2, 5, 0], [7, 0, 0, 0]])
         turns = {"turn": {"mask": torch.ones(3, 2).bool()}}
         rows = TensorDict({"tokens": tokens, "attention_mask": tokens > 0, **turns}, [3])
-        assert load("played").shape(rows) == {"rows": 3, "tokens": 8, "shared": round(8 / 6, 3), "turns": 2.0}
+        assert load("episodes").shape(rows) == {"rows": 3, "tokens": 8, "shared": round(8 / 6, 3), "turns": 2.0}
 
 
 class TestGuards:

@@ -1,7 +1,7 @@
-"""What shared prefixes save on conversations that were played: an update with and without them, in turns, in one process.
+"""What shared prefixes save on episodes: an update with and without them, in turns, in one process.
 
-    OMP_NUM_THREADS=1 python benchmarks/played.py --algo GRPO
-    OMP_NUM_THREADS=1 python benchmarks/played.py --game TowerofHanoi --model 135M
+    OMP_NUM_THREADS=1 python benchmarks/episodes.py --algo GRPO
+    OMP_NUM_THREADS=1 python benchmarks/episodes.py --game TowerofHanoi --model 135M
 
 ``--algo``: GuessTheNumber-easy as the small model of the package plays it, with the settings of ``examples/configs/tiny_*.yaml``;
 the whole update, scores and credit included. ``--game``: a board game that a scripted player plays with random legal moves for
@@ -9,7 +9,7 @@ eight turns, ``--groups`` tasks ``--group`` times each, encoded by a tokenizer t
 the sum of the log-probs, on a random model in the shape of a real one (``benchmarks/learn.py``).
 
 Prints one JSON object: ``speedup``, the median over the rounds; ``rounds``, that of each; ``shared``, the tokens of the rows over the
-tokens of their trie, the most that could be saved; and ``turns``, of a conversation.
+tokens of their trie, the most that could be saved; and ``turns``, of an episode.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def train_tokenizer(env_id: str, moves: Callable[[str], list[str]]) -> PreTraine
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
-def play_game(game: str, group: int, groups: int) -> TensorDictBase:
+def collect_game(game: str, group: int, groups: int) -> TensorDictBase:
     """The rows of ``groups`` tasks, ``group`` times each."""
     env_id, moves = GAMES[game]
     tokenizer = train_tokenizer(env_id, moves)
@@ -156,7 +156,8 @@ def updates(algo: str, rounds: int) -> Iterator[tuple[TensorDictBase, dict[str, 
         for number in range(1 + rounds):
             rows = runs["plain"].trainer.collect(batches)
             assert rows is not None
-            seconds = {name: cpu_seconds(partial(run.trainer.learn, rows.clone())) for name, run in runs.items()}
+            order = sorted(runs, reverse=bool(number % 2))  # who comes first changes
+            seconds = {name: cpu_seconds(partial(runs[name].trainer.learn, rows.clone())) for name in order}
             if number:  # after a warm-up
                 yield rows, seconds
         for run in runs.values():
@@ -166,15 +167,15 @@ def updates(algo: str, rounds: int) -> Iterator[tuple[TensorDictBase, dict[str, 
 def passes(game: str, arguments: argparse.Namespace) -> Iterator[tuple[TensorDictBase, dict[str, float]]]:
     """Rows of a game, and CPU-seconds of a forward and a backward of them, plainly and shared."""
     rows, model = (
-        play_game(game, arguments.group, arguments.groups),
+        collect_game(game, arguments.group, arguments.groups),
         learn.make_model(arguments.model, arguments.layers),
     )
     sharing = enable_prefix_sharing(model)
     scorers = {name: TokenScorer(model, prefixes=sharing if name == "shared" else None) for name in ("plain", "shared")}
     for number in range(1 + arguments.rounds):
         seconds = {}
-        for name, scorer in scorers.items():
-            seconds[name] = cpu_seconds(lambda scorer=scorer: learn.scored(scorer, rows).backward())
+        for name in sorted(scorers, reverse=bool(number % 2)):
+            seconds[name] = cpu_seconds(lambda scorer=scorers[name]: learn.scored(scorer, rows).backward())
             model.zero_grad(set_to_none=True)
         if number:
             yield rows, seconds
@@ -188,7 +189,7 @@ def main() -> None:
     what.add_argument("--game", choices=list(GAMES))
     parser.add_argument("--model", choices=list(learn.MODELS), default="135M", help="of --game")
     parser.add_argument("--layers", type=int, help="instead of the model's own number")
-    parser.add_argument("--group", type=int, default=8, help="conversations of a task of --game")
+    parser.add_argument("--group", type=int, default=8, help="episodes of a task of --game")
     parser.add_argument("--groups", type=int, default=1, help="tasks of --game")
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
