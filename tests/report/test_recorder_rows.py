@@ -42,14 +42,24 @@ def test_tasks_of_the_evaluation_before_and_of_the_first_batch_are_followed(tmp_
     run, tokenizer = Run(), load_tiny_tokenizer()
     recorder = RolloutRecorder(tmp_path, tokenizer, interval=1, tasks=2)
     recorder.record_evaluation(run, run.rows([100, 101]), "before")
-    run.record(recorder, [1, 2, 3, 4])
-    run.record(recorder, [3, 4, 2, 1])
+    run.record(recorder, [1, 2, 3, 4, 5, 6])
+    run.record(recorder, [6, 5, 3, 4, 2, 1])
     # A resumed one follows the same.
     recorder = RolloutRecorder(tmp_path, tokenizer, interval=1, tasks=2)
     recorder.on_start(run)
-    run.record(recorder, [4, 3, 2, 1])
+    run.record(recorder, [4, 3, 2, 1, 6, 5])
     found = [run.tasks(path) for path in sorted(tmp_path.glob("iteration-*.safetensors"))]
     assert found == [{1, 2}] * 3
+
+
+def test_a_third_of_a_batch_at_most_is_recorded(tmp_path):
+    """Or one task, so that something is."""
+    run, tokenizer = Run(), load_tiny_tokenizer()
+    for tasks, recorded in ((6, 2), (5, 1), (1, 1)):
+        recorder = RolloutRecorder(tmp_path / str(tasks), tokenizer, interval=1, tasks=4)
+        run.record(recorder, [*range(tasks)])
+        (path,) = (tmp_path / str(tasks)).glob("iteration-*.safetensors")
+        assert len(run.tasks(path)) == recorded
 
 
 def test_rows_that_keep_a_process_in_step_are_no_episodes(tmp_path):
