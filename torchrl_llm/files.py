@@ -37,14 +37,14 @@ def write_bytes(path: str | Path, data: bytes) -> None:
 
 
 def open_to_others(folder: Path) -> None:
-    """Give the weights in a folder and below it the mode of any new file: safetensors makes them readable for their owner alone.
+    """Give the weights in a folder the mode of any new file: safetensors makes them readable for their owner alone.
 
     Args:
-        folder: a folder that may be written to.
+        folder: a folder of one's own, that may be written to; what is below it stays as it is.
     """
     new = folder / ".mode"
     new.touch()
     mode = new.stat().st_mode
     new.unlink()
-    for file in folder.rglob("*.safetensors"):
+    for file in folder.glob("*.safetensors"):
         file.chmod(mode)

@@ -354,11 +354,15 @@ class TestFiles:
     def test_others_may_read_the_weights(self, lora, tmp_path):
         """As all new files; safetensors' own are readable for their owner alone."""
         models = load_actor_critic(make_model(), lora=lora, critic=True)
+        private = tmp_path / "private" / "model.safetensors"
+        private.parent.mkdir()
+        private.touch(0o600)
         models.save_pretrained(tmp_path)
         models.export_merged(tmp_path / "merged")
         (tmp_path / "new").touch()
-        modes = {path.stat().st_mode for path in tmp_path.rglob("*") if path.is_file()}
-        assert modes == {(tmp_path / "new").stat().st_mode}
+        written = {path for path in tmp_path.rglob("*") if path.is_file()} - {private}
+        assert {path.stat().st_mode for path in written} == {(tmp_path / "new").stat().st_mode}
+        assert private.stat().st_mode & 0o777 == 0o600  # not written here
 
     def test_adapters_load_with_plain_peft(self, tmp_path):
         models = load_actor_critic(make_model(), lora=LoraConfig(**LORA), critic=True)

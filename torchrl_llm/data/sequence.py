@@ -73,9 +73,11 @@ def turns_to_rows(
 ) -> TensorDictBase:
     """Collapse whole episodes of turns ``[B, T]`` into rows ``[B']``, one episode a row.
 
-    Of several workers, as TorchRL's ``ParallelEnv`` and ``SerialEnv`` stack them (``[W, N, T]``), ``B = W * N``. Turns count as played where ``("collector", "mask")`` (if present) is True and ``prompt_length > 0``; episodes
-    without any are dropped, hence ``B' <= B``. What is below ``("next", "extra")`` comes along if it has one element a turn (the extras of
-    :class:`~torchrl_llm.envs.GEMEnv`); other keys of an environment do not. How rows look: :func:`~torchrl_llm.data.rows_from_episodes`.
+    Of several workers, as TorchRL's ``ParallelEnv`` and ``SerialEnv`` stack them (``[W, N, T]``), ``B = W * N``. Turns count as
+    played where ``("collector", "mask")`` (if present) is True and ``prompt_length > 0``; episodes without any are dropped,
+    hence ``B' <= B``. What is below ``("next", "extra")`` comes along if it has one element a turn (the extras of
+    :class:`~torchrl_llm.envs.GEMEnv`); other keys of an environment do not. How rows look:
+    :func:`~torchrl_llm.data.rows_from_episodes`.
 
     Args:
         turns: the turn view of :mod:`torchrl_llm.keys`, time in the last dimension; one whole episode along it, its turns

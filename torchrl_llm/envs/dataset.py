@@ -290,9 +290,10 @@ class PromptDatasetEnv(GEMEnv):
             are a list of dicts, a Hugging Face ``Dataset``, or the path of a JSONL file.
         reward_fn: ``reward_fn(completion, answer, question) -> float``. ``completion`` is the response without its
             end-of-turn token, ``answer`` what the dataset has. Further parameters are columns, passed by name: those that it
-            names (one with a default may be missing), and all others if it has ``**kwargs`` and no ``*args``. If it is an ``async def``, the calls of a step run concurrently
-            in one event loop, which lives as long as the environment. A plain function sees the global generators seeded by
-            the row, and is called from one thread at a time unless it has the attribute ``thread_safe = True``; one that is
+            names (one with a default may be missing), and all others if it has ``**kwargs`` and no ``*args``. If it is an
+            ``async def``, the calls of a step run concurrently in one event loop, which lives as long as the environment. A
+            plain function sees the global generators seeded by the row, and is called from one thread at a time unless it
+            has the attribute ``thread_safe = True``; one that is
             batched or async must not draw from them.
         tokenizer: the tokenizer of the policy's model.
         question, answer: the columns; default ``"question"`` and ``"answer"``.

@@ -45,8 +45,8 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
 
     Observations (:mod:`torchrl_llm.keys`): the whole context so far ``("tokens", "prompt")`` ``[N, max_model_len]``
     int64, right-padded with 0, and its length, ``"turn"``, ``"episode_id"``, ``"group_id"``, ``"env_id"``, ``"task_id"``,
-    ``"success"`` and ``"stop_reason"``, all ``[N, 1]``; after a step also its :attr:`extras`. Action: ``("tokens", "response")`` ``[N, max_output_tokens]``
-    int64 and ``("tokens", "response_mask")`` bool. The last observation of an episode holds its last response and, as far as
+    ``"success"`` and ``"stop_reason"``, all ``[N, 1]``; after a step also its :attr:`extras`. Action:
+    ``("tokens", "response")`` ``[N, max_output_tokens]`` int64 and ``("tokens", "response_mask")`` bool. The last observation of an episode holds its last response and, as far as
     it fits, the environment's last message.
 
     Tasks come from a :class:`~torchrl_llm.envs.TaskSampler`: the same seed gives the same episodes, whatever else
@@ -284,7 +284,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         plain = None if options is None else [self._plain(*each) for each in enumerate(options)]
         task_sampler = self.task_sampler.with_stage(self.num_sampled, weights=weights, options=plain)
         if plain is not None:
-            before = (stages[-1].options if (stages := self.task_sampler.stages) else ()) or ({},) * len(plain)
+            before = self.task_sampler.last_stage.options or ({},) * len(plain)
             for env_id, (each, old) in enumerate(zip(plain, before, strict=True)):
                 if each != old:
                     self._check_options(env_id, each)

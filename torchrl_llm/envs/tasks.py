@@ -184,6 +184,11 @@ class TaskSampler(Checked):
         place = bisect_right(self.stages, group, key=lambda stage: stage.first_group)
         return self.stages[place - 1] if place else Stage(weights=self.weights)
 
+    @property
+    def last_stage(self) -> Stage:
+        """The stage of the newest groups."""
+        return self.stages[-1] if self.stages else Stage(weights=self.weights)
+
     def with_stage(
         self, index: int, *, weights: Sequence[float] | None = None, options: Sequence[Mapping[str, Any]] | None = None
     ) -> Self:
@@ -211,7 +216,7 @@ class TaskSampler(Checked):
         changes: dict[str, Any] = {"weights": weights, "options": options}
         changes = {name: given for name, given in changes.items() if given is not None}
         first = self._group(index + self.group_size - 1)
-        last = self.stages[-1] if self.stages else Stage(weights=self.weights)
+        last = self.last_stage
         earlier = [stage for stage in self.stages if stage.first_group < first]
         stage, same = replace(last, first_group=first, **changes), replace(last, first_group=first)
         return self if stage == same else replace(self, stages=(*earlier, stage)[-MOST_STAGES:])
@@ -226,7 +231,7 @@ class TaskSampler(Checked):
     @property
     def shares(self) -> tuple[float, ...] | None:
         """How often each environment is sampled, relative to each other; ``None``: in turn."""
-        return self._shares((self.stages[-1] if self.stages else self).weights)
+        return self._shares(self.last_stage.weights)
 
     def _shares(self, weights: tuple[float, ...] | None) -> tuple[float, ...] | None:
         if self.success is None:

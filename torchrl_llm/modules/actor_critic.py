@@ -133,10 +133,11 @@ class ActorCritic:
             else:  # PEFT puts the adapter into a folder of its name
                 # save_embedding_layers="auto", the default, may ask the hub for the configuration of the base.
                 model.save_pretrained(str(path), selected_adapters=[role], save_embedding_layers=False)
+            open_to_others(path / role)
         if self.critic is not None:
             (path / "critic").mkdir(parents=True, exist_ok=True)
             save_file(self.critic.value_head.state_dict(), path / "critic" / _VALUE_HEAD)
-        open_to_others(path)
+            open_to_others(path / "critic")
 
     def export_merged(self, path: str | Path, tokenizer: Any = None) -> None:
         """Write the actor as one whole model that transformers and vLLM load, its adapter merged into the weights.
