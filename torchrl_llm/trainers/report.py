@@ -69,7 +69,11 @@ def run_and_report(
                 say(f"before training, {report.before.episodes} episodes: win rate {report.before.success:.3f}")
             run.trainer.train()
             report.after = run.final_evaluation()
-            return report.write(run, run.trainer.stop_reason)
+            result = report.write(run, run.trainer.stop_reason)
+            # All processes end together: one that ends at once after a collective, while PyTorch's threads still release what
+            # they sent, is aborted now and then ("terminate called without an active exception"), and its launcher ends the rest.
+            run.trainer.accelerator.wait_for_everyone()
+            return result
         except Interrupted as interrupted:
             report.write(run, f"interrupted by {interrupted.name}")
             raise
