@@ -1,5 +1,5 @@
 """Collectors of whole episodes: :class:`TurnCollector`; :class:`AsyncTurnCollector`, without a barrier between turns;
-:class:`RayTurnCollector`, on workers.
+:class:`RayTurnCollector`, on workers; :class:`RecordedCollector`, of episodes that were collected before.
 
 Environments and policies come from :mod:`torchrl_llm.envs` and :mod:`torchrl_llm.modules`; rows are made in
 :mod:`torchrl_llm.data`.
@@ -9,12 +9,14 @@ from torchrl_llm.collectors.adaptive import adapt_mixture
 from torchrl_llm.collectors.async_turn import AsyncTurnCollector
 from torchrl_llm.collectors.collector import EpisodeCollector
 from torchrl_llm.collectors.ray_turn import RayTurnCollector, WorkerLostError
+from torchrl_llm.collectors.recorded import RecordedCollector
 from torchrl_llm.collectors.turn import TurnCollector
 
 __all__ = [
     "AsyncTurnCollector",
     "EpisodeCollector",
     "RayTurnCollector",
+    "RecordedCollector",
     "TurnCollector",
     "WorkerLostError",
     "adapt_mixture",

@@ -6,6 +6,7 @@ from torchrl_llm.data.interop import MC_ADVANTAGE_KEYS, GRPOActor, RowsAsTraject
 from torchrl_llm.data.rows import HistoryRewrittenError, TurnViewError, rows_from_episodes
 from torchrl_llm.data.selection import nonzero_variance, overlong, penalize_overlong
 from torchrl_llm.data.sequence import TurnsToSequence, turns_to_rows
+from torchrl_llm.data.transcripts import TranscriptError, episode_from_messages, read_transcripts
 
 __all__ = [
     "MC_ADVANTAGE_KEYS",
@@ -13,16 +14,19 @@ __all__ = [
     "HistoryRewrittenError",
     "RowsAsTrajectories",
     "ScoredTokens",
+    "TranscriptError",
     "TurnViewError",
     "TurnsToSequence",
     "apply_in_micro_batches",
     "cat_rows",
+    "episode_from_messages",
     "micro_batches",
     "minibatches",
     "nonzero_variance",
     "overlong",
     "padding_share",
     "penalize_overlong",
+    "read_transcripts",
     "rows_from_agilerl",
     "rows_from_episodes",
     "to_grpo_keys",

@@ -164,6 +164,7 @@ class ChatFormatter(Checked):
         self._control = {str(token): token for token in added.values()}
         # The unknown token stands for text without a token of its own; it steers nothing.
         self._control_ids = frozenset(added) - {tokenizer.unk_token_id}
+        self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._added = token_pattern(self._control)
         self._bos: tuple[int, ...] = ()
         self._turn_end: int | None = None
@@ -211,6 +212,23 @@ class ChatFormatter(Checked):
             response = response[:-1]
         # Cleaning up would remove spaces before punctuation: the environment would get another text than was sampled.
         return str(self.tokenizer.decode(response, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def answer(self, text: str) -> tuple[int, ...]:
+        """The ids of an answer that nobody sampled, such as a scripted player's: those of ``text``, and the end of the turn.
+
+        Markup that the tokenizer has tokens for, such as ``<think>``, becomes these tokens, as a model would write it.
+
+        Raises:
+            ControlTokenError: the text holds a special token, which would end the turn or change the context.
+        """
+        ids = self._with_added_tokens(text)
+        special = [i for i in ids if i in self._special_ids]
+        if special:
+            raise ControlTokenError(
+                f"The answer {text[:80]!r} holds {self.tokenizer.convert_ids_to_tokens(special[0])!r}, a special token of the "
+                f"tokenizer {self.tokenizer.name_or_path!r}: leave it out; the end of the turn is added."
+            )
+        return (*ids, *self.end_of_turn_ids[:1])
 
     def _render_start(self, message: str) -> tuple[int, ...]:
         return (*self._bos, *self._encode(self._first, message))

@@ -7,6 +7,7 @@ from torchrl_llm.objectives import functional
 from torchrl_llm.objectives.estimators import (
     CriticEstimator,
     GroupRelative,
+    ImitationWeights,
     ReBN,
     ReturnEstimator,
     TurnEstimator,
@@ -18,13 +19,16 @@ from torchrl_llm.objectives.loss import TurnPolicyLoss
 from torchrl_llm.objectives.micro_batches import merge, total, write_loss_weights
 from torchrl_llm.objectives.ppo import LLMPPOLoss
 from torchrl_llm.objectives.reinforce import LLMReinforceLoss
+from torchrl_llm.objectives.sft import LLMSFTLoss
 
 __all__ = [
     "CriticEstimator",
     "GroupRelative",
+    "ImitationWeights",
     "LLMGRPOLoss",
     "LLMPPOLoss",
     "LLMReinforceLoss",
+    "LLMSFTLoss",
     "ReBN",
     "ReturnEstimator",
     "TurnEstimator",

@@ -27,6 +27,8 @@ METRICS: dict[str, str] = {
     "rollout/episodes": "episodes collected in training so far",
     "rollout/steps": "turns collected in training so far",
     "loss/objective": "the policy's term of the loss",
+    "loss/nll": "negative log-likelihood per action token, nats, whatever its weight (SFT)",
+    "loss/imitated": "share of the action tokens that is imitated (SFT)",
     "loss/critic": "the critic's term of the loss (LLMPPO)",
     "loss/entropy": "the entropy bonus' term of the loss",
     "loss/kl": "the reference KL's term of the loss; none once its weight has fallen to 0 (kl_decay_fraction)",
@@ -132,6 +134,8 @@ LOSS_METRICS: dict[str, str] = {
     "ESS": "policy/ESS",
     "log_ratio": "policy/log_ratio",
     "value_clip_fraction": "critic/clip_fraction",
+    "nll": "loss/nll",
+    "imitated": "loss/imitated",
 }
 """Output key of a loss -> its name in :data:`METRICS`; averaged over the optimizer steps of an iteration."""
 

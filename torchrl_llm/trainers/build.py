@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,16 +20,24 @@ from torchrl.data import LazyStackStorage, ReplayBuffer
 from transformers import AutoConfig, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from torchrl_llm.collectors import AsyncTurnCollector, RayTurnCollector, TurnCollector, adapt_mixture
+from torchrl_llm.collectors import (
+    AsyncTurnCollector,
+    EpisodeCollector,
+    RayTurnCollector,
+    RecordedCollector,
+    TurnCollector,
+    adapt_mixture,
+)
 from torchrl_llm.collectors.async_turn import STEP_TIMEOUT
 from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import ChatFormatter, GEMEnv, SeenTasks
 from torchrl_llm.envs.tasks import Stream
-from torchrl_llm.modules import ActorCritic, HFPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
+from torchrl_llm.modules import ActorCritic, HFPolicy, PlayerPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.stops import response_end_ids
 from torchrl_llm.trainers.config import ConfigError, RunConfig
+from torchrl_llm.trainers.demonstrations import find_demonstrations, read_demonstrations
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import evaluate
 from torchrl_llm.trainers.sources import model_path
@@ -179,7 +188,7 @@ def has_own_reference(config: RunConfig) -> bool:
 
 def load_models(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, *, device: Any) -> ActorCritic:
     """Actor, critic and reference of ``config`` on one base model."""
-    reference: Any = config.kl_coeff != 0
+    reference: Any = config.has_reference
     if reference and has_own_reference(config):
         reference = "adapter"
     models = load_actor_critic(
@@ -297,13 +306,26 @@ def make_collector(
     replay_buffer: ReplayBuffer,
     distributed: Distributed,
     **workers: Any,
-) -> TurnCollector | AsyncTurnCollector | RayTurnCollector:
+) -> EpisodeCollector:
     """The collector, which fills the replay buffer with this rank's share of ``config.batch_size`` episodes an iteration.
 
     Args:
         workers: :func:`worker_options`, with ``collector="ray"``.
     """
     options = {"batch_size": _batch_share(config, distributed.world_size), "replay_buffer": replay_buffer, **workers}
+    shown = None if config.demonstrations is None else find_demonstrations(config.demonstrations)
+    if isinstance(shown, Path):
+        episodes = read_demonstrations(shown, env, max_model_len=config.max_model_len)
+        return RecordedCollector(env, policy, episodes, seed=config.seed, **options)
+    if shown is not None:
+        policy = PlayerPolicy(
+            shown,
+            env.formatter.tokenizer,
+            env.formatter.answer,
+            max_output_tokens=config.max_output_tokens,
+            seed=config.seed,
+            trained=policy,
+        )
     options |= _given(config, "max_faults")
     if config.adaptive_mixture:
         options["post_collect_hook"] = partial(adapt_mixture, env, gather=distributed.all_gather)

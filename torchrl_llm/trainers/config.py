@@ -9,90 +9,33 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
-from tensordict.nn import TensorDictModule, TensorDictModuleBase
-from torch import nn
+from tensordict.nn import TensorDictModuleBase
 
-from torchrl_llm import keys, objectives
+from torchrl_llm import objectives
 from torchrl_llm.modules.policy import SamplingConfig
-from torchrl_llm.options import (
-    Checked,
-    ConfigError,
-    Idle,
-    NonNegative,
-    Option,
-    meanings,
-    nearest,
-    options_class,
-    options_of,
-)
+from torchrl_llm.options import Checked, ConfigError, Idle, meanings, nearest, options_class, options_of
 from torchrl_llm.trainers import settings
+from torchrl_llm.trainers.loss_settings import (
+    LOSSES,
+    NO_ACTOR,
+    NO_CRITIC,
+    LossConfig,
+    LossOptions,
+    loss_settings,
+    missing_in,
+    only_of,
+)
 from torchrl_llm.trainers.settings import Algorithm
 from torchrl_llm.trainers.settings_file import read_settings, write_settings
-
-LOSSES: dict[Algorithm, type[objectives.TurnPolicyLoss]] = {
-    "LLMPPO": objectives.LLMPPOLoss,
-    "LLMREINFORCE": objectives.LLMReinforceLoss,
-    "GRPO": objectives.LLMGRPOLoss,
-}
-"""The loss of each algorithm, which declares the algorithm's settings (:func:`loss_settings`)."""
-
-
-_NO_ACTOR = TensorDictModule(nn.Identity(), in_keys=[keys.TOKENS], out_keys=[keys.LOG_PROB, keys.ENTROPY])
-_NO_CRITIC = TensorDictModule(nn.Identity(), in_keys=[keys.TOKENS], out_keys=[keys.STATE_VALUE, keys.BOOTSTRAP_VALUE])
-"""The keys of actor and critic, and no weights: what a loss asks of them when it is made."""
-
-_DECIDED_BY_THE_RUN = ("actor", "critic", "single_turn", "partial")
-"""Parameters of losses that are no settings."""
-
-_OTHER_HINTS: dict[str, Any] = {
-    "kl_kind": Literal["k2", "k3"],  # as a loss "k1" has no gradient in expectation
-    "granularity": Literal["turn", "token"],  # "auto" needs to know whether the environment has one turn
-    "clip_value": NonNegative,  # None is the loss's default here, so that 0 has to mean no bound
-}
-"""Annotations of settings that differ from those of the losses."""
 
 
 def names_of(part: type[Checked]) -> tuple[str, ...]:
     """The names of the fields of a part of the settings."""
     return tuple(field.name for field in fields(part))  # type: ignore[arg-type]
-
-
-@cache
-def loss_settings(algo: Algorithm) -> tuple[str, ...]:
-    """The settings that the loss of ``algo`` takes, in the order of its declaration."""
-    return tuple(name for name in options_of(LOSSES[algo]) if name not in _DECIDED_BY_THE_RUN)
-
-
-def _options_of_losses() -> Any:
-    """The options that the losses declare, all ``None``: the default that is declared there."""
-    options: dict[str, Option] = {}
-    meaning: dict[str, str] = {}
-    for algo, loss in LOSSES.items():
-        said = meanings(loss)
-        for name in loss_settings(algo):
-            if name not in options and name != "group_size":  # which RolloutConfig declares, for every algorithm
-                options[name] = Option(_OTHER_HINTS.get(name, options_of(loss)[name].hint) | None, None)
-                takers = [other for other in LOSSES if name in loss_settings(other)]
-                only = "" if len(takers) == len(LOSSES) else f" ({', '.join(takers)})"
-                meaning[name] = f"{said[name].removesuffix('.')}{only}."
-    return options_class("LossOptions", options, meaning, "The algorithm's loss and estimator.")
-
-
-_LossOptions: Any = _options_of_losses()
-
-
-@dataclass(kw_only=True)
-class LossConfig(_LossOptions):
-    """The algorithm's loss and estimator. The losses declare their options; ``None`` takes the default declared there."""
-
-    estimator: str | None = None
-    """The value estimator: a class of torchrl_llm.objectives, such as "TurnVTrace", or "package.module:Name", which gets
-    those of these options that it has; None takes the algorithm's own."""
 
 
 _SAMPLING = {name: option for name, option in options_of(SamplingConfig).items() if name != "stop_ids"}
@@ -101,12 +44,6 @@ _SAMPLING = {name: option for name, option in options_of(SamplingConfig).items()
 SamplingSettings: Any = options_class(
     "SamplingSettings", _SAMPLING, meanings(SamplingConfig), "How responses are sampled."
 )
-
-
-def _only(algo: Algorithm) -> tuple[str, ...]:
-    """The settings that no loss but that of ``algo`` takes."""
-    others = {name for other in LOSSES if other != algo for name in loss_settings(other)}
-    return tuple(name for name in loss_settings(algo) if name not in {*others, "group_size"})
 
 
 def shown_default(name: str, algo: Algorithm | None = None) -> str:
@@ -120,7 +57,7 @@ def shown_default(name: str, algo: Algorithm | None = None) -> str:
         >>> shown_default("gamma", "GRPO")
         '1.0'
     """
-    if name not in names_of(_LossOptions):
+    if name not in names_of(LossOptions):
         return str(options_of(RunConfig)[name].default)
     algorithms: dict[str, list[str]] = {}
     for each, loss in LOSSES.items():
@@ -174,16 +111,30 @@ class RunConfig(
     idle: ClassVar[tuple[Idle, ...]] = (
         *settings.TrainerConfig.idle,
         Idle(
-            (*_only("LLMPPO"), "lr_critic", "critic_warmup", "critic_trunk", "init_critic"),
-            {"algo": ("LLMREINFORCE", "GRPO")},
+            (*only_of("LLMPPO"), "lr_critic", "critic_warmup", "critic_trunk", "init_critic"),
+            {"algo": ("LLMREINFORCE", "GRPO", "SFT")},
             'set algo to "LLMPPO", which has a critic',
             {"whiten": False, "critic_coeff": 0, "clip_value": 0},
         ),
         Idle(("critic_warmup",), {"critic_coeff": (0,)}, "give the critic's loss a weight"),
         Idle(("critic_warmup",), {"lr_critic": (0,)}, "give the critic a learning rate"),
         Idle(("critic_warmup",), {"lr_critic": (None,), "lr_actor": (0,)}, "give the critic a learning rate"),
-        Idle(_only("LLMREINFORCE"), {"algo": ("LLMPPO", "GRPO")}, 'set algo to "LLMREINFORCE"'),
-        Idle(_only("GRPO"), {"algo": ("LLMPPO", "LLMREINFORCE")}, 'set algo to "GRPO"'),
+        Idle(only_of("LLMREINFORCE"), {"algo": ("LLMPPO", "GRPO", "SFT")}, 'set algo to "LLMREINFORCE"'),
+        Idle(only_of("GRPO"), {"algo": ("LLMPPO", "LLMREINFORCE", "SFT")}, 'set algo to "GRPO"'),
+        Idle((*only_of("SFT"), "demonstrations"), {"algo": ("LLMPPO", "LLMREINFORCE", "GRPO")}, 'set algo to "SFT"'),
+        Idle(
+            (
+                *missing_in("SFT"),
+                "old_log_probs",
+                "target_kl",
+                "kl_decay_fraction",
+                "init_reference",
+                "refresh_reference",
+            ),
+            {"algo": ("SFT",)},
+            "use an algorithm of reinforcement learning: supervised fine-tuning compares with no other policy",
+            {"kl_coeff": 0},
+        ),
         Idle(
             names_of(settings.EngineConfig),
             {"policy": ("hf",)},
@@ -296,6 +247,10 @@ class RunConfig(
             yield f"max_staleness={stale} samples during updates, and sleep_mode stops the engine for them: choose one."
         if self.weight_sync == "adapter" and not self.lora_r:
             yield "weight_sync='adapter' sends an adapter, and lora_r=0 has none: leave it out."
+        if self.collector == "ray" and self.demonstrations is not None:
+            yield f"demonstrations={self.demonstrations!r} are collected in this process: leave collector='ray' out."
+        if self.dynamic_sampling and self.algo == "SFT":
+            yield f"dynamic_sampling={self.dynamic_sampling} compares the episodes of a group, and SFT does not: leave it out."
         if self.collector == "ray" and self.sleep_mode:
             yield "sleep_mode shares a GPU with the trainer, and the engines of collector='ray' have their own: leave it out."
         if self.collector == "ray" and self.weight_sync not in (None, "adapter"):
@@ -326,7 +281,7 @@ class RunConfig(
                 f"estimator={self.estimator!r} needs a critic, and algo={self.algo!r} has none: use LLMPPO."
             )
         own, known = options_of(LOSSES[self.algo].default_value_estimator), options_of(chosen)
-        unused = tuple(name for name in names_of(_LossOptions) if name in own and name not in known)
+        unused = tuple(name for name in names_of(LossOptions) if name in own and name not in known)
         instead = "choose an estimator that has the option"
         Idle(unused, {"estimator": (self.estimator,)}, instead).check(vars(self), dict.fromkeys(unused))
 
@@ -338,7 +293,7 @@ class RunConfig(
     def _check_loss(self) -> None:
         """Raise what the loss and its estimator say of their options, before models are loaded for them."""
         try:
-            self.make_loss(_NO_ACTOR, _NO_CRITIC)
+            self.make_loss(NO_ACTOR, NO_CRITIC)
         except ConfigError:
             raise
         except ValueError as error:
@@ -382,7 +337,12 @@ class RunConfig(
             )
         values = {name: getattr(self, name) for name in loss_settings(self.algo)}
         options = {name: value for name, value in values.items() if value is not None}
-        if self.max_staleness and self.sampler_correction is None and not self._corrects_sampler:
+        if (
+            "sampler_correction" in values
+            and self.max_staleness
+            and self.sampler_correction is None
+            and not self._corrects_sampler
+        ):
             options = {"sampler_correction": "truncate", "sampler_bounds": 2.0} | options
         if options.get("clip_value") == 0:
             options["clip_value"] = None
@@ -407,6 +367,11 @@ class RunConfig(
         if not (isinstance(found, type) and issubclass(found, objectives.TurnEstimator)):
             raise ConfigError(f"estimator={self.estimator!r} is {found!r}; expected a subclass of TurnEstimator.")
         return found
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the loss, or its estimator, takes a KL to a reference policy."""
+        return "kl_coeff" in loss_settings(self.algo) and self.kl_coeff != 0
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> Self:

@@ -24,7 +24,7 @@ from torchrl_llm.options import (
     Share,
 )
 
-Algorithm = Literal["LLMPPO", "LLMREINFORCE", "GRPO"]
+Algorithm = Literal["LLMPPO", "LLMREINFORCE", "GRPO", "SFT"]
 OldLogProbs = Literal["auto", "sampler", "scorer"]
 
 NOTHING_TO_CORRECT = (
@@ -272,6 +272,9 @@ class RolloutConfig(Checked):
     """Episodes per iteration, all groups and all processes together."""
     group_size: Count = 1
     """Episodes per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for."""
+    demonstrations: str | None = None
+    """What SFT imitates: a scripted player, of torchrl_llm.envs.players or as "package.module:name"; a file of messages
+    (.jsonl), or the folder of a run, whose recorded episodes are read; None: the model's own episodes (SFT)."""
 
 
 @dataclass(kw_only=True)

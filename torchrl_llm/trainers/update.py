@@ -43,6 +43,8 @@ class RowScorer:
     @property
     def scores_old(self) -> bool:
         """Whether the log-probs that ratios are taken against are scored, and not the sampler's."""
+        if self.run.loss.tensor_keys.sample_log_prob not in self.run.loss.in_keys:
+            return False  # it takes no ratios
         if self.run.config.old_log_probs == "auto":
             return (
                 not self.run.logprobs_match_trainer
@@ -157,8 +159,7 @@ class Updater:
             if region.reached:
                 break
         means = _means(steps) | checked_metrics(_means(added), source="callbacks")
-        means["policy/log_prob_gap"] = self.log_prob_gap(batch, steps[0])
-        return means | region.metrics()
+        return means | self.log_prob_gap(batch, steps[0]) | region.metrics()
 
     def _added(self, minibatch: TensorDictBase, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the callbacks add to the metrics of an optimizer step, or change in them."""
@@ -223,14 +224,16 @@ class Updater:
         self.run.optimizer.zero_grad(set_to_none=True)
         return norms
 
-    def log_prob_gap(self, batch: TensorDictBase, first_step: Mapping[str, Tensor]) -> float:
-        """The mean difference of the log-probs of scorer and sampler before the update."""
+    def log_prob_gap(self, batch: TensorDictBase, first_step: Mapping[str, Tensor]) -> dict[str, float]:
+        """The mean difference of the log-probs of scorer and sampler before the update; nothing for a loss without ratios."""
+        name = "policy/log_prob_gap"
         if keys.OLD_LOG_PROB not in batch:
             # The ratio is to the sampler then, and before the first step the model is the one that sampled.
-            return first_step["policy/log_ratio"].item()
+            ratio = first_step.get("policy/log_ratio")
+            return {} if ratio is None else {name: ratio.item()}
         actions = batch[keys.TURN_IDS] >= 0
         gap = (batch[keys.OLD_LOG_PROB] - batch[keys.SAMPLE_LOG_PROB])[actions].abs()
-        return self.run.distributed.all_reduce_mean(gap)
+        return {name: self.run.distributed.all_reduce_mean(gap)}
 
 
 def _means(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:

@@ -88,6 +88,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         reward: NestedKey = keys.TURN_REWARD
         terminated: NestedKey = keys.TURN_TERMINATED
         truncated: NestedKey = keys.TURN_TRUNCATED
+        success: NestedKey = keys.TURN_SUCCESS
         mask: NestedKey = keys.TURN_MASK
         turn_ids: NestedKey = keys.TURN_IDS
         group_id: NestedKey = keys.GROUP_ID

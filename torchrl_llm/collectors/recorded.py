@@ -1,0 +1,105 @@
+"""Batches of episodes that were collected before: :class:`RecordedCollector`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torchrl.envs import EnvBase
+
+from torchrl_llm.collectors._queue import EpisodeQueue, RolloutExecutor
+from torchrl_llm.collectors.collector import EpisodeCollector
+from torchrl_llm.episode import Episode
+from torchrl_llm.modules.policy import TurnPolicy
+
+
+class RecordedCollector(EpisodeCollector):
+    """Delivers given episodes, all of them once in an order of chance, then again in another one: data to imitate.
+
+    It is a :class:`~torchrl_llm.collectors.TurnCollector` that plays nothing: batches, counters, ranks and resume are the same. The
+    place in the order counts as the environment's task, whose ids the rows get.
+
+    Args:
+        env: a :class:`~torchrl_llm.envs.GEMEnv`; its sampler counts the tasks, and it is never stepped.
+        policy: the one that is trained; it stamps the rows with its version.
+        episodes: finished ones, as :func:`~torchrl_llm.data.read_transcripts` reads them.
+        seed: of the orders.
+        kwargs: ``batch_size`` and more, see :class:`~torchrl_llm.collectors.TurnCollector`.
+
+    Raises:
+        ValueError: there are no episodes.
+
+    Examples:
+        >>> from torchrl_llm.data import episode_from_messages
+        >>> from torchrl_llm.envs import GEMEnv
+        >>> from torchrl_llm.testing.environments import StopOrGo
+        >>> from torchrl_llm.testing.policies import ScriptedPolicy
+        >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
+        >>> tokenizer = byte_tokenizer()
+        >>> env = GEMEnv(StopOrGo, tokenizer=tokenizer, num_envs=1, max_output_tokens=8)
+        >>> asked = [{"role": "user", "content": "2 + 2?"}]
+        >>> episodes = [
+        ...     episode_from_messages([*asked, {"role": "assistant", "content": text}], env.formatter) for text in "45"
+        ... ]
+        >>> policy = ScriptedPolicy(lambda *_: "", tokenizer=tokenizer)
+        >>> collector = RecordedCollector(env, policy, episodes, batch_size=2, total_batches=1)
+        >>> for rows in collector:
+        ...     print(sorted(tokenizer.decode(row[turn_ids == 0]) for row, turn_ids in zip(rows["tokens"], rows["turn_ids"])))
+        ['4<|im_end|>', '5<|im_end|>']
+    """
+
+    def __init__(
+        self, env: EnvBase, policy: TurnPolicy, episodes: Sequence[Episode], *, seed: int = 0, **kwargs: Any
+    ) -> None:
+        if not episodes:
+            raise ValueError("There are no episodes to deliver: give one at least.")
+        super().__init__(env, policy, **kwargs)
+        if self.group_size != 1:
+            raise ValueError(f"The group size is {self.group_size}; expected 1: recorded episodes are of any tasks.")
+        self._executor = RecordedExecutor(self._queue, episodes, policy, seed)
+
+
+class RecordedExecutor(RolloutExecutor):
+    """Ends each episode at once, as the one that the order has in its place.
+
+    Args:
+        queue: gets the episodes.
+        episodes: the given ones.
+        policy: its version is stamped on the tokens.
+        seed: of the orders.
+    """
+
+    in_flight = 0
+
+    def __init__(self, queue: EpisodeQueue, episodes: Sequence[Episode], policy: TurnPolicy, seed: int) -> None:
+        self._queue, self._episodes, self._policy, self._seed = queue, episodes, policy, seed
+        self._epoch, self._order = -1, [0]
+
+    def step(self) -> bool:
+        while (episode := self._queue.next()) is not None:
+            self._fill(episode, self._given(episode.index))
+        return False
+
+    def _given(self, index: int) -> Episode:
+        epoch, place = divmod(index, len(self._episodes))
+        if epoch != self._epoch:
+            generator = torch.Generator().manual_seed((self._seed << 20) + epoch)
+            self._epoch, self._order = epoch, torch.randperm(len(self._episodes), generator=generator).tolist()
+        return self._episodes[self._order[place]]
+
+    def _fill(self, episode: Episode, given: Episode) -> None:
+        for turn in given.turns:
+            versions = turn.versions * 0 + self._policy.policy_version
+            episode.add(turn._replace(versions=versions))
+        for name in ("rewards", "contexts", "stop_reason", "terminated", "truncated", "success"):
+            setattr(episode, name, getattr(given, name))
+
+    def release(self, episode: Episode) -> None:
+        """Nothing: no episode runs."""
+
+    def clear(self) -> None:
+        """Nothing: no episode runs."""
+
+    def close(self, timeout: float) -> None:
+        """Nothing: there is nothing to close."""

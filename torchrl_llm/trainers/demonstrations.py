@@ -1,0 +1,127 @@
+"""What supervised fine-tuning imitates: :func:`find_demonstrations` says what a setting means, :func:`make_demonstrator` collects it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from inspect import isfunction
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchrl_llm.data import read_transcripts
+from torchrl_llm.envs import GEMEnv, players
+from torchrl_llm.episode import Episode, Turn
+from torchrl_llm.modules import Player
+from torchrl_llm.options import ConfigError, nearest
+from torchrl_llm.record.pieces import TokenTexts
+from torchrl_llm.record.recording import FOLDER, Recording, RecordingError, RecordingFolder, read_recording
+
+
+def find_demonstrations(given: str) -> Player | Path:
+    """What the setting ``demonstrations`` names: a player, or a path that is there.
+
+    Raises:
+        ConfigError: neither.
+
+    Examples:
+        >>> find_demonstrations("guess_by_hints").__name__
+        'guess_by_hints'
+    """
+    path = Path(given).expanduser()
+    if path.exists():
+        return path
+    known = {name: each for name, each in vars(players).items() if isfunction(each) and not name.startswith("_")}
+    if given in known:
+        return known[given]
+    if ":" in given:
+        try:
+            found = resolve_name(given)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigError(f"demonstrations is {given!r}, which cannot be imported ({error}).") from error
+        if callable(found):
+            return found
+        raise ConfigError(f"demonstrations={given!r} is {found!r}; expected a function (context, rng) -> text.")
+    raise ConfigError(
+        f"demonstrations is {given!r}: no file or folder, and no player; expected a path, a player of torchrl_llm.envs.players "
+        f'({", ".join(known)}), or "package.module:name".{nearest(given, [*known])}'
+    )
+
+
+def read_demonstrations(path: Path, env: GEMEnv, *, max_model_len: int) -> list[Episode]:
+    """The episodes of a file of messages, of a recording, or of the recordings of a run's training.
+
+    Args:
+        path: ``.jsonl`` (:func:`~torchrl_llm.data.read_transcripts`), ``.safetensors``, or the folder of a run. Its evaluations
+            are left out: they are of held-out tasks.
+        env: its formatter renders messages, and its tokenizer is that of recordings.
+        max_model_len: longest row in tokens.
+
+    Raises:
+        ConfigError: there are none, they were recorded with another tokenizer, or one is longer.
+    """
+    try:
+        episodes = _read(path, env)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"demonstrations={str(path)!r}: {error}") from error
+    longest = max(episode.length for episode in episodes)
+    if longest > max_model_len:
+        raise ConfigError(
+            f"demonstrations={str(path)!r}: an episode has {longest} tokens, and max_model_len is {max_model_len}: raise it, or "
+            "leave out the long ones."
+        )
+    return episodes
+
+
+def _read(path: Path, env: GEMEnv) -> list[Episode]:
+    if path.suffix == ".jsonl":
+        return read_transcripts(path, env.formatter)
+    folder = path / FOLDER if (path / FOLDER).is_dir() else path
+    files = [path] if path.is_file() else [*RecordingFolder(folder, interval=1, max_bytes=1).training().values()]
+    recordings = [read_recording(file) for file in files]
+    for recording in recordings:
+        _check_tokenizer(recording, env)
+    episodes = [episode for recording in recordings for episode in episodes_of(recording)]
+    if not episodes:
+        raise RecordingError(
+            "it holds no recorded episodes of training (record_interval above 0), and is no .jsonl file."
+        )
+    return episodes
+
+
+def _check_tokenizer(recording: Recording, env: GEMEnv) -> None:
+    own = TokenTexts(env.formatter.tokenizer).of(recording.pieces)
+    for token, text in recording.pieces.items():
+        if own[token] != text:
+            raise RecordingError(
+                f"it was recorded with another tokenizer: the token {token} is {text!r} there, and {own[token]!r} of this model."
+            )
+
+
+def episodes_of(recording: Recording) -> Iterator[Episode]:
+    """The recorded episodes, as they were collected."""
+    arrays = recording.arrays
+    for i in range(recording.episodes):
+        row = {name: value[i] for name, value in arrays.items() if value.ndim == 2}
+        count = int(row["turn.mask"].sum())
+        episode = Episode(i, i, i, 0, rewards=row["turn.reward"][:count].tolist())
+        starts, episode.contexts = _segments(row)
+        for number in range(count):
+            place = (row["turn_ids"] == number).nonzero()[0]
+            segment = int(np.searchsorted(starts, place[0], "right")) - 1
+            tokens = row["tokens"][place].astype(np.int64)
+            turn = Turn(int(place[0] - starts[segment]), segment, tokens, row["sample_log_prob"][place], tokens * 0)
+            episode.add(turn)
+        for name in ("terminated", "truncated", "success", "stop_reason"):
+            setattr(episode, name, row[f"turn.{name}"][count - 1].item())
+        yield episode
+
+
+def _segments(row: dict[str, npt.NDArray[Any]]) -> tuple[npt.NDArray[np.int64], list[npt.NDArray[np.int64]]]:
+    """Where the segments of a row start, and their tokens."""
+    valid = row["attention_mask"].astype(np.int64)
+    edges = np.diff(valid, prepend=0, append=0)
+    starts, ends = (edges == 1).nonzero()[0], (edges == -1).nonzero()[0]
+    return starts, [row["tokens"][start:end].astype(np.int64) for start, end in zip(starts, ends, strict=True)]
