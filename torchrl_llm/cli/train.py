@@ -41,6 +41,11 @@ def run(arguments: Namespace) -> int:
     if arguments.print_schema:
         print(json.dumps(settings_schema(), indent=2))
         return 0
+    return train(arguments)
+
+
+def train(arguments: Namespace) -> int:
+    """Train with the settings of parsed arguments."""
     config = run_config_of(arguments)
     disable_progress_bar()  # transformers' own, for loading and saving: they break ours
     say: dict[str, Any] = {"say": partial(print, file=sys.stderr, flush=True)} if arguments.json else {}

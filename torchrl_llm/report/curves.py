@@ -46,6 +46,7 @@ PANELS = (
         },
         low=0.0,
     ),
+    Panel("Negative log-likelihood, nats per token", {"loss/nll": "of what is imitated"}, low=0.0),
     Panel(
         "KL of an update, nats per token",
         {"policy/kl_old": "during", "policy/kl_update": "before to after"},

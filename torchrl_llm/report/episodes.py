@@ -47,22 +47,26 @@ def token_values(recording: Recording) -> tuple[dict[str, Floats], dict[str, str
     """The :data:`QUANTITIES` of a recording ``[B, L]``, and why the others are missing."""
     rows, missing = recording.arrays, {}
     old = rows.get("old_log_prob", rows["sample_log_prob"])
-    found: dict[str, Floats] = {"log_prob": rows["sample_log_prob"]}
+    found: dict[str, Floats] = {}
+    if np.isnan(old[rows["turn_ids"] >= 0]).all():
+        missing |= dict.fromkeys(("log_prob", "ratio", "kl"), "nobody sampled these tokens: they are a demonstration")
+    else:
+        found["log_prob"] = rows["sample_log_prob"]
     evaluated = "an evaluation is not learned from" if recording.kind != "training" else None
     if "loss_weight" in rows and "advantage" in rows:
         found["credit"] = rows["advantage"] * rows["loss_weight"]
-    if "log_prob" in rows:
+    if "log_prob" in rows and "ratio" not in missing:
         found["ratio"] = rows["log_prob"] - old
     if "entropy" in rows:
         found["entropy"] = rows["entropy"]
     if "clipped" in rows:
         weightless = (rows["loss_weight"] == 0) & (rows["turn_ids"] >= 0)
         found["clipped"] = np.where(weightless, 2.0, rows["clipped"].astype(np.float32))
-    if "ref_log_prob" in rows:
+    if "ref_log_prob" in rows and "kl" not in missing:
         gap = rows["ref_log_prob"] - old
         found["kl"] = np.expm1(np.minimum(gap, 30.0)) - gap
     why = {"ratio": "log_prob", "entropy": "entropy", "clipped": "clipped"}
-    for name in QUANTITIES.keys() - found.keys():
+    for name in QUANTITIES.keys() - found.keys() - missing.keys():
         default = "no reference was scored (the KL has no weight)" if name == "kl" else "not recorded"
         missing[name] = evaluated or recording.missing.get(why.get(name, name), default)
     return found, missing
