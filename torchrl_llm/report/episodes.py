@@ -45,7 +45,8 @@ CUT = -2
 
 def token_values(recording: Recording) -> tuple[dict[str, Floats], dict[str, str]]:
     """The :data:`QUANTITIES` of a recording ``[B, L]``, and why the others are missing."""
-    rows, missing = recording.arrays, {}
+    rows = recording.arrays
+    missing: dict[str, str] = {}
     old = rows.get("old_log_prob", rows["sample_log_prob"])
     found: dict[str, Floats] = {}
     if np.isnan(old[rows["turn_ids"] >= 0]).all():

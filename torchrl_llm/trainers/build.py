@@ -30,7 +30,7 @@ from torchrl_llm.collectors import (
 )
 from torchrl_llm.collectors.async_turn import STEP_TIMEOUT
 from torchrl_llm.data import TurnsToSequence
-from torchrl_llm.envs import ChatFormatter, GEMEnv, SeenTasks
+from torchrl_llm.envs import ChatFormatter, GEMEnv, SeenTasks, resolve_env
 from torchrl_llm.envs.tasks import Stream
 from torchrl_llm.modules import ActorCritic, HFPolicy, PlayerPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
@@ -188,7 +188,7 @@ def has_own_reference(config: RunConfig) -> bool:
 
 def load_models(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, *, device: Any) -> ActorCritic:
     """Actor, critic and reference of ``config`` on one base model."""
-    reference: Any = config.has_reference
+    reference: Any = config.has_reference and config.teacher is None
     if reference and has_own_reference(config):
         reference = "adapter"
     models = load_actor_critic(
@@ -374,6 +374,20 @@ def make_environment(
     if config.collector != "turn" and config.env_threads != 0:
         options = {"step_timeout": STEP_TIMEOUT} | options  # evaluation allows what training allows
     return make(tokenizer=tokenizer, group_size=group_size, stream=stream, **shard, **options)
+
+
+def check_one_environment(env: Any, make_env: Any) -> None:
+    """Raise a ``ConfigError`` if an environment is given in both ways of :func:`build_run`."""
+    if env is not None and make_env is not None:
+        raise ConfigError("Both env and make_env are given: the second decides on the environment, so leave env out.")
+
+
+def stock_env(config: RunConfig, env: Any = None) -> Callable[..., GEMEnv]:
+    """Makes the environments of ``config.env_name``, or of the factory ``env``, from the keyword arguments of ``GEMEnv``."""
+    names = [config.env_name] if isinstance(config.env_name, str) else config.env_name
+    # Ids are resolved here: workers on Ray may not have registered the family.
+    sources = env or [resolve_env(name) for name in names]
+    return partial(GEMEnv, sources, weights=config.env_weights, divide=True)
 
 
 def make_evaluator(

@@ -130,6 +130,7 @@ class RunConfig(
                 "kl_decay_fraction",
                 "init_reference",
                 "refresh_reference",
+                "teacher",
             ),
             {"algo": ("SFT",)},
             "use an algorithm of reinforcement learning: supervised fine-tuning compares with no other policy",
@@ -150,7 +151,11 @@ class RunConfig(
         Idle(("max_staleness",), {"collector": ("turn",)}, 'set collector to "async" or "ray"', {"max_staleness": 0}),
         Idle(("init_reference", "init_critic", "merge_lora_configs"), {"init_from": (None,)}, "say what to start from"),
         Idle(("min_entropy_fraction",), {"entropy_target": (None,)}, "set entropy_target"),
-        Idle(("init_reference", "refresh_reference", "kl_decay_fraction"), {"kl_coeff": (0,)}, "give the KL a weight"),
+        Idle(
+            ("init_reference", "refresh_reference", "kl_decay_fraction", "teacher"),
+            {"kl_coeff": (0,)},
+            "give the KL a weight",
+        ),
         Idle(("lora_alpha", "lora_targets", "merge_lora_configs"), {"lora_r": (0,)}, "give LoRA a rank"),
         Idle(("history", "chat_template_kwargs"), {"template": ("raw",)}, 'set template to "chat"'),
         Idle(("evaluation_greedy",), {"evaluation_interval": (0,)}, "set evaluation_interval to 1 or more"),
@@ -257,6 +262,9 @@ class RunConfig(
             yield f"weight_sync={self.weight_sync!r} needs the engine here, and collector='ray' has it elsewhere: leave it out."
 
     def _wrong_model(self) -> Iterator[str]:
+        for name in ("init_reference", "refresh_reference"):
+            if self.teacher is not None and getattr(self, name):
+                yield f"{name} is about the reference of the KL, and teacher={self.teacher!r} is that: leave one of them out."
         if self.offload_base and not self.lora_r:
             yield "offload_base moves the frozen base of LoRA, and lora_r=0 trains all weights: leave it out."
         if self.offload_base and self.quantization is not None:

@@ -96,7 +96,7 @@ def _weights(config: RunConfig, model: Any) -> dict[str, int]:
     parameters, size, lora = model.num_parameters(), _bytes(config, model), make_lora(config)
     critics = config.algo == "LLMPPO" and config.critic_trunk == "separate"
     if lora is None:
-        copies = 4 * parameters if config.has_reference else 0
+        copies = 4 * parameters if config.has_reference and config.teacher is None else 0
         return {"trained weights": _TRAINED * parameters * (1 + critics), "reference": copies}
     base = parameters * (_NF4 if config.quantization else size)
     with torch.device("meta"), warnings.catch_warnings():

@@ -15,7 +15,7 @@ from typing import Any
 
 from torchrl.checkpoint import CheckpointError
 
-from torchrl_llm.envs import GEMEnv, SeenTasks, resolve_env
+from torchrl_llm.envs import GEMEnv, SeenTasks
 from torchrl_llm.modules import ActorCritic, TurnPolicy
 from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.optional import running_ray
@@ -37,6 +37,7 @@ from torchrl_llm.trainers.recorder import RolloutRecorder
 from torchrl_llm.trainers.resume import Opening, accept_changes, find_start
 from torchrl_llm.trainers.run_folder import RunFolder
 from torchrl_llm.trainers.sources import load_tokenizer
+from torchrl_llm.trainers.teacher import load_teacher
 from torchrl_llm.trainers.trainer import LLMTrainer
 from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
 
@@ -227,7 +228,7 @@ def _build(
     start = distributed.on_main(lambda: find_start(config, folder, python_parts))  # before the models are loaded
     tokenizer = load_tokenizer(config)
     shard = {"worker": distributed.rank, "num_workers": distributed.world_size} if distributed.world_size > 1 else {}
-    make_env = partial(build.make_environment, config, tokenizer, make_env or stock_env(config, env), **shard)
+    make_env = partial(build.make_environment, config, tokenizer, make_env or build.stock_env(config, env), **shard)
     make_train_env = partial(make_env, stream="train", group_size=config.group_size)
     train_env = make_train_env()
     opened.callback(train_env.close, raise_if_closed=False)
@@ -285,7 +286,7 @@ def _build(
         loss=loss,
         optimizer=build.make_optimizer(config, models),
         config=config,
-        reference=models.reference,
+        reference=models.reference if config.teacher is None else load_teacher(config, tokenizer, sampling),
         weight_sync=weight_sync,
         evaluator=build.make_evaluator(config, policy, evaluation_env, distributed, seen_tasks),
         checkpoints=checkpoints if config.save_checkpoints else None,
@@ -336,7 +337,7 @@ def _recorder(config: RunConfig, tokenizer: Any) -> RolloutRecorder | None:
 
 def _check_arguments(config: RunConfig, env: Any, make_env: Any, make_loss: Any) -> None:
     """Refuse arguments of :func:`build_run` that leave another argument or a setting without effect."""
-    check_one_environment(env, make_env)
+    build.check_one_environment(env, make_env)
     if config.env_weights is not None and make_env is not None:
         raise ConfigError(
             f"env_weights={config.env_weights} does nothing with build_run(make_env=...), which decides on the environments: leave it "
@@ -351,17 +352,3 @@ def _check_arguments(config: RunConfig, env: Any, make_env: Any, make_loss: Any)
         find_demonstrations(config.demonstrations)
     if config.collector == "ray":
         running_ray()  # before the models are loaded
-
-
-def check_one_environment(env: Any, make_env: Any) -> None:
-    """Raise a ``ConfigError`` if an environment is given in both ways of :func:`build_run`."""
-    if env is not None and make_env is not None:
-        raise ConfigError("Both env and make_env are given: the second decides on the environment, so leave env out.")
-
-
-def stock_env(config: RunConfig, env: Any = None) -> Callable[..., GEMEnv]:
-    """Makes the environments of ``config.env_name``, or of the factory ``env``, from the keyword arguments of ``GEMEnv``."""
-    names = [config.env_name] if isinstance(config.env_name, str) else config.env_name
-    # Ids are resolved here: workers on Ray may not have registered the family.
-    sources = env or [resolve_env(name) for name in names]
-    return partial(GEMEnv, sources, weights=config.env_weights, divide=True)

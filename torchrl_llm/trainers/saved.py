@@ -19,7 +19,6 @@ from torchrl_llm.trainers import build
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import verify
 from torchrl_llm.trainers.config import HOW_TO_RUN, RunConfig, SamplingSettings, names_of
-from torchrl_llm.trainers.run import check_one_environment, stock_env
 from torchrl_llm.trainers.run_folder import MARK
 from torchrl_llm.trainers.settings import EnvConfig
 from torchrl_llm.trainers.settings_file import read_settings, write_settings
@@ -211,8 +210,8 @@ def environment_of(
         UnknownEnvironmentError: it was given in Python, and is not given here.
         ConfigError: both ``env`` and ``make_env`` are given.
     """
-    check_one_environment(env, make_env)
-    make = make_env or stock_env(config, env)
+    build.check_one_environment(env, make_env)
+    make = make_env or build.stock_env(config, env)
     return build.make_environment(config, tokenizer or load_tokenizer(config), make, stream="test")
 
 

@@ -171,6 +171,9 @@ class ModelConfig(Checked):
     """Compute what the rows of a batch share once; changes results by rounding only. Without effect with compile."""
     quantization: Literal["nf4"] | None = None
     """"nf4" keeps the linear layers of the base in 4 bits (with LoRA and bitsandbytes)."""
+    teacher: str | None = None
+    """On-policy distillation: a model (a folder, or an id of a hub), a checkpoint or a run whose log-probs take the place of
+    the starting model's in the KL (kl_coeff). It needs the same tokenizer."""
     refresh_reference: Natural = 0
     """Make the reference what the actor is, every so many iterations; 0 never does."""
 

@@ -2,13 +2,14 @@
 
 from torchrl_llm.objectives.estimators.base import TurnEstimator
 from torchrl_llm.objectives.estimators.critic import CriticEstimator, TurnGAE, TurnVTrace
-from torchrl_llm.objectives.estimators.imitation import ImitationWeights
+from torchrl_llm.objectives.estimators.imitation import ImitationWeights, NoCredit
 from torchrl_llm.objectives.estimators.returns import GroupRelative, ReBN, ReturnEstimator
 
 __all__ = [
     "CriticEstimator",
     "GroupRelative",
     "ImitationWeights",
+    "NoCredit",
     "ReBN",
     "ReturnEstimator",
     "TurnEstimator",

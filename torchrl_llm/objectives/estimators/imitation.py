@@ -74,3 +74,29 @@ class ImitationWeights(TurnEstimator):
                 'without bound. Use imitate="success", min_return with imitate="all", or an algorithm of reinforcement learning.'
             )
         return returns
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class NoCredit(TurnEstimator):
+    """Advantages of 0: nothing is learned from rewards, and what the loss has beside them is all: the KL to a teacher.
+
+    Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]`` and ``"turn_ids"`` ``[B, L]``; writes what
+    :class:`~torchrl_llm.objectives.TurnEstimator` writes, the target as the return from the turn on.
+
+    Keyword Args:
+        gamma: discount per turn, of the targets. Default: 1.0.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> yes, no = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.bool)
+        >>> turn = dict(reward=yes.float(), mask=yes, terminated=yes, truncated=no)
+        >>> NoCredit()(TensorDict({"turn": turn, "turn_ids": torch.tensor([[-1, 0]])}, [1]))["advantage"]
+        tensor([[0., 0.]])
+    """
+
+    gamma: Share = 1.0
+
+    def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
+        reward, mask, _, acted = self._turns(tensordict)
+        returns = F.turn_returns(reward, mask, self.gamma, acted=acted)
+        return {"turn_advantage": torch.zeros_like(returns), "turn_value_target": returns}

@@ -1,0 +1,55 @@
+"""The teacher of on-policy distillation: :func:`load_teacher`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torchrl_llm.modules import SamplingConfig, TokenScorer, enable_prefix_sharing
+from torchrl_llm.options import ConfigError
+from torchrl_llm.trainers.config import RunConfig
+from torchrl_llm.trainers.saved import LoadedModel, SavedModel, find_saved_model, load_saved_model
+
+
+def load_teacher(config: RunConfig, tokenizer: Any, sampling: SamplingConfig) -> TokenScorer:
+    """The frozen scorer of ``config.teacher``, which the KL of the run is to.
+
+    Args:
+        config: the settings of the run.
+        tokenizer: the student's.
+        sampling: how the student samples; the teacher's distribution is changed alike (temperature and so on).
+
+    Raises:
+        ConfigError: there is no such model, or its tokenizer is another: its log-probs would be of other text.
+        CheckpointError, WeightsError: the files are damaged, or of another model.
+    """
+    loaded = _load(config)
+    _check_tokenizer(config, tokenizer, loaded.tokenizer)
+    model: Any = loaded.models.model
+    sharing = enable_prefix_sharing(model) if config.share_prefixes and not config.compile else None
+    return TokenScorer(model, sampling, adapter=loaded.models.adapter, frozen=True, prefixes=sharing)
+
+
+def _load(config: RunConfig) -> LoadedModel:
+    given = str(config.teacher)
+    changes: dict[str, Any] = {"device": config.device, "trust_remote_code": config.trust_remote_code}
+    path = Path(given).expanduser()
+    # A path that leads nowhere is no hub's id, and find_saved_model says so.
+    if given == "tiny" or path.is_dir() or path.is_absolute() or given.startswith(".") or given.count("/") != 1:
+        saved = find_saved_model(given)
+        return load_saved_model(saved, saved.config(**changes))
+    return load_saved_model(
+        SavedModel(path=path, weights=path, tokenizer=None), RunConfig(model_path=given, lora_r=0, **changes)
+    )
+
+
+def _check_tokenizer(config: RunConfig, student: Any, teacher: Any) -> None:
+    ours, theirs = student.get_vocab(), teacher.get_vocab()
+    if ours == theirs:
+        return
+    other = sorted((token for token in ours if theirs.get(token) != ours[token]), key=ours.__getitem__)
+    example = f", such as {other[0]!r}: {ours[other[0]]} and {theirs.get(other[0])}" if other else ""
+    raise ConfigError(
+        f"teacher={config.teacher!r} has another tokenizer: {len(theirs)} tokens, and the student's has {len(ours)}, of which "
+        f"{len(other)} have another id{example}. A teacher scores the student's own tokens: take one of the same family."
+    )
