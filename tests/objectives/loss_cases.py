@@ -6,7 +6,7 @@ import torch
 from conversations import LAYOUT, make_actor, make_critic, make_rows
 from tensordict import TensorDict
 
-from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss, TurnVTrace
+from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, LLMSFTLoss, TurnPolicyLoss, TurnVTrace
 
 ALGORITHMS = {
     "ppo": lambda: LLMPPOLoss(make_actor(), make_critic(), entropy_coeff=0.01),
@@ -35,6 +35,7 @@ ALGORITHMS = {
     ),
     "vtrace": lambda: LLMPPOLoss(make_actor(), make_critic(), clipping="none").make_value_estimator(TurnVTrace),
     "dr_grpo": lambda: LLMGRPOLoss(make_actor(), scale="none", weighting="constant", weight_constant=8.0, kl_kind="k2"),
+    "sft": lambda: LLMSFTLoss(make_actor(), min_return=0.0, entropy_coeff=0.01),
 }
 
 

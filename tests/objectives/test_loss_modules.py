@@ -122,7 +122,7 @@ class TestTorchRL:
         clone = copy.deepcopy(loss)
         clone.load_state_dict(loss.state_dict())
 
-    @pytest.mark.parametrize("name", ["ppo", "reinforce", "grpo"])
+    @pytest.mark.parametrize("name", ["ppo", "reinforce", "grpo", "sft"])
     def test_a_step_down_the_loss_lowers_it(self, name):
         loss = ALGORITHMS[name]()
         rows = batch_for(loss)

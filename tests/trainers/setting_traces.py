@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from accelerate.state import AcceleratorState
-from small_runs import ALGORITHMS, weights
+from small_runs import EVERY_ALGORITHM, weights
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchrl_llm.envs import GEMEnv
@@ -128,7 +128,7 @@ class Case:
 
 def works(value: Any, algo: str | None = None, **context: Any) -> Case:
     special = {name: context.pop(name, None) for name in ("env", "prior", "run")}
-    return Case(value, ({"algo": algo, **ALGORITHMS[algo]} if algo else {}) | context, **special)
+    return Case(value, ({"algo": algo, **EVERY_ALGORITHM[algo]} if algo else {}) | context, **special)
 
 
 def idle(value: Any, algo: str | None = None, **context: Any) -> Case:

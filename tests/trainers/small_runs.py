@@ -26,6 +26,8 @@ SMALL = {
 
 
 ALGORITHMS = {"LLMPPO": {}, "LLMREINFORCE": {}, "GRPO": {"group_size": 4}}
+"""Those of reinforcement learning, with a KL and ratios, and what they need."""
+EVERY_ALGORITHM = ALGORITHMS | {"SFT": {}}
 
 
 class ModelStub:
@@ -36,7 +38,7 @@ class ModelStub:
 
 
 def small_config(tmp_path, algo="LLMREINFORCE", **settings) -> RunConfig:
-    return RunConfig(**SMALL | {"algo": algo, "output_dir": tmp_path / "run"} | ALGORITHMS[algo] | settings)
+    return RunConfig(**SMALL | {"algo": algo, "output_dir": tmp_path / "run"} | EVERY_ALGORITHM[algo] | settings)
 
 
 def one_batch(run):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torchrl.envs import EnvBase
 
 from torchrl_llm.collectors._queue import EpisodeQueue, RolloutExecutor
@@ -18,13 +18,14 @@ class RecordedCollector(EpisodeCollector):
     """Delivers given episodes, all of them once in an order of chance, then again in another one: data to imitate.
 
     It is a :class:`~torchrl_llm.collectors.TurnCollector` that plays nothing: batches, counters, ranks and resume are the same. The
-    place in the order counts as the environment's task, whose ids the rows get.
+    place in the order is the number of the environment's task, whose ids the rows get: workers that share a stream of tasks share
+    the orders.
 
     Args:
         env: a :class:`~torchrl_llm.envs.GEMEnv`; its sampler counts the tasks, and it is never stepped.
         policy: the one that is trained; it stamps the rows with its version.
         episodes: finished ones, as :func:`~torchrl_llm.data.read_transcripts` reads them.
-        seed: of the orders.
+        seed: of the orders, >= 0. Default 0.
         kwargs: ``batch_size`` and more, see :class:`~torchrl_llm.collectors.TurnCollector`.
 
     Raises:
@@ -57,13 +58,14 @@ class RecordedCollector(EpisodeCollector):
         super().__init__(env, policy, **kwargs)
         if self.group_size != 1:
             raise ValueError(f"The group size is {self.group_size}; expected 1: recorded episodes are of any tasks.")
-        self._executor = RecordedExecutor(self._queue, episodes, policy, seed)
+        self._executor = RecordedExecutor(self.env, self._queue, episodes, policy, seed)
 
 
 class RecordedExecutor(RolloutExecutor):
     """Ends each episode at once, as the one that the order has in its place.
 
     Args:
+        env: its task sampler numbers the episodes.
         queue: gets the episodes.
         episodes: the given ones.
         policy: its version is stamped on the tokens.
@@ -72,20 +74,25 @@ class RecordedExecutor(RolloutExecutor):
 
     in_flight = 0
 
-    def __init__(self, queue: EpisodeQueue, episodes: Sequence[Episode], policy: TurnPolicy, seed: int) -> None:
-        self._queue, self._episodes, self._policy, self._seed = queue, episodes, policy, seed
+    def __init__(
+        self, env: EnvBase, queue: EpisodeQueue, episodes: Sequence[Episode], policy: TurnPolicy, seed: int
+    ) -> None:
+        self._env, self._queue, self._policy = env, queue, policy
+        self._episodes, self._seed = episodes, seed
         self._epoch, self._order = -1, [0]
 
     def step(self) -> bool:
         while (episode := self._queue.next()) is not None:
-            self._fill(episode, self._given(episode.index))
+            # Not episode.index, which every worker counts for itself.
+            self._fill(episode, self._given(episode.episode_id - self._env.task_sampler.base))
         return False
 
-    def _given(self, index: int) -> Episode:
-        epoch, place = divmod(index, len(self._episodes))
+    def _given(self, place: int) -> Episode:
+        epoch, place = divmod(place, len(self._episodes))
         if epoch != self._epoch:
-            generator = torch.Generator().manual_seed((self._seed << 20) + epoch)
-            self._epoch, self._order = epoch, torch.randperm(len(self._episodes), generator=generator).tolist()
+            order = [*range(len(self._episodes))]
+            random.Random(f"{self._seed} {epoch}").shuffle(order)
+            self._epoch, self._order = epoch, order
         return self._episodes[self._order[place]]
 
     def _fill(self, episode: Episode, given: Episode) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torchrl_llm.envs.chat import ChatFormatter
 from torchrl_llm.episode import Episode, Turn
 from torchrl_llm.keys import StopReason
 
-_FIELDS = {"messages", "reward", "success"}
+_FIELDS, _PARTS = {"messages", "reward", "success"}, {"role", "content"}
 
 
 class TranscriptError(ValueError):
@@ -81,11 +82,11 @@ def read_transcripts(path: Path, formatter: ChatFormatter) -> list[Episode]:
         OSError: the file cannot be read.
     """
     episodes: list[Episode] = []
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:  # so that bytes that are no text have a line too
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    given = _checked(json.loads(line))
+                    given = _checked(json.loads(line.decode()))
                     episodes.append(episode_from_messages(formatter=formatter, index=len(episodes), **given))
                 except ValueError as error:
                     raise TranscriptError(f"{path}, line {number}: {error}") from error
@@ -101,10 +102,16 @@ def _checked(given: Any) -> dict[str, Any]:
         raise TranscriptError(f"found {shown}; expected an object with messages, and perhaps reward and success.")
     messages = given["messages"]
     for message in messages if isinstance(messages, list) else [messages]:
-        if not isinstance(message, dict) or {type(message.get(name)) for name in ("role", "content")} != {str}:
-            raise TranscriptError(f"{message!r:.80} is no message; expected texts as role and content.")
-    if type(given.get("reward", 0.0)) not in (int, float) or type(given.get("success", False)) is not bool:
-        raise TranscriptError("expected a number as reward and true or false as success.")
+        if not isinstance(message, dict) or message.keys() != _PARTS or {*map(type, message.values())} != {str}:
+            raise TranscriptError(
+                f"{message!r:.80} is no message; expected texts as role and content, and nothing else."
+            )
+    reward, success = given.get("reward", 0.0), given.get("success", False)
+    if type(reward) not in (int, float) or not math.isfinite(reward) or type(success) is not bool:
+        raise TranscriptError(
+            f"found {reward!r:.80} as reward and {success!r:.80} as success; expected a number as reward and true or false as "
+            "success."
+        )
     return given
 
 

@@ -79,6 +79,15 @@ def compose_message(observation: str, info: Mapping[str, Any] | None = None) -> 
     return "".join([*lines, *parts[-1:]])
 
 
+def _check_unicode(text: str) -> None:
+    """Refuse half a character: JSON can spell it, so tools may return it, and fast tokenizers cannot encode it."""
+    if surrogate := re.search("[\ud800-\udfff]", text):
+        raise ValueError(
+            f"The message holds {surrogate.group()!r} at position {surrogate.start()}: half of a surrogate pair, which is no "
+            'Unicode text. Give text that str.encode("utf-8") accepts.'
+        )
+
+
 def _without_added_tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str], Sequence[int]]:
     """The tokenizer's encoding as if it had no added tokens; its model is shared, not copied."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -220,7 +229,9 @@ class ChatFormatter(Checked):
 
         Raises:
             ControlTokenError: the text holds a special token, which would end the turn or change the context.
+            ValueError: it is no Unicode text: it holds half of a surrogate pair.
         """
+        _check_unicode(text)
         ids = self._with_added_tokens(text)
         special = [i for i in ids if i in self._special_ids]
         if special:
@@ -240,12 +251,7 @@ class ChatFormatter(Checked):
 
     def _encode(self, frame: Frame, message: str) -> tuple[int, ...]:
         before, after, trims = frame
-        # JSON can spell these, so tools may return them; fast tokenizers cannot encode them.
-        if surrogate := re.search("[\ud800-\udfff]", message):
-            raise ValueError(
-                f"The message holds {surrogate.group()!r} at position {surrogate.start()}: half of a surrogate pair, which is "
-                'no Unicode text. Let the environment return text that str.encode("utf-8") accepts.'
-            )
+        _check_unicode(message)
         message = message.strip() if trims else message
         text = before + message + after
         own = self._added.findall(before) + self._added.findall(after)

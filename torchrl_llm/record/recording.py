@@ -152,7 +152,7 @@ def read_recording(path: Path) -> Recording:
             about[name] = {int(key): text for key, text in about.get(name, {}).items()}
         return Recording(**about | {"env_names": tuple(about["env_names"])}, arrays=arrays)
     except (SafetensorError, OSError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise RecordingError(f"{path} is no recording, or is damaged ({error}): delete it.") from error
+        raise RecordingError(f"{path} is no recording, or is damaged ({error}): move it away.") from error
 
 
 def page_of(path: Path) -> Path:

@@ -31,7 +31,7 @@ def find_demonstrations(given: str) -> Player | Path:
         'guess_by_hints'
     """
     path = Path(given).expanduser()
-    if path.exists():
+    if given and path.exists():  # the path of no text is the working directory
         return path
     known = {name: each for name, each in vars(players).items() if isfunction(each) and not name.startswith("_")}
     if given in known:
@@ -78,6 +78,8 @@ def read_demonstrations(path: Path, env: GEMEnv, *, max_model_len: int) -> list[
 def _read(path: Path, env: GEMEnv) -> list[Episode]:
     if path.suffix == ".jsonl":
         return read_transcripts(path, env.formatter)
+    if path.is_file() and path.suffix != ".safetensors":
+        raise RecordingError("it is no .jsonl, which holds messages, and no .safetensors, which is a recording.")
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     files = [path] if path.is_file() else [*RecordingFolder(folder, interval=1, max_bytes=1).training().values()]
     recordings = [read_recording(file) for file in files]

@@ -27,8 +27,8 @@ class ImitationWeights(TurnEstimator):
     Keyword Args:
         imitate: ``"all"`` turns with weight 1; ``"success"``: those of episodes that ended in success, the others with 0 (filtered
             behavior cloning; on the policy's own episodes rejection sampling, as in RAFT, arXiv:2304.06767, and STaR,
-            arXiv:2203.14465); ``"return"``: each with its return from there on, which must not be negative (reward-weighted
-            regression; Peters and Schaal, 2007). Default: ``"all"``.
+            arXiv:2203.14465); ``"return"``: each with its return from there on, which must not be negative where ``min_return`` lets it
+            through (reward-weighted regression; Peters and Schaal, 2007). Default: ``"all"``.
         min_return: turns whose return from there on is less get the weight 0; ``None`` sets no bound. Default: ``None``.
         gamma: discount per turn, of returns. Default: 1.0.
 
@@ -55,25 +55,24 @@ class ImitationWeights(TurnEstimator):
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         reward, mask, _, acted = self._turns(tensordict)
         returns = F.turn_returns(reward, mask, self.gamma, acted=acted)
-        weight = torch.ones_like(returns)
+        weight = returns if self.imitate == "return" else torch.ones_like(returns)
         if self.imitate == "success":
             weight = weight * self._at_end(tensordict, "success").unsqueeze(1)
-        elif self.imitate == "return":
-            weight = self._checked(returns, acted)
         if self.min_return is not None:
             weight = weight * (returns >= self.min_return)
+        self._check(weight, acted)
         written = {"turn_advantage": weight, "turn_value_target": returns}
         return {name: torch.where(acted, value, 0.0) for name, value in written.items()}
 
     @staticmethod
-    def _checked(returns: Tensor, acted: Tensor) -> Tensor:
-        lowest = returns[acted].min().item() if bool(acted.any()) else 0.0
+    def _check(weight: Tensor, acted: Tensor) -> None:
+        lowest = weight[acted].min().item() if bool(acted.any()) else 0.0
         if lowest < 0:
             raise ValueError(
                 f'imitate="return" weighs by returns, and one is {lowest:.3g}: what has a negative weight would be made less likely '
-                'without bound. Use imitate="success", min_return with imitate="all", or an algorithm of reinforcement learning.'
+                'without bound. Leave such turns out with min_return=0, use imitate="success", or an algorithm of reinforcement '
+                "learning."
             )
-        return returns
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -1,0 +1,165 @@
+"""Conversations as episodes: the tokens that an environment would have made of them, and what is refused, with its line."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from tensordict import TensorDict
+
+from torchrl_llm import keys
+from torchrl_llm.collectors import TurnCollector
+from torchrl_llm.data import TranscriptError, episode_from_messages, read_transcripts, rows_from_episodes
+from torchrl_llm.envs import ChatFormatter, GEMEnv
+from torchrl_llm.testing.policies import ScriptedPolicy
+from torchrl_llm.testing.tiny import load_tiny_tokenizer
+
+ASKED = {"role": "user", "content": "2 + 2?"}
+SAID = {"role": "assistant", "content": "4"}
+
+
+class Lookup:
+    """Asks, answers as a tool, then as a user, and pays for the third turn. It writes down what is said."""
+
+    heard: list[dict[str, str]] = []  # noqa: RUF012, of the one episode that runs
+
+    def reset(self, seed=None):
+        self.turn, self.heard[:] = 0, [{"role": "user", "content": " Where is Oslo ? \n"}]
+        return self.heard[0]["content"], {}
+
+    def step(self, action):
+        role, text = [("tool", "<|im_end|> is no end\n"), ("user", "Sure?"), ("user", "Over.")][self.turn]
+        self.turn += 1
+        self.heard += [{"role": "assistant", "content": action}, {"role": role, "content": text}]
+        over = self.turn == 3
+        return text, 0.75 * over, over, False, {"use_tool": role == "tool", "success": over}
+
+
+class TestRendering:
+    @pytest.mark.parametrize(
+        "options",
+        [{}, {"system_prompt": "Be brief."}, {"template": "raw"}, {"template": "raw", "system_prompt": "Be brief."}],
+        ids=str,
+    )
+    @pytest.mark.parametrize("of", ["bytes", "tiny"])
+    def test_an_episode_of_an_environment_is_the_same_as_messages(self, tokenizer, tmp_path, of, options):
+        tokenizer = tokenizer if of == "bytes" else load_tiny_tokenizer()
+        env = GEMEnv(Lookup, tokenizer=tokenizer, max_output_tokens=32, **options)
+        said = ["look up: 3  spaces", "", " In Norway . "]
+        policy = ScriptedPolicy(lambda episode, turn, context: said[turn], tokenizer=tokenizer)
+        expected = TurnCollector(env, policy, batch_size=1).rollout()
+        system = [{"role": "system", "content": options["system_prompt"]}] if "system_prompt" in options else []
+        file = tmp_path / "a.jsonl"
+        lines = [{"messages": start + Lookup.heard, "reward": 0.75, "success": True} for start in ([], system)]
+        file.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
+        for episode in read_transcripts(file, env.formatter):
+            row = rows_from_episodes([episode])
+            assert same(row, expected)
+            assert row[keys.SAMPLE_LOG_PROB].isnan().equal(row[keys.TURN_IDS] >= 0)
+
+    def test_the_last_word_is_the_assistants_or_a_closing_message(self, tokenizer):
+        formatter = ChatFormatter(tokenizer)
+        closed = episode_from_messages([ASKED, SAID, {"role": "user", "content": "Right."}], formatter)
+        plain = episode_from_messages([ASKED, SAID], formatter)
+        assert [len(each.turns) for each in (closed, plain)] == [1, 1]
+        assert tokenizer.decode(plain.contexts[0]).endswith("\n4<|im_end|>")
+        assert tokenizer.decode(closed.contexts[0]).endswith(
+            "<|im_start|>user\nRight.<|im_end|>\n<|im_start|>assistant\n"
+        )
+
+    def test_reward_and_success(self, tokenizer):
+        formatter = ChatFormatter(tokenizer)
+        episode = episode_from_messages([ASKED, SAID, ASKED, SAID], formatter, reward=2.5, success=True, index=4)
+        assert (episode.rewards, episode.success, episode.stop_reason) == ([0.0, 2.5], True, keys.StopReason.WON)
+        assert (episode.terminated, episode.truncated, episode.episode_id, episode.group_id) == (True, False, 4, 4)
+        lost = episode_from_messages([ASKED, SAID], formatter)
+        assert (lost.rewards, lost.success, lost.stop_reason) == ([0.0], False, keys.StopReason.LOST)
+
+    def test_markup_with_tokens_of_its_own_becomes_them(self, tokenizer):
+        marked = load_tiny_tokenizer()
+        marked.add_tokens(["<think>"])
+        ids = ChatFormatter(marked).answer("<think>so")
+        assert ids[0] == marked.convert_tokens_to_ids("<think>")
+        assert ids[-1:] == ChatFormatter(marked).end_of_turn_ids[:1]
+
+
+def same(row: TensorDict, expected: TensorDict) -> bool:
+    """Whether rows are equal but for ids, and for log-probs, which transcripts do not have."""
+    names = (keys.TOKENS, keys.TURN_IDS, keys.ATTENTION_MASK, keys.POLICY_VERSION, keys.TURN_REWARD, keys.TURN_MASK)
+    names += (keys.TURN_TERMINATED, keys.TURN_TRUNCATED, keys.TURN_SUCCESS, keys.TURN_STOP_REASON)
+    for name in names:
+        assert row[name].equal(expected[name]), name
+    return True
+
+
+def spoken(*roles):
+    return [{"role": role, "content": "x"} for role in roles]
+
+
+WRONG = {
+    "no JSON": ('{"messages": [', "Expecting value"),
+    "no object": ("[1]", "found list; expected an object with messages, and perhaps reward and success"),
+    "no messages": ({"reward": 1.0}, r"found \['reward'\]; expected an object with messages"),
+    "a field that is not known": ({"messages": [ASKED, SAID], "score": 1}, r"found \['messages', 'score'\]; expected"),
+    "messages of text": ({"messages": "hi"}, "'hi' is no message; expected texts as role and content"),
+    "a message of text": ({"messages": [ASKED, "hi"]}, "'hi' is no message"),
+    "a message without content": ({"messages": [ASKED, {"role": "assistant"}]}, "is no message"),
+    "content in parts": ({"messages": [ASKED, SAID | {"content": [{"text": "4"}]}]}, "is no message"),
+    "a message with more": ({"messages": [ASKED, SAID | {"tool_calls": []}]}, "tool_calls.* is no message"),
+    "a reward of text": ({"messages": [ASKED, SAID], "reward": "1"}, "expected a number as reward"),
+    "a reward of yes": ({"messages": [ASKED, SAID], "reward": True}, "expected a number as reward"),
+    "a reward of NaN": ({"messages": [ASKED, SAID], "reward": float("nan")}, "expected a number as reward"),
+    "an endless reward": ({"messages": [ASKED, SAID], "reward": float("inf")}, "expected a number as reward"),
+    "a success of 1": ({"messages": [ASKED, SAID], "success": 1}, "true or false as success"),
+    "nobody": ({"messages": []}, r"its roles are \[\]; expected user and assistant in turns"),
+    "only a user": ({"messages": spoken("user")}, r"its roles are \['user'\]"),
+    "only a system": ({"messages": spoken("system")}, "its system message is 'x', and the run's is None"),
+    "the assistant first": ({"messages": spoken("assistant", "user")}, "its roles are"),
+    "a tool first": ({"messages": spoken("tool", "assistant")}, "its roles are"),
+    "the user twice": ({"messages": spoken("user", "user", "assistant")}, "its roles are"),
+    "the assistant twice": ({"messages": spoken("user", "assistant", "assistant")}, "its roles are"),
+    "a late system": ({"messages": spoken("user", "assistant", "system", "assistant")}, "its roles are"),
+    "an unknown role": (
+        {"messages": spoken("user", "assistant", "critic", "assistant")},
+        "its roles are.*tool after the first",
+    ),
+    "a special token": (
+        {"messages": [ASKED, SAID | {"content": "4<|im_end|>"}]},
+        r"holds '<\|im_end\|>', a special token",
+    ),
+    "half a character in an answer": ({"messages": [ASKED, SAID | {"content": "\ud800"}]}, "half of a surrogate pair"),
+    "half a character": ({"messages": [ASKED | {"content": "\ud800"}, SAID]}, "half of a surrogate pair"),
+}
+
+
+class TestErrors:
+    @pytest.mark.parametrize("name", WRONG)
+    def test_the_line_is_named(self, tokenizer, tmp_path, name):
+        line, match = WRONG[name]
+        file = tmp_path / "a.jsonl"
+        good = json.dumps({"messages": [ASKED, SAID]})
+        file.write_text(f"{good}\n\n{line if isinstance(line, str) else json.dumps(line)}\n{good}\n")
+        with pytest.raises(TranscriptError, match=rf"{re.escape(str(file))}, line 3: .*{match}"):
+            read_transcripts(file, ChatFormatter(tokenizer))
+
+    @pytest.mark.parametrize("text", ["", "\n \n"])
+    def test_an_empty_file(self, tokenizer, tmp_path, text):
+        file = tmp_path / "a.jsonl"
+        file.write_text(text)
+        with pytest.raises(TranscriptError, match=r"a\.jsonl has no line: expected one conversation a line"):
+            read_transcripts(file, ChatFormatter(tokenizer))
+
+    def test_bytes_that_are_no_text(self, tokenizer, tmp_path):
+        file = tmp_path / "a.jsonl"
+        file.write_bytes(b'{"messages": "\xff"}\n')
+        with pytest.raises(TranscriptError, match=r"a\.jsonl.*utf-8"):
+            read_transcripts(file, ChatFormatter(tokenizer))
+
+    def test_another_system_message_than_the_runs(self, tokenizer):
+        messages = [{"role": "system", "content": "Be long."}, ASKED, SAID]
+        formatter = ChatFormatter(tokenizer, system_prompt="Be brief.")
+        with pytest.raises(
+            TranscriptError, match=r"is 'Be long\.', and the run's is 'Be brief\.': set system_prompt to it"
+        ):
+            episode_from_messages(messages, formatter)

@@ -1,0 +1,272 @@
+"""What supervised fine-tuning imitates: players, messages and recordings; and runs that imitate them."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import shutil
+
+import numpy as np
+import pytest
+from small_runs import small_config, weights
+from test_checkpoint import digest, interrupted
+
+from torchrl_llm import keys
+from torchrl_llm.data import rows_from_episodes
+from torchrl_llm.envs import GEMEnv
+from torchrl_llm.envs.players import guess_by_hints
+from torchrl_llm.record import METRICS
+from torchrl_llm.record.recording import read_recording
+from torchrl_llm.report import write_report
+from torchrl_llm.report.episodes import token_values
+from torchrl_llm.testing.environments import StopOrGo
+from torchrl_llm.testing.tiny import load_tiny_tokenizer
+from torchrl_llm.trainers import Callback, ConfigError, build_run
+from torchrl_llm.trainers.demonstrations import find_demonstrations, read_demonstrations
+
+
+def stops_by_chance(context, rng):
+    """A player of StopOrGo."""
+    return rng.choice(["stop", "go on"])
+
+
+NOT_CALLABLE = 3
+
+
+class Copies(Callback):
+    """The rows that each update learned from."""
+
+    def __init__(self):
+        self.rows = []
+
+    def on_batch(self, trainer, rows, metrics):
+        self.rows.append(rows.clone())
+
+
+class TestFind:
+    def test_a_player_of_the_package(self):
+        assert find_demonstrations("guess_by_hints") is guess_by_hints
+
+    def test_a_player_of_ones_own(self):
+        assert find_demonstrations(f"{__name__}:stops_by_chance") is stops_by_chance
+
+    def test_a_path_that_is_there(self, tmp_path, monkeypatch):
+        (tmp_path / "a.jsonl").touch()
+        assert find_demonstrations(str(tmp_path / "a.jsonl")) == tmp_path / "a.jsonl"
+        monkeypatch.setenv("HOME", str(tmp_path))
+        assert find_demonstrations("~/a.jsonl") == tmp_path / "a.jsonl"
+
+    @pytest.mark.parametrize(
+        ("given", "match"),
+        [
+            (
+                "guess_by_hint",
+                r"is 'guess_by_hint': no file or folder, and no player.*guess_at_random.*Did you mean 'guess_by_hints'",
+            ),
+            ("no/such.jsonl", "no file or folder, and no player"),
+            ("", "no file or folder, and no player"),
+            ("_guess", "no file or folder, and no player"),
+            ("re", "no file or folder, and no player"),
+            ("no_such.module:player", r"is 'no_such.module:player', which cannot be imported \(No module"),
+            (f"{__name__}:no_such", "which cannot be imported"),
+            (f"{__name__}:NOT_CALLABLE", r"NOT_CALLABLE' is 3; expected a function \(context, rng\) -> text"),
+        ],
+    )
+    def test_what_is_neither_is_refused(self, tmp_path, given, match):
+        with pytest.raises(ConfigError, match=match):
+            find_demonstrations(given)
+        with pytest.raises(ConfigError, match=match):  # before a model is loaded
+            build_run(small_config(tmp_path, "SFT", demonstrations=given, model_path="/no/such/model"))
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory):
+    """Runs of two iterations whose episodes are recorded, one whose contexts slide; and the rows of their updates."""
+    found = {}
+    for name, more in {"plain": {}, "slide": {"overflow": "slide", "max_model_len": 64}}.items():
+        copies = Copies()
+        settings = {"record_interval": 1, "max_iterations": 2, "batch_size": 24, **more}
+        config = small_config(tmp_path_factory.mktemp(name), "LLMREINFORCE", **settings)
+        build_run(config, callbacks=[copies]).trainer.train()
+        found[name] = config.output_dir, copies.rows
+    return found
+
+
+@pytest.fixture(scope="module")
+def env():
+    return GEMEnv(StopOrGo, tokenizer=load_tiny_tokenizer())
+
+
+class TestRecordings:
+    @pytest.mark.parametrize("name", ["plain", "slide"])
+    def test_they_are_the_rows_that_were_recorded(self, recorded, env, name):
+        path, batches = recorded[name]
+        episodes = read_demonstrations(path, env, max_model_len=1024)
+        files = sorted(path.glob("rollouts/*.safetensors"))
+        ids = [read_recording(file).arrays["episode_id"].tolist() for file in files]
+        assert len(ids) == 2
+        assert len(episodes) == sum(map(len, ids)) >= 12
+        rows = [rows[rows["episode_id"].tolist().index(i)] for rows, own in zip(batches, ids, strict=True) for i in own]
+        gaps = 0
+        for episode, expected in zip(episodes, rows, strict=True):
+            (row,) = rows_from_episodes([episode])
+            for key in (keys.TOKENS, keys.ATTENTION_MASK, keys.TURN_IDS, keys.SAMPLE_LOG_PROB):
+                width = len(row[key])
+                assert row[key].equal(expected[key][:width]), key
+                assert not (expected[key][width:] > 0).any()
+            for name_of_turn in ("reward", "mask", "terminated", "truncated", "success", "stop_reason"):
+                key = ("turn", name_of_turn)
+                assert row[key].equal(expected[key][: len(row[key])]), key
+                assert not expected[key][len(row[key]) :].any()
+            gaps += len(episode.contexts) - 1
+        assert (gaps > 0) == (name == "slide")
+
+    def test_a_file_and_the_folder_of_recordings_are_read_too(self, recorded, env):
+        path, _ = recorded["plain"]
+        whole = read_demonstrations(path, env, max_model_len=1024)
+        assert len(read_demonstrations(path / "rollouts", env, max_model_len=1024)) == len(whole)
+        files = sorted(path.glob("rollouts/iteration-*.safetensors"))
+        assert sum(len(read_demonstrations(file, env, max_model_len=1024)) for file in files) == len(whole)
+
+    def test_those_of_evaluations_are_not(self, recorded, env, tmp_path):
+        path, _ = recorded["plain"]
+        file = sorted(path.glob("rollouts/iteration-*.safetensors"))[0]
+        (tmp_path / "run" / "rollouts").mkdir(parents=True)
+        for kind in ("before", "after"):
+            shutil.copy(file, tmp_path / "run" / "rollouts" / f"{kind}.safetensors")
+        with pytest.raises(ConfigError, match=r"no recorded episodes of training \(record_interval above 0\)"):
+            read_demonstrations(tmp_path / "run", env, max_model_len=1024)
+        shutil.copy(file, tmp_path / "run" / "rollouts")
+        found = read_demonstrations(tmp_path / "run", env, max_model_len=1024)
+        assert len(found) == read_recording(file).episodes
+
+    def test_another_tokenizer_is_refused(self, recorded, tokenizer):
+        other = GEMEnv(StopOrGo, tokenizer=tokenizer)
+        with pytest.raises(
+            ConfigError, match=r"recorded with another tokenizer: the token \d+ is '.*' there, and .* of this model"
+        ):
+            read_demonstrations(recorded["plain"][0], other, max_model_len=1024)
+
+    def test_an_episode_that_is_too_long_is_refused(self, recorded, env):
+        path, _ = recorded["plain"]
+        longest = max(each.length for each in read_demonstrations(path, env, max_model_len=1024))
+        assert read_demonstrations(path, env, max_model_len=longest)
+        with pytest.raises(
+            ConfigError, match=rf"an episode has {longest} tokens, and max_model_len is {longest - 1}: raise it"
+        ):
+            read_demonstrations(path, env, max_model_len=longest - 1)
+
+    def test_other_files_are_refused_and_nobody_is_told_to_delete_them(self, env, tmp_path):
+        for name in ("mine.json", "mine.txt", "mine.safetensors", "mine.jsonl"):
+            (tmp_path / name).write_text("{}")
+            with pytest.raises(ConfigError, match=rf"demonstrations='.*{name}': ") as error:
+                read_demonstrations(tmp_path / name, env, max_model_len=1024)
+            assert "delete" not in str(error.value)
+        with pytest.raises(ConfigError, match="no recorded episodes of training"):
+            read_demonstrations(tmp_path, env, max_model_len=1024)
+
+
+def transcripts(path):
+    """A file of messages of GuessTheNumber, as somebody would write it."""
+    said = [("5", "You guessed 5, which is too low."), ("7", "Congratulations!")]
+    lines = [
+        {"messages": [{"role": "user", "content": f"Guess {i}."}, *turns], "reward": i % 2, "success": bool(i % 2)}
+        for i in range(5)
+        for turns in [
+            [m for a, b in said for m in ({"role": "assistant", "content": a}, {"role": "user", "content": b})]
+        ]
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return str(path)
+
+
+SOURCES = {
+    "player": lambda *_: "guess_by_half_the_hints",
+    "messages": lambda tmp_path, _: transcripts(tmp_path / "written.jsonl"),
+    "recordings": lambda _, recorded: str(recorded["plain"][0]),
+    "own": lambda *_: None,
+}
+
+
+class TestRuns:
+    @pytest.mark.parametrize("source", SOURCES)
+    def test_a_run_imitates(self, tmp_path, recorded, caplog, source):
+        given = SOURCES[source](tmp_path, recorded)
+        config = small_config(
+            tmp_path,
+            "SFT",
+            demonstrations=given,
+            max_iterations=3,
+            lr_actor=1e-2,
+            epochs=2,
+            minibatch_size=4,
+            record_interval=1,
+        )
+        run = build_run(config)
+        before = weights(run)
+        with caplog.at_level(logging.WARNING):
+            history = run.trainer.train()
+        assert [record.getMessage() for record in caplog.records if "torchrl_llm" in record.name] == []
+        assert (weights(run) - before).abs().max() > 1e-4
+        for metrics in history:
+            assert set(metrics) <= set(METRICS)
+            wanted = {"loss/objective", "loss/nll", "loss/imitated", "policy/entropy", "optim/grad_norm_actor"}
+            assert all(math.isfinite(metrics[name]) for name in wanted)
+            assert metrics["loss/imitated"] == pytest.approx(1.0)
+            assert metrics["loss/nll"] == pytest.approx(metrics["loss/objective"])
+            ratios = {"log_prob_gap", "kl_old", "kl_reference", "clip_fraction", "ESS", "log_ratio"}
+            assert not {f"policy/{name}" for name in ratios} & set(metrics)
+        if given is not None:
+            assert history[-1]["loss/nll"] < history[0]["loss/nll"]
+
+    def test_only_what_was_won_is_imitated(self, tmp_path):
+        given = transcripts(tmp_path / "written.jsonl")
+        run = build_run(
+            small_config(tmp_path, "SFT", demonstrations=given, batch_size=5, imitate="success", max_iterations=2)
+        )
+        for metrics in run.trainer.train():
+            assert metrics["loss/imitated"] == pytest.approx(2 / 5)
+            assert metrics["loss/objective"] < metrics["loss/nll"]
+
+    def test_resumed_in_the_same_bytes(self, tmp_path):
+        """The orders go on; of players see test_checkpoint."""
+
+        def config(name, **more):
+            settings = {
+                "demonstrations": transcripts(tmp_path / "a.jsonl"),
+                "batch_size": 4,
+                "lr_actor": 1e-3,
+                "max_iterations": 3,
+            }
+            saved = {"save_checkpoints": True, "checkpoint_interval": 1}
+            return small_config(tmp_path / name, "SFT", **settings | saved | more)
+
+        whole = build_run(config("whole"))
+        whole.trainer.train()
+        interrupted(config("cut"), 2)
+        run = build_run(config("cut", resume=True))
+        assert run.trainer.iteration == 1
+        run.trainer.train()
+        assert digest(run) == digest(whole)
+
+    def test_a_report_is_written_of_it(self, tmp_path):
+        """Its episodes have no log-probs of who wrote them."""
+        config = small_config(tmp_path, "SFT", demonstrations="guess_by_hints", max_iterations=2, record_interval=1)
+        build_run(config).trainer.train()
+        (file, _) = sorted(config.output_dir.glob("rollouts/*.safetensors"))
+        values, missing = token_values(read_recording(file))
+        action = read_recording(file).arrays["turn_ids"] >= 0
+        assert np.isnan(values["log_prob"][action]).all()
+        assert (values["credit"][action] > 0).all()
+        assert "no reference" in missing["kl"]
+        assert "<code>demonstrations</code>" in write_report(config.output_dir).read_text()
+
+    def test_own_environments(self, tmp_path):
+        player = f"{__name__}:stops_by_chance"
+        run = build_run(
+            small_config(tmp_path, "SFT", demonstrations=player, max_turns=5, max_iterations=2), env=StopOrGo
+        )
+        history = run.trainer.train()
+        assert 0 < history[0]["rollout/success"] <= 1
+        assert history[0]["rollout/turns"] > 1
