@@ -10,11 +10,12 @@ import torch
 
 from torchrl_llm.cli._installation import Finding, check_extra
 from torchrl_llm.envs import GEMEnv
+from torchrl_llm.host import host_memory
 from torchrl_llm.modules.checks import check_size
 from torchrl_llm.modules.lm import embedding_of
 from torchrl_llm.trainers import build
 from torchrl_llm.trainers.config import RunConfig
-from torchrl_llm.trainers.memory import empty_model, host_memory, memory_estimate
+from torchrl_llm.trainers.memory import empty_model, memory_estimate
 from torchrl_llm.trainers.run import stock_env
 from torchrl_llm.trainers.sources import load_tokenizer
 
