@@ -106,6 +106,7 @@ PACKAGES = {
     "options": (),
     "prefixes": (),
     "segments": (),
+    "smollm2": (),
     "stops": (),
     "envs": (),
     "modules": (),

@@ -11,7 +11,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torchrl_llm"
 
 LAYERS = (
-    {"keys", "options", "optional", "arguments", "prefixes", "segments", "interrupts", "files", "tiny", ""},
+    {"keys", "options", "optional", "arguments", "prefixes", "segments", "interrupts", "files"}
+    | {"host", "tiny", "smollm2", ""},
     {"episode", "stops"},
     {"objectives.functional"},
     {"envs", "modules", "objectives"},

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class MissingExtraError(ImportError):
-    """A package of an extra is not installed."""
+    """A package that not everybody needs is not installed."""
 
 
 class RayNotRunningError(RuntimeError):

@@ -13,12 +13,13 @@ from transformers import LlamaConfig
 from torchrl_llm.cli import doctor
 from torchrl_llm.cli._fit import fit
 from torchrl_llm.cli._installation import check_extra, check_requirements
+from torchrl_llm.host import host_memory
 from torchrl_llm.modules import load_actor_critic
 from torchrl_llm.testing.tiny import load_tiny_tokenizer
 from torchrl_llm.tiny import tiny_model_path
 from torchrl_llm.trainers import RunConfig
 from torchrl_llm.trainers.build import make_lora
-from torchrl_llm.trainers.memory import empty_model, host_memory, memory_estimate
+from torchrl_llm.trainers.memory import empty_model, memory_estimate
 
 CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "tiny_ppo_llm.yaml"
 

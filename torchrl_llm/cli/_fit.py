@@ -10,12 +10,12 @@ import torch
 
 from torchrl_llm.cli._installation import Finding, check_extra
 from torchrl_llm.envs import GEMEnv
+from torchrl_llm.host import host_memory
 from torchrl_llm.modules.checks import check_size
 from torchrl_llm.modules.lm import embedding_of
 from torchrl_llm.trainers import build
-from torchrl_llm.trainers.build import stock_env
 from torchrl_llm.trainers.config import RunConfig
-from torchrl_llm.trainers.memory import empty_model, host_memory, memory_estimate
+from torchrl_llm.trainers.memory import empty_model, memory_estimate
 from torchrl_llm.trainers.sources import load_tokenizer
 
 _T = TypeVar("_T")
@@ -88,7 +88,7 @@ def _describe(model: Any) -> str:
 
 
 def _environment(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
-    make, finding = _tried("environment", lambda: stock_env(config), lambda _: str(config.env_name))
+    make, finding = _tried("environment", lambda: build.stock_env(config), lambda _: str(config.env_name))
     yield finding
     if make is None:
         return

@@ -14,7 +14,7 @@ from torchrl_llm.trainers.saved import USED, LoadedModel, SavedModel, find_saved
 
 CHECKPOINT = (
     "a run's folder (its newest checkpoint), a checkpoint such as RUN/checkpoints/best, or a folder with a model; "
-    '"tiny" is the small model of the package'
+    '"tiny" is the small model of the package, "smollm2" SmolLM2-135M-Instruct'
 )
 
 

@@ -1,11 +1,8 @@
-"""What a run takes in memory, estimated from its settings and the shapes of its model (:func:`memory_estimate`), and what there is."""
+"""What a run takes in memory, estimated from its settings and the shapes of its model (:func:`memory_estimate`)."""
 
 from __future__ import annotations
 
-import os
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,35 +58,6 @@ def memory_estimate(config: RunConfig, model: Any) -> dict[str, int]:
         True
     """
     return {**_weights(config, model), **_activations(config, model), **_contexts(config, model)}
-
-
-def host_memory(root: Path = Path("/")) -> int:
-    """Bytes of the host's memory that this process may have: the machine's, or the limit of its container if that is less.
-
-    Args:
-        root: the folder of ``proc`` and ``sys``.
-
-    Examples:
-        >>> 2**20 < host_memory() <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        True
-    """
-    return min([os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), *_limits_of_cgroups(root)])
-
-
-def _limits_of_cgroups(root: Path) -> Iterator[int]:
-    """The limits of this process's cgroup, of version 1 or 2, and of those around it, which hold too."""
-    listed = root / "proc" / "self" / "cgroup"
-    for line in listed.read_text().splitlines() if listed.is_file() else ():
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        place, name = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
-        parts = Path(path).parts[1:]
-        # A container may see its own cgroup at the top, and still the path that it has outside, which is not there then.
-        for file in (root / Path("sys/fs/cgroup", place, *parts[:depth], name) for depth in range(len(parts) + 1)):
-            limit = file.read_text().strip() if file.is_file() else "max"
-            if limit != "max":
-                yield int(limit)
 
 
 def _weights(config: RunConfig, model: Any) -> dict[str, int]:

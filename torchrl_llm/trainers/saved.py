@@ -14,7 +14,6 @@ from typing import Any
 from torchrl_llm.envs import ChatFormatter, EnvSpec, GEMEnv, UnknownEnvironmentError, register_env_family
 from torchrl_llm.modules import ActorCritic, HFPolicy, load_actor_critic, weights
 from torchrl_llm.options import ConfigError, nearest, options_of
-from torchrl_llm.tiny import tiny_model_path
 from torchrl_llm.trainers import build
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import verify
@@ -22,7 +21,7 @@ from torchrl_llm.trainers.config import HOW_TO_RUN, RunConfig, SamplingSettings,
 from torchrl_llm.trainers.run_folder import MARK
 from torchrl_llm.trainers.settings import EnvConfig
 from torchrl_llm.trainers.settings_file import read_settings, write_settings
-from torchrl_llm.trainers.sources import load_model_config, load_tokenizer, model_path
+from torchrl_llm.trainers.sources import MODELS, load_model_config, load_tokenizer, model_path
 
 SETTINGS = "run_config.yaml"
 """The settings of its run in the folder of an exported model, and in a run's own ``merged``."""
@@ -92,17 +91,20 @@ def find_saved_model(path: str | Path) -> SavedModel:
 
     Args:
         path: a run's folder (its newest checkpoint counts), a checkpoint, or a folder with a model or an adapter, such as an
-            export or a run's ``merged``. ``"tiny"`` is the small model of the package.
+            export or a run's ``merged``. ``"tiny"`` is the small model of the package, ``"smollm2"``
+            :func:`SmolLM2-135M-Instruct <torchrl_llm.smollm2.smollm2_model_path>`.
 
     Raises:
         ConfigError: there is none.
         CheckpointError: the checkpoint is damaged.
+        MissingExtraError: it is ``"smollm2"``, which is not installed.
 
     Examples:
         >>> find_saved_model("tiny").config(env_name="game:Wordle-v0").env_name
         'game:Wordle-v0'
     """
-    given, path = path, tiny_model_path() if str(path) == "tiny" else Path(path).expanduser().absolute()
+    given = str(path)
+    path = MODELS[given]() if given in MODELS else Path(path).expanduser().absolute()
     if not path.is_dir():
         beside = [each.name for each in path.parent.iterdir() if each.is_dir()] if path.parent.is_dir() else []
         raise ConfigError(f"The checkpoint is '{given}': there is no such folder.{nearest(path.name, beside)}")

