@@ -119,6 +119,7 @@ LAW: dict[str, list[Case]] = {
         idle(True, init_from=checkpoint),
     ],
     "refresh_reference": [works(1, lora_r=2, **KL), idle(1)],
+    "teacher": [works(other_model, **KL), idle(other_model)],
     # the environment
     "env_name": [works("game:GuessTheNumber-v0-hard")],
     "env_weights": [works([1.0, 9.0], **MIXED), idle([2.0]), idle([1.0, 9.0], run=own_env)],

@@ -9,6 +9,7 @@ from torchrl_llm.modules import SamplingConfig, TokenScorer, enable_prefix_shari
 from torchrl_llm.options import ConfigError
 from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.saved import LoadedModel, SavedModel, find_saved_model, load_saved_model
+from torchrl_llm.trainers.sources import MODELS
 
 
 def load_teacher(config: RunConfig, tokenizer: Any, sampling: SamplingConfig) -> TokenScorer:
@@ -35,7 +36,7 @@ def _load(config: RunConfig) -> LoadedModel:
     changes: dict[str, Any] = {"device": config.device, "trust_remote_code": config.trust_remote_code}
     path = Path(given).expanduser()
     # A path that leads nowhere is no hub's id, and find_saved_model says so.
-    if given == "tiny" or path.is_dir() or path.is_absolute() or given.startswith(".") or given.count("/") != 1:
+    if given in MODELS or path.is_dir() or path.is_absolute() or given.startswith(".") or given.count("/") != 1:
         saved = find_saved_model(given)
         return load_saved_model(saved, saved.config(**changes))
     return load_saved_model(
