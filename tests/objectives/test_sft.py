@@ -126,6 +126,7 @@ class TestLoss:
             ({"imitate": "wins"}, "imitate is 'wins'"),
             ({"min_return": "high"}, "min_return is 'high'"),
             ({"gamma": 1.5}, "gamma is 1.5"),
+            ({"gamma": 0.5, "imitate": "success"}, r"gamma.*0\.5.*min_return"),
         ],
     )
     def test_wrong_options(self, options, match):

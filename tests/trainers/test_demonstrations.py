@@ -190,6 +190,18 @@ SOURCES = {
 
 
 class TestRuns:
+    @pytest.mark.parametrize("given", [{"collector": "async"}, {"group_size": 2}, {"adaptive_mixture": True}], ids=str)
+    def test_settings_of_what_is_played_do_not_go_with_given_episodes(self, tmp_path, given):
+        ((name, value),) = given.items()
+        env_name = [f"game:GuessTheNumber-v0-{level}" for level in ("easy", "hard")]
+        settings = {
+            "demonstrations": transcripts(tmp_path / "a.jsonl"),
+            "model_path": "/no/such/model",
+            "env_name": env_name,
+        }
+        with pytest.raises(ConfigError, match=rf"^{name}={value!r}: for episodes that are played.*: leave it out"):
+            build_run(small_config(tmp_path, "SFT", **settings, **given))
+
     @pytest.mark.parametrize("source", SOURCES)
     def test_a_run_imitates(self, tmp_path, recorded, caplog, source):
         given = SOURCES[source](tmp_path, recorded)

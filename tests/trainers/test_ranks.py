@@ -244,7 +244,7 @@ class TestLaws:
     """Whole runs, in which every process plays its own conversations."""
 
     RUNS: ClassVar = {
-        "ddp": ["LLMPPO", "LLMREINFORCE", "GRPO", "float32", "uneven"],
+        "ddp": ["LLMPPO", "LLMREINFORCE", "GRPO", "SFT", "float32", "uneven"],
         "fsdp2": ["LLMPPO", "LoRA", "uneven", "bfloat16"],
     }
 
@@ -264,6 +264,7 @@ class TestLaws:
             ("ddp", "LLMPPO"),
             ("ddp", "LLMREINFORCE"),
             ("ddp", "GRPO"),
+            ("ddp", "SFT"),
             ("fsdp2", "LLMPPO"),
             ("fsdp2", "LoRA"),
         ],
@@ -280,7 +281,8 @@ class TestLaws:
         assert difference(one["LLMREINFORCE"]["weights"], one["GRPO"]["weights"]) > 1e-3
 
     @pytest.mark.parametrize(
-        ("how", "name"), [("ddp", "GRPO"), ("ddp", "float32"), ("ddp", "LLMREINFORCE"), ("fsdp2", "LoRA")]
+        ("how", "name"),
+        [("ddp", "GRPO"), ("ddp", "float32"), ("ddp", "LLMREINFORCE"), ("ddp", "SFT"), ("fsdp2", "LoRA")],
     )
     def test_the_ranks_play_the_tasks_of_one_process(self, one, two, how, name):
         alone, ranks = one[name]["batches"], [result[name]["batches"] for result in two(how)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
@@ -13,7 +13,7 @@ from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.estimators.imitation import Imitated, ImitationWeights
 from torchrl_llm.objectives.loss import Clipping, KLPlace, TurnPolicyLoss, UnitWeight
-from torchrl_llm.options import Share
+from torchrl_llm.options import Idle, Share
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -50,6 +50,15 @@ class LLMSFTLoss(TurnPolicyLoss):
     """
 
     default_value_estimator = ImitationWeights
+
+    idle: ClassVar[tuple[Idle, ...]] = (
+        *TurnPolicyLoss.idle,
+        Idle(
+            ("gamma",),
+            {"imitate": ("all", "success"), "min_return": (None,)},
+            'weigh or choose by returns (imitate="return", min_return)',
+        ),
+    )
     imitate: Imitated = "all"
     """Imitate "all" turns, those of episodes that ended in "success", or each with the weight of its "return"."""
     min_return: float | None = None

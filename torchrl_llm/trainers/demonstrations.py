@@ -18,6 +18,7 @@ from torchrl_llm.modules import Player
 from torchrl_llm.options import ConfigError, nearest
 from torchrl_llm.record.pieces import TokenTexts
 from torchrl_llm.record.recording import FOLDER, Recording, RecordingError, RecordingFolder, read_recording
+from torchrl_llm.trainers.config import RunConfig
 
 
 def find_demonstrations(given: str) -> Player | Path:
@@ -48,6 +49,23 @@ def find_demonstrations(given: str) -> Player | Path:
         f"demonstrations is {given!r}: no file or folder, and no player; expected a path, a player of torchrl_llm.envs.players "
         f'({", ".join(known)}), or "package.module:name".{nearest(given, [*known])}'
     )
+
+
+def check_demonstrations(config: RunConfig) -> None:
+    """Raise what is wrong with the setting ``demonstrations``, before models are loaded for it.
+
+    Raises:
+        ConfigError: it names nothing that is there, or other settings ask for episodes that are played, and it names given ones.
+    """
+    if config.demonstrations is None or not isinstance(find_demonstrations(config.demonstrations), Path):
+        return
+    played = {"collector": "turn", "group_size": 1, "adaptive_mixture": False}
+    asked = [f"{name}={getattr(config, name)!r}" for name, value in played.items() if getattr(config, name) != value]
+    if asked:
+        raise ConfigError(
+            f"{', '.join(asked)}: for episodes that are played, and those of demonstrations={config.demonstrations!r} are given: "
+            "leave it out."
+        )
 
 
 def read_demonstrations(path: Path, env: GEMEnv, *, max_model_len: int) -> list[Episode]:

@@ -28,7 +28,7 @@ from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import verify
 from torchrl_llm.trainers.checkpoint_parts import Optimizer, names_of_parts, states_of
 from torchrl_llm.trainers.config import RunConfig
-from torchrl_llm.trainers.demonstrations import find_demonstrations
+from torchrl_llm.trainers.demonstrations import check_demonstrations
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.health import HealthWatch
@@ -348,7 +348,6 @@ def _check_arguments(config: RunConfig, env: Any, make_env: Any, make_loss: Any)
             f"estimator={config.estimator!r} does nothing with build_run(make_loss=...): leave it out, or call "
             "make_value_estimator(config.value_estimator()) of the loss there."
         )
-    if config.demonstrations is not None:
-        find_demonstrations(config.demonstrations)
+    check_demonstrations(config)
     if config.collector == "ray":
         running_ray()  # before the models are loaded
