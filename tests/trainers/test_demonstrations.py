@@ -269,9 +269,9 @@ class TestRuns:
         (file, _) = sorted(config.output_dir.glob("rollouts/*.safetensors"))
         values, missing = token_values(read_recording(file))
         action = read_recording(file).arrays["turn_ids"] >= 0
-        assert np.isnan(values["log_prob"][action]).all()
+        assert np.isnan(read_recording(file).arrays["sample_log_prob"][action]).all()
         assert (values["credit"][action] > 0).all()
-        assert "no reference" in missing["kl"]
+        assert all("demonstration" in missing[name] for name in ("log_prob", "ratio", "kl"))
         assert "<code>demonstrations</code>" in write_report(config.output_dir).read_text()
 
     def test_own_environments(self, tmp_path):
