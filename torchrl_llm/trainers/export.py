@@ -21,6 +21,7 @@ from torchrl_llm.trainers.config import HOW_TO_RUN, RunConfig
 from torchrl_llm.trainers.run_folder import MARK
 from torchrl_llm.trainers.saved import SETTINGS, SavedModel, load_saved_model, write_settings_beside
 from torchrl_llm.trainers.settings_file import as_yaml
+from torchrl_llm.trainers.sources import MODELS
 
 Format = Literal["adapter", "merged"]
 
@@ -144,8 +145,12 @@ def _usage(base: str | None, format: Format) -> str:
     load = 'AutoModelForCausalLM.from_pretrained("THIS FOLDER")'
     lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", "", f"model = {load}"]
     if format == "adapter":
-        base_model = f"AutoModelForCausalLM.from_pretrained({json.dumps(base)})"
-        lines[0:1] = ["from peft import PeftModel", lines[0]]
+        source, imported = json.dumps(base), list[str]()
+        if base in MODELS:  # transformers does not know these names
+            find = MODELS[base]
+            source, imported = f"{find.__name__}()", [f"from {find.__module__} import {find.__name__}"]
+        base_model = f"AutoModelForCausalLM.from_pretrained({source})"
+        lines[0:1] = ["from peft import PeftModel", lines[0], *imported]
         lines[-1] = f'model = PeftModel.from_pretrained({base_model}, "THIS FOLDER")'
     lines.append('tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")')
     return "```python\n" + "\n".join(lines) + "\n```"

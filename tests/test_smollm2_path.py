@@ -47,6 +47,7 @@ def convert(monkeypatch):
     def copy(source, folder):
         assert source.read_bytes() == CONTENT
         shutil.copytree(tiny_model_path(), folder, dirs_exist_ok=True)
+        (folder / "model.safetensors").chmod(0o600)  # as safetensors writes it
 
     monkeypatch.setattr(smollm2, "SHA256", sha256(CONTENT).hexdigest())
     monkeypatch.setattr(smollm2, "_convert", copy)
