@@ -106,7 +106,7 @@ WRONG = {
     "a message of text": ({"messages": [ASKED, "hi"]}, "'hi' is no message"),
     "a message without content": ({"messages": [ASKED, {"role": "assistant"}]}, "is no message"),
     "content in parts": ({"messages": [ASKED, SAID | {"content": [{"text": "4"}]}]}, "is no message"),
-    "a message with more": ({"messages": [ASKED, SAID | {"tool_calls": []}]}, "tool_calls.* is no message"),
+    "a message with more": ({"messages": [ASKED, SAID | {"name": "Ann"}]}, "Ann.* is no message.*nothing else"),
     "a reward of text": ({"messages": [ASKED, SAID], "reward": "1"}, "expected a number as reward"),
     "a reward of yes": ({"messages": [ASKED, SAID], "reward": True}, "expected a number as reward"),
     "a reward of NaN": ({"messages": [ASKED, SAID], "reward": float("nan")}, "expected a number as reward"),

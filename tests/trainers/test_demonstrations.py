@@ -119,6 +119,9 @@ class TestRecordings:
                 key = ("turn", name_of_turn)
                 assert row[key].equal(expected[key][: len(row[key])]), key
                 assert not expected[key][len(row[key]) :].any()
+            for turn in episode.turns:
+                context = episode.contexts[turn.segment]
+                assert np.array_equal(context[turn.start : turn.start + len(turn.tokens)], turn.tokens)
             gaps += len(episode.contexts) - 1
         assert (gaps > 0) == (name == "slide")
 
