@@ -111,6 +111,8 @@ class Range:
 
     def __str__(self) -> str:
         low, high = self._bounds
+        if low == "-inf":
+            return "finite"
         if high == "inf":
             return f"at least {low}" if self.interval[0] == "[" else f"greater than {low}"
         closed = self.interval[0] + self.interval[-1] == "[]"
@@ -123,6 +125,8 @@ Natural = Annotated[int, Range("[0, inf)")]
 """A number of things; 0 is none."""
 Positive = Annotated[float, Range("(0, inf)")]
 """A finite number greater than 0."""
+Finite = Annotated[float, Range("(-inf, inf)")]
+"""A finite number."""
 NonNegative = Annotated[float, Range("[0, inf)")]
 """A finite number, at least 0."""
 Share = Annotated[float, Range("[0, 1]")]

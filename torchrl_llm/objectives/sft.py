@@ -13,7 +13,7 @@ from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.estimators.imitation import Imitated, ImitationWeights
 from torchrl_llm.objectives.loss import Clipping, KLPlace, TurnPolicyLoss, UnitWeight
-from torchrl_llm.options import Idle, Share
+from torchrl_llm.options import Finite, Idle, Share
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -61,7 +61,7 @@ class LLMSFTLoss(TurnPolicyLoss):
     )
     imitate: Imitated = "all"
     """Imitate "all" turns, those of episodes that ended in "success", or each with the weight of its "return"."""
-    min_return: float | None = None
+    min_return: Finite | None = None
     """Do not imitate turns whose return from there on is less; None sets no bound."""
     gamma: Share = 1.0
     """Discount per turn."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.estimators.base import TurnEstimator
-from torchrl_llm.options import Share
+from torchrl_llm.options import Finite, Share
 
 Imitated = Literal["all", "success", "return"]
 
@@ -49,7 +49,7 @@ class ImitationWeights(TurnEstimator):
     _reads: ClassVar[tuple[str, ...]] = (*TurnEstimator._reads, "success")
 
     imitate: Imitated = "all"
-    min_return: float | None = None
+    min_return: Finite | None = None
     gamma: Share = 1.0
 
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
