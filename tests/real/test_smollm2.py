@@ -195,7 +195,7 @@ class TestExport:
 
     @pytest.mark.vllm
     def test_vllm_serves_the_adapter(self, path, adapter, rows):
-        vllm = pytest.importorskip("vllm", reason="needs vLLM: run make test-vllm")
+        vllm = pytest.importorskip("vllm", reason="needs vLLM: run make test-real VENV=.venv-vllm")
         from vllm.lora.request import LoRARequest
 
         from torchrl_llm.modules.vllm import load_engine
