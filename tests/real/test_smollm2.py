@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from talks import QUESTIONS, TURNS, Talk, config
+from tensordict import TensorDict
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from torchrl_llm import keys
@@ -194,22 +195,33 @@ class TestExport:
 
     @pytest.mark.vllm
     def test_vllm_serves_the_adapter(self, path, adapter, rows):
-        vllm = pytest.importorskip("vllm", reason="needs vLLM: run make test-vllm")
+        vllm = pytest.importorskip("vllm", reason="needs vLLM: run make test-real VENV=.venv-vllm")
         from vllm.lora.request import LoRARequest
 
         from torchrl_llm.modules.vllm import load_engine
 
-        prompts = [row[keys.TOKENS][row[keys.ATTENTION_MASK]].tolist() for row in rows]
-        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path).eval(), adapter).eval()
-        expected = score(model, rows, "default")
-        del model  # the engine loads the weights once more
+        # vLLM's CPU kernels give no log-probs of prompts under an adapter.
+        contexts = [row[keys.TOKENS][: int((row[keys.TURN_IDS] == TURNS - 1).nonzero()[0])] for row in rows]
         engine = load_engine(path, dtype="float32", max_model_len=512, max_num_seqs=8, max_lora_rank=8)
-        outputs = engine.generate(
-            [{"prompt_token_ids": ids} for ids in prompts],
-            vllm.SamplingParams(max_tokens=1, prompt_logprobs=0),
-            lora_request=LoRARequest("trained", 1, str(adapter)),
-        )
-        for ids, output, row, scores in zip(prompts, outputs, rows, expected, strict=True):
-            places = (row[keys.TURN_IDS] >= 0).nonzero().flatten().tolist()
-            found = torch.tensor([output.prompt_logprobs[place][ids[place]].logprob for place in places])
-            torch.testing.assert_close(found, scores[places], rtol=0, atol=1e-3)
+        try:
+            outputs = engine.generate(
+                [{"prompt_token_ids": context.tolist()} for context in contexts],
+                [vllm.SamplingParams(max_tokens=12, logprobs=0, seed=seed) for seed in range(len(contexts))],
+                lora_request=LoRARequest("trained", 1, str(adapter)),
+            )
+        finally:
+            engine.llm_engine.engine_core.shutdown()
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(path).eval(), adapter).eval()
+        for context, output in zip(contexts, outputs, strict=True):
+            (response,) = output.outputs
+            tokens = torch.tensor([[*context.tolist(), *response.token_ids]])
+            turn_ids = torch.where(torch.arange(tokens.shape[1]) < len(context), -1, 0).unsqueeze(0)
+            row = TensorDict(
+                {keys.TOKENS: tokens, keys.ATTENTION_MASK: torch.ones_like(tokens) > 0, keys.TURN_IDS: turn_ids},
+                batch_size=[1],
+            )
+            found = [each[token].logprob for each, token in zip(response.logprobs, response.token_ids, strict=True)]
+            expected = score(model, row, "default")[turn_ids >= 0]
+            torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=1e-3)
+            base = score(model, row)[turn_ids >= 0]
+            assert (base - expected).abs().max() > 1e-2
