@@ -1,4 +1,4 @@
-"""What supervised fine-tuning imitates: :func:`find_demonstrations` says what a setting means, :func:`make_demonstrator` collects it."""
+"""What supervised fine-tuning imitates: :func:`find_demonstrations` says what a setting means, :func:`read_demonstrations` reads files."""
 
 from __future__ import annotations
 
