@@ -52,7 +52,7 @@ class TestHelp:
         text = " ".join(done.stdout.split())
         part = text.index("The environment and the text that the model reads:")
         assert part < text.index("--max_model_len VALUE") < text.index("How responses are sampled:")
-        assert "default: 0.99 (LLMPPO), 0.9 (LLMREINFORCE), 1.0 (GRPO)" in text
+        assert "default: 0.99 (LLMPPO), 0.9 (LLMREINFORCE), 1.0 (GRPO, SFT)" in text
 
     def test_python_m_is_the_same_command(self):
         done = subprocess.run(
