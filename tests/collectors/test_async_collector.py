@@ -23,7 +23,7 @@ from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig
 from torchrl_llm.testing.environments import Dice, Slow, StopOrGo
-from torchrl_llm.testing.policies import ScriptedPolicy
+from torchrl_llm.testing.policies import ScriptedPolicy, SleepingPolicy
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 
 EASY = "game:GuessTheNumber-v0-easy"
@@ -99,6 +99,31 @@ class TestBatches:
         assert all(asked)
 
 
+class Noting(SleepingPolicy):
+    """Notes how long it waited for each step, and how many responses the step before had finished."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.waits, self.last = [], (time.monotonic(), 0)
+
+    def poll(self):
+        ended, answers = self.last
+        self.waits.append((time.monotonic() - ended, answers))
+        result = super().poll()
+        self.last = time.monotonic(), len(result)
+        return result
+
+
+def of_lengths(*episodes):
+    """A script of responses with so many tokens, their end-of-turn token included."""
+
+    def say(episode, turn, context):
+        tokens = episodes[episode]
+        return ("stop" if turn == len(tokens) - 1 else "go").ljust(tokens[turn] - 1, ".")
+
+    return say
+
+
 class TestNoBarrier:
     def test_environments_are_called_at_the_same_time(self, make, says, collect):
         together = threading.Barrier(4)
@@ -170,6 +195,21 @@ class TestNoBarrier:
         collect(make(partial(Slow, StopOrGo, mean=0.01, sigma=0.5), num_envs=8), policy, batch_size=8).rollout()
         assert sum(calls) == 32
         assert len(calls) <= 6, "8 when it asks for whatever came first"
+
+    @pytest.mark.parametrize("num_threads", [0, None])
+    def test_a_quick_environment_costs_its_slot_no_step(self, make, tokenizer, collect, num_threads):
+        """A long response, and beside it as many tokens in 12 short episodes."""
+        policy = Noting(of_lengths([60], *[[5]] * 12), tokenizer=tokenizer, max_output_tokens=64, seconds_per_step=0.04)
+        env = make(num_envs=2, max_output_tokens=64, max_model_len=1024)
+        collect(env, policy, batch_size=13, num_threads=num_threads).rollout()
+        assert 60 <= len(policy.waits) <= 63, "66 when each episode waits for a step"
+
+    def test_a_slow_environment_is_not_waited_for(self, make, tokenizer, collect):
+        policy = Noting(of_lengths([60], [2] * 12), tokenizer=tokenizer, max_output_tokens=64, seconds_per_step=0.04)
+        slow = partial(Slow, StopOrGo, mean=0.05, sigma=0.01)
+        collect(make(slow, num_envs=2, max_output_tokens=64, max_model_len=1024), policy, batch_size=2).rollout()
+        after_answers = [wait for wait, answers in policy.waits if answers]
+        assert np.median(after_answers) < 0.005, "0.01 when it waits for as long as it would for a quick one"
 
 
 class TestOnPolicy:

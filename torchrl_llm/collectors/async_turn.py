@@ -6,7 +6,10 @@ The executor assigns episodes to slots and schedules calls of policy and environ
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -151,7 +154,9 @@ class ThreadExecutor(RolloutExecutor):
         # A quarter of the limit, so that a late call is noticed before it has taken 1.25 times as long.
         self._poll_interval = min(POLL_INTERVAL, step_timeout / 4)
         self._new_requests = 0
-        self._batching_delay = self._next_check = 0.0
+        self._last_step = self._step_seconds = self._next_check = 0.0
+        # How long the last calls took: at first it is not known that environments answer quickly.
+        self._call_seconds = deque([math.inf], maxlen=16)
 
     @property
     def in_flight(self) -> int:
@@ -211,6 +216,7 @@ class ThreadExecutor(RolloutExecutor):
         """Process what environments returned; wait up to ``timeout`` seconds for the first."""
         for call in self.pool.finished(timeout):
             del self._calls[call.slot]
+            self._call_seconds.append(call.seconds)
             episode = self._slots[call.slot]
             if episode is None:  # released while its call ran
                 continue
@@ -278,17 +284,31 @@ class ThreadExecutor(RolloutExecutor):
     # ------------------------------------------------------------------ the policy
 
     def _wait_for_requests(self) -> None:
-        """Wait a little for more requests to send at once, unless the policy is in the middle of older ones."""
-        end = time.monotonic() + self._batching_delay
-        while self._calls and 0 < self.policy.pending <= self._new_requests and (left := end - time.monotonic()) > 0:
+        """Wait a little for environments: a request that comes after the policy has begun a step waits until that ends."""
+        start = time.monotonic()
+        while self._calls and self.policy.pending:
+            left = max(0.0, start + self._patience() - time.monotonic())
+            if left == 0.0 and not any(call.finished for call in self._calls.values()):
+                return
             self._collect_env_results(left)
             self._fill()
+
+    def _patience(self) -> float:
+        """Seconds that further requests are worth: at worst, waiting takes half as long as a step of the policy."""
+        older = self.policy.pending - self._new_requests
+        if older == 0:
+            return self._step_seconds / 2
+        # Older requests wait too, so the limit is their share of it. And only calls since the last step count, if most of the
+        # recent ones were answered in time: a slow environment would hold up every step.
+        calls = sum(call.submitted >= self._last_step for call in self._calls.values())
+        limit = self._step_seconds / 2 * calls / (calls + older)
+        return limit if statistics.median(self._call_seconds) < limit else 0.0
 
     def _step_policy(self) -> None:
         start = time.monotonic()
         responses = self.policy.poll()
-        # At worst, waiting for more takes half as long as a step of the policy.
-        self._batching_delay = (time.monotonic() - start) / 2
+        self._last_step = time.monotonic()
+        self._step_seconds = self._last_step - start
         self._new_requests = 0
         with self._generators():
             for response in responses:

@@ -279,7 +279,12 @@ POLL_INTERVAL = 0.5
 
 
 class Call:
-    """A call for a slot: running, or finished with a ``result`` or an ``error``."""
+    """A call for a slot: running, or finished with a ``result`` or an ``error``.
+
+    Attributes:
+        submitted: ``time.monotonic()`` when it was made.
+        seconds: from then on, in which a thread finished it; 0 without a thread.
+    """
 
     def __init__(self, slot: int, function: Callable[[], Any]) -> None:
         self.slot, self._function = slot, function
@@ -287,6 +292,7 @@ class Call:
         self.error: BaseException | None = None
         self.finished = self.abandoned = False
         self.thread = 0
+        self.submitted, self.seconds = time.monotonic(), 0.0
 
     def run(self) -> None:
         """Call the function, in this thread."""
@@ -429,6 +435,7 @@ class Pool:
             if self._closed:
                 continue
             call.run()
+            call.seconds = time.monotonic() - call.submitted
             with self._lock:
                 # Its result is not reported: the slot has a new environment, or a new task, by now.
                 if call.abandoned:
