@@ -4,9 +4,9 @@
     python benchmarks/report.py --learning runs/learning/final-3-coins
     python benchmarks/report.py --iteration runs/iteration
     python benchmarks/report.py --rollout runs/rollout
-    python benchmarks/report.py --scaling runs/scaling.json
+    python benchmarks/report.py --scaling runs/scaling.json runs/ranks.json
 
-Reads what ``learning.py --seeds`` summarized, ``<iteration>/*.json``, ``<rollout>/*.json`` and ``<scaling>``; writes the tables and
+Reads what ``learning.py --seeds`` summarized, ``<iteration>/*.json``, ``<rollout>/*.json`` and the results of ``scaling.py`` and ``ranks.py``; writes the tables and
 plots of ``docs/results/learning.md``, ``docs/results/iteration.md``, ``docs/results/rollout.md``, ``docs/results/scaling.md``, and the
 tables of ``README.md``.
 """
@@ -117,6 +117,21 @@ def scaling_table(result: dict) -> str:
     return "\n".join(lines)
 
 
+def ranks_table(result: dict) -> str:
+    """One line a number of training processes of each world."""
+    lines = [
+        "| | processes | conversations per s | tokens per s | of linear | waiting for others | CPU-ms here, per conversation | CPU-ms of the worker | of the CPUs |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for world, numbers in result["worlds"].items():
+        for processes, r in numbers.items():
+            lines.append(
+                f"| {world} | {processes} | {r['episodes_per_s']:.1f} | {r['tokens_per_s']:,.0f} | {r['of_linear']:.2f} | "
+                f"{r['waiting']:.3f} | {r['rank_cpu_ms']:.1f} | {r['worker_cpu_ms']:.1f} | {r['cpu']:.2f} |"
+            )
+    return "\n".join(lines)
+
+
 def scaling_targets(result: dict) -> str:
     """One line a target."""
     lines = ["| | target | measured | met |", "|---|---|---|---|"]
@@ -141,7 +156,7 @@ def main() -> None:
     parser.add_argument("--learning", type=Path)
     parser.add_argument("--iteration", type=Path)
     parser.add_argument("--rollout", type=Path)
-    parser.add_argument("--scaling", type=Path)
+    parser.add_argument("--scaling", type=Path, nargs=2, metavar=("WORKERS", "PROCESSES"))
     arguments = parser.parse_args()
     if arguments.learning:
         write_learning(arguments.learning)
@@ -150,7 +165,7 @@ def main() -> None:
     if arguments.rollout:
         write_rollout(arguments.rollout)
     if arguments.scaling:
-        write_scaling(arguments.scaling)
+        write_scaling(*arguments.scaling)
 
 
 def write_learning(folder: Path) -> None:
@@ -194,18 +209,15 @@ def write_rollout(folder: Path) -> None:
     (RESULTS / "rollout.md").write_text(text)
 
 
-def write_scaling(path: Path) -> None:
+def write_scaling(workers: Path, processes: Path) -> None:
     """The page."""
-    result = json.loads(path.read_text())
+    result, ranks = json.loads(workers.read_text()), json.loads(processes.read_text())
     tables = {"table": scaling_table(result), "targets": scaling_targets(result)}
-    numbers = {
-        "step_ms": 1000 * result["step_s"],
-        "step": 1000 * result["costs"]["step"],
-        "turn": 1000 * result["costs"]["turn"],
-        "gap": result["largest_gap_to_simulation"],
-    }
-    text = SCALING.format(**result | tables | numbers)
-    (RESULTS / "scaling.md").write_text(text)
+    tables |= {"ranks_table": ranks_table(ranks), "ranks_targets": scaling_targets(ranks)}
+    numbers = {name: 1000 * result["costs"][name] for name in ("step", "turn", "request")}
+    numbers |= {"step_ms": 1000 * result["step_s"], "gap": result["largest_gap_to_simulation"]}
+    numbers |= {"ranks_rounds": ranks["rounds"], "ranks_per_slot": ranks["per_slot"]}
+    (RESULTS / "scaling.md").write_text(SCALING.format(**result | tables | numbers))
 
 
 def mean_length(result: dict) -> str:
@@ -295,7 +307,8 @@ SCALING = """# What do more workers gain?
 
 ```bash
 OMP_NUM_THREADS=1 python benchmarks/scaling.py --output runs/scaling.json
-python benchmarks/report.py --scaling runs/scaling.json
+OMP_NUM_THREADS=1 python benchmarks/ranks.py --output runs/ranks.json
+python benchmarks/report.py --scaling runs/scaling.json runs/ranks.json
 ```
 
 Rollouts on Ray with {{py:class}}`~torchrl_llm.collectors.RayTurnCollector`, on one machine with two cores. Every worker has an engine that
@@ -322,14 +335,28 @@ conversations a slot plays in a batch, the less its end weighs: {per_slot} in on
 worker more. On-policy batches with one or two conversations a slot take as long as their longest conversation, here as anywhere;
 `max_staleness` is for these.
 
-*Of the simulation*: tokens per second over those of {{py:mod}}`torchrl_llm.testing.simulation`, which is given how long a step takes
-({step:.2f} ms, a sleep measured by itself) and what a turn costs a worker's process ({turn:.1f} ms, with an engine that does not
-sleep), and no throughput. The largest difference is {gap:.0%}.
+*Of the simulation*: tokens per second over those of {{py:mod}}`torchrl_llm.testing.simulation`. It is given no throughput, and what these cost,
+each measured alone (`benchmarks/costs.py`): a step of the engine ({step:.2f} ms), what the worker's process does for a turn while
+its engine waits ({turn:.1f} ms, in one process without Ray), and what it does between an answer and the next request, which is there
+({request:.1f} ms, with an actor of Ray that only sleeps). The largest difference is {gap:.0%}.
 
 *CPU-ms here*: what a conversation costs in the process that collects. With few workers nearly
 every conversation has a message of its own; with many they share one (see [how far it scales](../scaling.md)).
 
 Medians of {rounds} rounds; ratios are medians of the rounds' ratios. Machine: {machine}.
+
+## More training processes
+
+Each training process has a collector and workers of its own, so what a conversation costs the process that collects it bounds one
+process, not all of them. Processes of `torch.distributed` (gloo) with a worker each, {ranks_per_slot} conversations a slot and iteration, an
+update of 0.2 s in which they sleep, and a sum of 1 MB of gradients with all others:
+
+{ranks_targets}
+
+{ranks_table}
+
+*Waiting for others*: in the exchange of gradients, which the process with the longest batch reaches last. *Of the CPUs*: of both cores, by all
+processes and workers; Ray's own processes are not counted. Medians of {ranks_rounds} rounds.
 """
 
 if __name__ == "__main__":

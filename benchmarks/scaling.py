@@ -15,23 +15,21 @@ tells. The worlds:
 - ``stale``: ``max_staleness=1``, a batch of 4 conversations for each slot, and an update of 0.2 s after each, in which the
   caller sleeps and then sends new weights.
 
-Everyone plays in turns on one machine. Of each number of workers: tokens per second of the wall clock, ``of_linear`` (its tokens per
-second over those of one worker times their number), ``of_engine`` (the share of the tokens that engines could have said whose
-slots are never free), and ``driver_cpu_ms``, the milliseconds of CPU that an episode takes in the process that collects. Medians over
-the rounds, each of figures of one round.
+One number of workers plays after the other, all rounds, so that no other workers take memory (0.4 GB each). Of each number: tokens
+per second of the wall clock, ``of_linear`` (its tokens per second over those of one worker times their number), ``of_engine`` (the
+share of the tokens that engines could have said whose slots are never free), and ``driver_cpu_ms``, the milliseconds of CPU that
+an episode takes in the process that collects. Medians over the rounds, each of figures of one round.
 
 Prints one JSON object.
 """
 
 import argparse
 import json
-import math
 import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -43,14 +41,13 @@ from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, RayTurnCollector
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.testing.environments import StopOrGo
-from torchrl_llm.testing.policies import SleepingPolicy
-from torchrl_llm.testing.simulation import Costs, simulate, uniform_lengths
+from torchrl_llm.testing.simulation import Costs, Versions, simulate, uniform_lengths
 from torchrl_llm.testing.tokenizers import byte_tokenizer
-from torchrl_llm.weight_update import RayWeightSync
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+from costs import TimedPolicy, measured_costs  # noqa: E402
 from report import machine  # noqa: E402
 
 TARGETS = {"on_policy": 0.95, "same_batch": 0.9, "stale": 0.95}
@@ -85,23 +82,6 @@ class Setting:
     rounds: int = 5
 
 
-class Versions(RayWeightSync):
-    """Sends versions: there are no weights."""
-
-    def __init__(self, policy: SleepingPolicy) -> None:
-        super().__init__(None, policy=policy)
-
-    def publish(self, version: int) -> None:
-        """Offer the version alone."""
-        self.current = version, ray.put(version)
-
-    @staticmethod
-    def install(policy: SleepingPolicy, version: int) -> float:
-        """Stamp the version on later tokens."""
-        policy.policy_version = version
-        return math.nan
-
-
 lengths = uniform_lengths(TURNS, TOKENS)
 
 
@@ -111,21 +91,31 @@ def script(episode: int, turn: int, _: str) -> str:
     return ("stop" if turn == len(tokens) - 1 else "go").ljust(tokens[turn] - 1, ".")
 
 
-def make_env(slots: int) -> GEMEnv:
-    """What workers play."""
-    return GEMEnv(StopOrGo, tokenizer=byte_tokenizer(), num_envs=slots, max_output_tokens=TOKENS[1], max_model_len=512)
+def make_env(slots: int, rank: int = 0, ranks: int = 1) -> GEMEnv:
+    """What workers play: the tasks of one training process."""
+    return GEMEnv(
+        StopOrGo,
+        tokenizer=byte_tokenizer(),
+        num_envs=slots,
+        max_output_tokens=TOKENS[1],
+        max_model_len=512,
+        worker=rank,
+        num_workers=ranks,
+    )
 
 
-def make_policy(step_s: float) -> SleepingPolicy:
+def make_policy(step_s: float) -> TimedPolicy:
     """The engine."""
-    return SleepingPolicy(script, tokenizer=byte_tokenizer(), max_output_tokens=TOKENS[1], seconds_per_step=step_s)
+    return TimedPolicy(script, tokenizer=byte_tokenizer(), max_output_tokens=TOKENS[1], seconds_per_step=step_s)
 
 
-def make_collector(setting: Setting, workers: int, *, per_slot: int, max_staleness: int) -> RayTurnCollector:
-    """A collector on so many workers."""
+def make_collector(
+    setting: Setting, workers: int, *, per_slot: int, max_staleness: int, rank: int = 0, ranks: int = 1
+) -> RayTurnCollector:
+    """The collector of a training process on so many workers."""
     policy = make_policy(setting.step_s)
     return RayTurnCollector(
-        partial(make_env, setting.slots),
+        partial(make_env, setting.slots, rank, ranks),
         policy,
         make_policy=partial(make_policy, setting.step_s),
         num_workers=workers,
@@ -191,42 +181,42 @@ def play_stale(collector: RayTurnCollector, batches: int, update_s: float) -> Ru
     return run
 
 
-class Rig:
-    """Every collector that is measured."""
+Rounds = list[dict[str, dict[int, Run]]]
+"""Of each round, by world and number of workers."""
 
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        make = partial(make_collector, setting)
-        self._alone = AsyncTurnCollector(
-            make_env(setting.slots), make_policy(setting.step_s), batch_size=setting.per_slot * setting.slots
-        )
-        self._direct = {n: make(n, per_slot=setting.per_slot, max_staleness=0) for n in setting.workers}
-        self._stale = {n: make(n, per_slot=setting.stale_per_slot, max_staleness=1) for n in setting.workers}
 
-    def play(self) -> dict[str, dict[int, Run]]:
-        """One round: every world, every number of workers."""
-        result: dict[str, dict[int, Run]] = {"on_policy": {}, "same_batch": {}, "stale": {}}
-        setting = self.setting
-        size = setting.per_slot * setting.slots
-        alone = play_on_policy(self._alone, size)
-        for n in setting.workers:
-            result["on_policy"][n] = play_on_policy(self._direct[n], size * n)
-            result["stale"][n] = play_stale(self._stale[n], setting.stale_batches, setting.update_s)
-            result["same_batch"][n] = play_on_policy(self._direct[n], setting.same_batch)
-            for world, runs in result.items():
-                print(f"{world}, {n} workers: {runs[n].tokens / runs[n].wall_s:.0f} tokens/s", file=sys.stderr)
-        return result | {"in_process": {1: alone}}
-
-    def close(self) -> None:
-        """End the workers."""
-        for collector in (self._alone, *self._direct.values(), *self._stale.values()):
-            collector.shutdown()
+def play(setting: Setting) -> Rounds:
+    """All rounds of everyone, one after the other."""
+    size = setting.per_slot * setting.slots
+    rounds: Rounds = [{"on_policy": {}, "same_batch": {}, "stale": {}, "in_process": {}} for _ in range(setting.rounds)]
+    with ExitStack() as stack:
+        alone = AsyncTurnCollector(make_env(setting.slots), make_policy(setting.step_s), batch_size=size)
+        stack.callback(alone.shutdown)
+        for each in rounds:
+            each["in_process"][1] = play_on_policy(alone, size)
+    for n in setting.workers:
+        with ExitStack() as stack:
+            direct = make_collector(setting, n, per_slot=setting.per_slot, max_staleness=0)
+            stack.callback(direct.shutdown)
+            play_on_policy(direct, setting.slots * n)  # a worker's first steps take longer
+            for each in rounds:
+                each["on_policy"][n] = play_on_policy(direct, size * n)
+                each["same_batch"][n] = play_on_policy(direct, setting.same_batch)
+        with ExitStack() as stack:
+            stale = make_collector(setting, n, per_slot=setting.stale_per_slot, max_staleness=1)
+            stack.callback(stale.shutdown)
+            for each in rounds:
+                each["stale"][n] = play_stale(stale, setting.stale_batches, setting.update_s)
+        for world in ("on_policy", "same_batch", "stale"):
+            speed = statistics.median(each[world][n].tokens / each[world][n].wall_s for each in rounds)
+            print(f"{world}, {n} workers: {speed:.0f} tokens/s", file=sys.stderr)
+    return rounds
 
 
 def digest(rounds: list[dict[int, Run]], setting: Setting) -> dict[str, dict[str, float]]:
     """Medians of a world's figures, by number of workers."""
     result = {}
-    for n in rounds[0]:
+    for n in sorted(rounds[0]):
         speed = [runs[n].tokens / runs[n].wall_s for runs in rounds]
         linear = [n * runs[1].tokens / runs[1].wall_s for runs in rounds]
         figures = {
@@ -241,40 +231,16 @@ def digest(rounds: list[dict[int, Run]], setting: Setting) -> dict[str, dict[str
     return result
 
 
-@contextmanager
-def closing(collector: AsyncTurnCollector) -> Iterator[AsyncTurnCollector]:
-    """Shut it down at the end."""
-    try:
-        yield collector
-    finally:
-        collector.shutdown()
-
-
-def measured_costs(setting: Setting, *, sleeps: int = 50, episodes: int = 128) -> Costs:
-    """What a step takes, and what a turn costs the process of a worker."""
-    clock = Clock()
-    for _ in range(sleeps):
-        time.sleep(setting.step_s)
-    step = clock.stop().wall_s / sleeps
-    with closing(AsyncTurnCollector(make_env(setting.slots), make_policy(0.0), batch_size=episodes)) as collector:
-        collector.rollout()
-        clock = Clock()
-        batch = collector.rollout()
-        return Costs(step=step, turn=clock.stop().wall_s / int(batch[keys.TURN_MASK].sum()))
-
-
 def simulated(setting: Setting, costs: Costs) -> dict[str, dict[str, float]]:
     """Tokens per second of each world on simulated workers, by their number."""
     result: dict[str, dict[str, float]] = {"on_policy": {}, "same_batch": {}, "stale": {}}
-    play = partial(simulate, costs, lengths, slots=setting.slots)
+    on = partial(simulate, costs, lengths, slots=setting.slots)
     for n in setting.workers:
         stale = setting.stale_per_slot * setting.slots * n
         runs = {
-            "on_policy": play(workers=n, batch_size=setting.per_slot * setting.slots * n, batches=4),
-            "same_batch": play(workers=n, batch_size=setting.same_batch, batches=4),
-            "stale": play(
-                workers=n, batch_size=stale, batches=setting.stale_batches, max_staleness=1, update=setting.update_s
-            ),
+            "on_policy": on(workers=n, batch_size=setting.per_slot * setting.slots * n, batches=8),
+            "same_batch": on(workers=n, batch_size=setting.same_batch, batches=8),
+            "stale": on(workers=n, batch_size=stale, batches=32, max_staleness=1, update=setting.update_s),
         }
         for world, run in runs.items():
             result[world][str(n)] = round(run.tokens_per_s, 1)
@@ -288,13 +254,11 @@ def verdict(value: float, target: float) -> dict[str, Any]:
 
 def run(setting: Setting) -> dict[str, Any]:
     """All rounds."""
-    costs = measured_costs(setting)
+    costs = measured_costs(
+        make_env(setting.slots), make_policy(setting.step_s), episodes=setting.per_slot * setting.slots
+    )
     expected = simulated(setting, costs)
-    rig = Rig(setting)
-    try:
-        rounds = [rig.play() for _ in range(setting.rounds)]
-    finally:
-        rig.close()
+    rounds = play(setting)
     worlds = {world: digest([each[world] for each in rounds], setting) for world in rounds[0]}
     for world, figures in expected.items():
         for n, tokens_per_s in figures.items():
@@ -318,12 +282,13 @@ def main() -> None:
     """Measure and print JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=Setting.rounds)
+    parser.add_argument("--workers", type=int, nargs="+", default=Setting.workers, help="numbers, 1 among them")
     parser.add_argument(
         "--quick", action="store_true", help="one and two workers, small batches, one round: does it run?"
     )
     parser.add_argument("--output", type=Path, help="write the JSON here too")
     arguments = parser.parse_args()
-    setting = Setting(rounds=arguments.rounds)
+    setting = Setting(workers=tuple(arguments.workers), rounds=arguments.rounds)
     if arguments.quick:
         setting = Setting(workers=(1, 2), per_slot=2, same_batch=32, stale_per_slot=1, stale_batches=1, rounds=1)
     # Ray's workers are nice to others by default. Here they are what is measured.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from torchrl_llm.testing.simulation import (
     uniform_lengths,
 )
 
-FREE = Costs(message=0.0, call=0.0, episode=0.0)
+FREE = Costs(request=0.0, message=0.0, call=0.0, episode=0.0)
 SHORT = uniform_lengths((1, 4), (8, 16))
 
 
@@ -36,11 +37,17 @@ class TestTime:
 
     @pytest.mark.parametrize(
         ("costs", "more"),
-        [({"turn": 0.5}, 3 * 0.5), ({"env": 0.5}, 3 * 0.5), ({"call": 0.05}, 0.05), ({"message": 0.5}, 1.0)],
+        [
+            ({"turn": 0.5}, 3 * 0.5),
+            ({"env": 0.5}, 3 * 0.5),
+            ({"request": 0.5}, 0.5),
+            ({"call": 0.05}, 0.05),
+            ({"message": 0.5}, 1.0),
+        ],
     )
     def test_of_what_costs_something(self, costs, more):
         """One episode: its first prompt and two more come from the environment, and one message is enough."""
-        costs = Costs(**{"message": 0.0, "call": 0.0, "episode": 0.0} | costs)
+        costs = replace(FREE, **costs)
         collector = collector_of(costs, lambda _: [5, 5, 5], num_workers=1, batch_size=1)
         collector.batch()
         assert collector.cluster.now == pytest.approx(15 * costs.step + more)
@@ -90,7 +97,7 @@ class TestEpisodes:
 
 
 class TestManyWorkers:
-    @pytest.mark.parametrize(("staleness", "per_slot", "share"), [(0, 16, 0.85), (1, 4, 0.95)])
+    @pytest.mark.parametrize(("staleness", "per_slot", "share"), [(0, 16, 0.83), (1, 4, 0.93)])
     def test_one_process_feeds_64(self, staleness, per_slot, share):
         """Of 8 slots each: 750 conversations a second. With a message for each of them it would have no time left."""
         run = simulate(

@@ -30,6 +30,7 @@ from torchrl_llm.collectors._worker import WorkerInfo, WorkerRequest, WorkerResu
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.episode import Episode
 from torchrl_llm.keys import StopReason
+from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tokenizers import byte_tokenizer
@@ -46,8 +47,9 @@ class Costs:
     Attributes:
         step: an engine's step, which adds a token to each of its requests.
         turn: what the worker's process does for a turn while its engine waits.
-        env: an environment's answer; environments answer side by side.
+        env: an environment's answer; environments answer side by side, and the engine's next step does not wait for them.
         install: a worker's loading of new weights.
+        request: what the worker's process does between an answer and the next request while its engine waits.
         message: the way to a worker, and the way back.
         call: what the collecting process does for a message to a worker and its answer.
         episode: what it does for an episode: task, record, row.
@@ -57,6 +59,7 @@ class Costs:
     turn: float = 0.0
     env: float = 0.0
     install: float = 0.0
+    request: float = 0.0018
     message: float = 0.001
     call: float = 0.0013
     episode: float = 0.0003
@@ -104,7 +107,7 @@ class SimulatedWorker:
 
     def run(self, arrival: float, request: WorkerRequest, version: int | None = None) -> tuple[float, WorkerResult]:
         """When the request is answered, and what with."""
-        began = now = max(self.free_at, arrival) + (0.0 if version is None else self.costs.install)
+        began = now = max(self.free_at, arrival) + self.costs.request + (0.0 if version is None else self.costs.install)
         self.version = self.version if version is None else version
         self._cancel(request.cancel)
         for serial, index in request.start:
@@ -234,14 +237,31 @@ class SimulatedCluster:
 
 
 class Versions(RayWeightSync):
-    """Sends versions: there are no weights."""
+    """Sends versions, for engines without weights.
 
-    def __init__(self, policy: ScriptedPolicy) -> None:
+    Args:
+        policy: the collector's policy; its ``policy_version`` counts the syncs.
+
+    Examples:
+        >>> policy = ScriptedPolicy(lambda *_: "", tokenizer=byte_tokenizer())
+        >>> versions = Versions(policy)
+        >>> versions.publish(3)
+        >>> versions.current
+        (3, 3)
+    """
+
+    def __init__(self, policy: TurnPolicy) -> None:
         super().__init__(nn.Identity(), policy=policy, parity_check=0)
 
     def publish(self, version: int) -> None:
         """Offer the version alone."""
         self.current = version, version
+
+    @staticmethod
+    def install(policy: Any, version: Any) -> float:
+        """Count later tokens as of the version; nothing is compared, so the parity check's difference is NaN."""
+        policy.policy_version = version
+        return math.nan
 
 
 class SimulatedCollector(RayTurnCollector):
