@@ -53,7 +53,7 @@ def shown_default(name: str, algo: Algorithm | None = None) -> str:
         >>> shown_default("epochs"), shown_default("clip_epsilon"), shown_default("kl_in")
         ('1', '0.2', 'loss (LLMPPO, GRPO), reward (LLMREINFORCE)')
         >>> shown_default("gamma")
-        '0.99 (LLMPPO), 0.9 (LLMREINFORCE), 1.0 (GRPO)'
+        '0.99 (LLMPPO), 0.9 (LLMREINFORCE), 1.0 (GRPO, SFT)'
         >>> shown_default("gamma", "GRPO")
         '1.0'
     """
