@@ -97,4 +97,8 @@ def _limits(limit: Range) -> dict[str, float]:
         ("minimum" if limit.interval[0] == "[" else "exclusiveMinimum"): low,
         ("maximum" if limit.interval[-1] == "]" else "exclusiveMaximum"): high,
     }
-    return {name: int(value) if isinstance(value, str) else value for name, value in ends.items() if value not in ("-inf", "inf")}
+    return {
+        name: int(value) if isinstance(value, str) else value
+        for name, value in ends.items()
+        if value not in ("-inf", "inf")
+    }
