@@ -356,7 +356,7 @@ update of 0.2 s in which they sleep, and a sum of 1 MB of gradients with all oth
 {ranks_table}
 
 *Waiting for others*: in the exchange of gradients, which the process with the longest batch reaches last. *Of the CPUs*: of both cores, by all
-processes and workers; Ray's own processes are not counted. Medians of {ranks_rounds} rounds.
+processes and workers; Ray's own processes are not counted. Rounds: {ranks_rounds}.
 """
 
 if __name__ == "__main__":
