@@ -246,6 +246,7 @@ def _build(
     loss = (make_loss or build.make_objective)(config, models)
     if not isinstance(loss, TurnPolicyLoss):
         raise ConfigError(f"make_loss(config, models) returned a {type(loss).__name__}; expected a TurnPolicyLoss.")
+    reference = models.reference if config.teacher is None else load_teacher(config, tokenizer, sampling)
     policy, weight_sync = build.make_policy(config, tokenizer, sampling, models)
     opened.callback(policy.close)
     if weight_sync is not None:
@@ -286,7 +287,7 @@ def _build(
         loss=loss,
         optimizer=build.make_optimizer(config, models),
         config=config,
-        reference=models.reference if config.teacher is None else load_teacher(config, tokenizer, sampling),
+        reference=reference,
         weight_sync=weight_sync,
         evaluator=build.make_evaluator(config, policy, evaluation_env, distributed, seen_tasks),
         checkpoints=checkpoints if config.save_checkpoints else None,
