@@ -40,10 +40,17 @@ class TestRolloutMetrics:
             "rollout/success": 0.5,
             "rollout/truncated": 0.5,
             "rollout/turns": 1.5,
+            "rollout/penalized": 0.0,
             "rollout/response_length": pytest.approx(4 / 3),
             "data/tokens": 9.0,
             "data/action_share": pytest.approx(4 / 9),
         }
+
+    def test_penalized_turns_are_those_with_a_negative_reward(self, rows):
+        rows["turn", "reward"] = torch.tensor([[-0.1, 1.0], [0.0, -99.0]])
+        assert rollout_metrics(rows)["rollout/penalized"] == pytest.approx(1 / 3)
+        rows["turn", "mask"] = torch.zeros(2, 2, dtype=torch.bool)
+        assert math.isnan(rollout_metrics(rows)["rollout/penalized"])
 
 
 class TestCreditMetrics:

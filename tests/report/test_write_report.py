@@ -155,6 +155,21 @@ class TestPage:
             f" word{token}" for token in rows[keys.TOKENS][0].tolist()
         ]
 
+    def test_episodes_gained_and_turns_penalized_are_on_it(self, tmp_path):
+        """As far as the version that wrote the files counted them."""
+        (tmp_path / "evaluation_before.json").write_text(json.dumps({"success": 0.2, "penalized": 0.25}))
+        write_metrics(tmp_path, **{"rollout/penalized": 0.1})
+        write_result(tmp_path)
+        text = write_report(tmp_path).read_text()
+        assert re.search(r"penalized turns</th><td>25\.0% <.*><td>- <", text)
+        assert "Penalized turns" in text
+        assert "McNemar" not in text
+        paired = {"episodes": 9, "gained": 2, "lost": 9, "p_value": 0.0654296875}
+        write_result(tmp_path, penalized_after=0.031, paired=paired)
+        text = write_report(tmp_path).read_text()
+        assert re.search(r"penalized turns</th><td>25\.0% <.*><td>3\.1% <", text)
+        assert "of 9 episodes 2 gained, 9 lost (McNemar p = 0.07)." in text
+
     def test_characters_of_several_tokens_are_whole(self, tmp_path):
         rows = made_rows(1, 1, 4)
         rows[keys.TOKENS] = torch.tensor([[1, 2, 3, 1]])

@@ -13,14 +13,18 @@ from torchrl_llm.record.metrics import (
     throughput,
     wilson_interval,
 )
+from torchrl_llm.record.paired import PairedComparison, mcnemar_p_value, paired_comparison
 
 __all__ = [
     "LOSS_METRICS",
     "METRICS",
     "Evaluation",
+    "PairedComparison",
     "Timer",
     "credit_metrics",
+    "mcnemar_p_value",
     "named",
+    "paired_comparison",
     "rollout_metrics",
     "staleness",
     "success_interval",

@@ -19,12 +19,18 @@ class Evaluation:
         reward: mean return (undiscounted).
         turns: mean turns per episode.
         response_length: mean tokens per response.
+        penalized: share of the turns whose reward is negative: in GEM's games, turns in no legal format. ``nan`` without a
+            turn; ``None``: unknown, in a file of an earlier version.
         tasks: different tasks among them, by first observation and hidden state (:class:`~torchrl_llm.envs.TaskIdentity`).
         task_overlap: share of the episodes whose task was trained on; ``None``: unknown.
         faults: episodes whose environment failed: truncated there, without a reward for that turn. An episode whose reset
             failed has no turns.
         environments: success, reward and turns of each environment of a mixture that occurs, as ``"success/<name>"``; empty
             for a single environment.
+        outcomes: "1" for each episode that was won and "0" for each other, in task order; ``None``: unknown, in a file of
+            an earlier version.
+        task_digest: hash of the tasks' environments, ids and seeds: equal for two evaluations of the same tasks in the same
+            order, which :func:`~torchrl_llm.record.paired_comparison` compares by ``outcomes``. ``None``: unknown, as above.
         rows: the episodes, ``[episodes]`` in task order, without those that failed at their reset; ``None`` in an
             evaluation that was read from a file.
         texts: hash -> text of the extras in the rows (:mod:`torchrl_llm.envs.extras`).
@@ -36,10 +42,13 @@ class Evaluation:
     reward: float
     turns: float
     response_length: float
+    penalized: float | None = None
     faults: int = 0
     tasks: int | None = None
     task_overlap: float | None = None
     environments: dict[str, float] = field(default_factory=dict)
+    outcomes: str | None = None
+    task_digest: str | None = None
     rows: TensorDictBase | None = None
     texts: dict[int, str] = field(default_factory=dict)
 
@@ -50,7 +59,7 @@ class Evaluation:
     def metrics(self, prefix: str) -> dict[str, float]:
         """The results under the names of :data:`torchrl_llm.record.METRICS`."""
         low, high = self.success_ci95
-        names = ("success", "reward", "turns", "faults", "tasks", "task_overlap")
+        names = ("success", "reward", "turns", "penalized", "faults", "tasks", "task_overlap")
         values = {name: getattr(self, name) for name in names} | {"success_low": low, "success_high": high}
         values |= self.environments
         return {f"{prefix}/{name}": float(value) for name, value in values.items() if value is not None}

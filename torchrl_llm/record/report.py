@@ -31,21 +31,24 @@ NEXT_SEGMENT = "\n\n[... earlier turns leave the context; the model sees from he
 
 
 def comparison_table(evaluations: Mapping[str, Evaluation]) -> str:
-    """A plain-text table, one evaluation a line: win rate with its 95 % interval, turns, return, and the episodes behind it.
+    """A plain-text table, one evaluation a line: win rate with its 95 % interval, turns, return, penalized turns, episodes.
 
-    The last columns are the different tasks among the episodes, the share of episodes whose task was trained on, and the
-    episodes whose environment failed; "-" where it is unknown.
+    "penalized" is the share of the turns whose reward is negative. The last columns are the different tasks among the
+    episodes, the share of episodes whose task was trained on, and the episodes whose environment failed; "-" where it is
+    unknown.
 
     Args:
         evaluations: label -> :class:`~torchrl_llm.record.Evaluation`.
     """
     width = max(len("weights"), *(len(label) for label in evaluations))
-    lines = [f"{'weights':<{width}}  win rate  95 % interval    turns  return  episodes  tasks  trained on  faults"]
+    lines = [
+        f"{'weights':<{width}}  win rate  95 % interval    turns  return  penalized  episodes  tasks  trained on  faults"
+    ]
     for label, result in evaluations.items():
         low, high = result.success_ci95
         lines.append(
             f"{label:<{width}}  {result.success:8.3f}  [{low:.3f}, {high:.3f}]  {result.turns:6.2f}  "
-            f"{result.reward:6.3f}  {result.episodes:8d}  {_known(result.tasks, 5, 'd')}  "
+            f"{result.reward:6.3f}  {_known(result.penalized, 9, '.1%')}  {result.episodes:8d}  {_known(result.tasks, 5, 'd')}  "
             f"{_known(result.task_overlap, 10, '.0%')}  {result.faults:6d}"
         )
     return "\n".join(lines)

@@ -36,6 +36,7 @@ PANELS = (
     Panel("Win rate", {"rollout/success": "training"}, "evaluation/success", 0.0, 1.0),
     Panel("Return", {"rollout/reward": "training"}, "evaluation/reward"),
     Panel("Turns per episode", {"rollout/turns": "training"}, "evaluation/turns"),
+    Panel("Penalized turns", {"rollout/penalized": "training"}, "evaluation/penalized", 0.0),
     Panel("Response length, tokens", {"rollout/response_length": "training"}),
     Panel(
         "Entropy, nats",
@@ -172,7 +173,8 @@ def _for_page(svg: str) -> str:
 
 def as_metrics(statistics: Mapping[str, Any]) -> dict[str, float]:
     """The content of ``evaluation_before.json`` under the names of metrics."""
-    values = {name: statistics[name] for name in ("success", "reward", "turns") if name in statistics}
+    names = ("success", "reward", "turns", "penalized")
+    values = {name: statistics[name] for name in names if statistics.get(name) is not None}
     if "success_ci95" in statistics:
         values |= dict(zip(("success_low", "success_high"), statistics["success_ci95"], strict=True))
     return {f"evaluation/{name}": float(value) for name, value in values.items()}

@@ -145,6 +145,7 @@ class _Page:
             "stop": str(stop) if stop else "no result.json: it still runs, or was killed",
             "headline": summary.headline(files),
             "outcome": summary.outcome(files),
+            "paired": summary.paired(files),
             "evaluation_tasks": files.result.get("evaluation_tasks"),
             "final": files.before.get("episodes"),
             "costs": summary.costs(files),

@@ -6,13 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchrl_llm.record.health import HealthRules
+from torchrl_llm.record.paired import PairedComparison
 from torchrl_llm.report.run_files import RunFiles
 
 Rows = list[tuple[str, ...]]
 
 
 def outcome(files: RunFiles) -> list[tuple[str, tuple[str, str], tuple[str, str]]]:
-    """Win rate, return and turns: name, and number and interval before and after."""
+    """Win rate, return, turns and, if a version counted them, penalized turns: name, and number and interval before and after."""
     before, result = files.before, files.result
     earlier = before.get("success_ci95") or result.get("success_before_ci95")
     intervals = {"success": (earlier, result.get("success_ci95"))}
@@ -21,7 +22,17 @@ def outcome(files: RunFiles) -> list[tuple[str, tuple[str, str], tuple[str, str]
         values = before.get(name, result.get(f"{name}_before")), result.get(f"{name}_after")
         first, last = map(_with_interval, values, intervals.get(name, (None, None)))
         rows.append((title, first, last))
+    shares = before.get("penalized", result.get("penalized_before")), result.get("penalized_after")
+    if shares != (None, None):
+        earlier_share, later_share = ("-" if share is None else f"{share:.1%}" for share in shares)
+        rows.append(("penalized turns", (earlier_share, ""), (later_share, "")))
     return rows
+
+
+def paired(files: RunFiles) -> str:
+    """The paired comparison of the evaluations as a line; empty without one."""
+    found = files.result.get("paired")
+    return str(PairedComparison(**found)) if found else ""
 
 
 def _with_interval(value: float | None, interval: Sequence[float] | None) -> tuple[str, str]:

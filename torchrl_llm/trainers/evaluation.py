@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torch import Tensor
 from torchrl.envs.utils import ExplorationType
 
 from torchrl_llm import keys
@@ -79,7 +81,10 @@ def evaluate(
     collected = rows[
         torch.isin(rows[keys.EPISODE_ID], torch.tensor([t.episode_id for t in wanted], device=rows.device))
     ]
-    return replace(_summary(collected, _with_missing(collected, wanted, rows[:1]), env.names, seen_tasks), texts=texts)
+    result = _summary(collected, _with_missing(collected, wanted, rows[:1]), env.names, seen_tasks)
+    return replace(
+        result, outcomes=_outcomes(collected, wanted), task_digest=_task_digest(env.names, wanted), texts=texts
+    )
 
 
 class _Chosen:
@@ -132,7 +137,7 @@ def _summary(
 ) -> Evaluation:
     """The result of the ``expected`` rows, of which those ``collected`` were collected."""
     metrics = rollout_metrics(expected, names)
-    won = expected[keys.TURN_SUCCESS].logical_and(expected[keys.TURN_MASK]).any(-1)
+    won = _won(expected)
     failed = torch.isin(collected[keys.TURN_STOP_REASON], torch.tensor(FAILED, device=collected.device))
     tasks = expected[keys.TASK_ID]
     return Evaluation(
@@ -142,12 +147,30 @@ def _summary(
         reward=metrics["rollout/reward"],
         turns=metrics["rollout/turns"],
         response_length=metrics["rollout/response_length"],
+        penalized=metrics["rollout/penalized"],
         faults=int((failed & collected[keys.TURN_MASK]).any(-1).sum()) + len(expected) - len(collected),
         tasks=len(tasks.unique()),
         task_overlap=None if seen_tasks is None else seen_tasks.overlap(tasks.cpu()),
         environments={name.removeprefix("rollout/"): value for name, value in metrics.items() if name.count("/") > 1},
         rows=collected,
     )
+
+
+def _won(rows: TensorDictBase) -> Tensor:
+    return rows[keys.TURN_SUCCESS].logical_and(rows[keys.TURN_MASK]).any(-1)
+
+
+def _outcomes(collected: TensorDictBase, wanted: Sequence[TaskSpec]) -> str:
+    """:attr:`Evaluation.outcomes`: one character a task, so that a file that keeps them stays small."""
+    won = set(collected[keys.EPISODE_ID][_won(collected)].tolist())
+    return "".join("1" if task_spec.episode_id in won else "0" for task_spec in wanted)
+
+
+def _task_digest(names: Sequence[str], wanted: Sequence[TaskSpec]) -> str:
+    """:attr:`Evaluation.task_digest`."""
+    # Not the ids of what was played: a task whose reset failed in one of two evaluations has none there.
+    tasks = [(names[task_spec.env_id], *task_spec) for task_spec in wanted]
+    return blake2b(repr(tasks).encode(), digest_size=8).hexdigest()
 
 
 def checked_metrics(metrics: Mapping[str, Any], *, source: str = "evaluator") -> dict[str, float]:

@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 
 from torchrl_llm.files import write_text
 from torchrl_llm.interrupts import Interrupted, catch_signals, interruptible
+from torchrl_llm.record.paired import PairedComparison, paired_comparison
 from torchrl_llm.record.recording import Kind
 from torchrl_llm.record.report import comparison_table, episodes_text, plot_learning_curve, write_json
 from torchrl_llm.report import write_report
@@ -122,7 +123,8 @@ class RunReport:
         if not run.trainer.distributed.is_main:
             return {}
         out, title = run.config.output_dir, f"{run.config.algo} on {run.config.env_name}"
-        result = self._result(run, stop_reason)
+        paired = self._paired()
+        result = {**self._result(run, stop_reason), "paired": paired and asdict(paired)}
         write_json(result, out / "result.json")
         if run.trainer.history and find_spec("matplotlib") is not None:  # of the extra "report"
             before = None if self.before is None else self.before.metrics("evaluation")
@@ -134,6 +136,7 @@ class RunReport:
         both = {"before": self.before, "after": self.after}
         evaluations = {when: each for when, each in both.items() if each is not None}
         table = f"\n\n{comparison_table(evaluations)}\n" if evaluations else ""
+        table += f"{paired}\n" if paired else ""
         self.say(f"\n{title}: {stop_reason}{table}")
         _write_page(out)
         wanted = (
@@ -146,12 +149,24 @@ class RunReport:
         self.say(f"report: {out}/ ({', '.join(name for name in wanted if (out / name).exists())})")
         return result
 
+    def _paired(self) -> PairedComparison | None:
+        """``None``: an evaluation is missing, of an earlier version, or of other tasks."""
+        if self.before is None or self.after is None:
+            return None
+        try:
+            return paired_comparison(self.before, self.after)
+        except ValueError as error:
+            # A run may be resumed with another number of episodes, and its report must not be lost to that.
+            logger.warning("no paired comparison: %s", error)
+            return None
+
     def _result(self, run: Run, stop_reason: str | None) -> dict[str, Any]:
         before, after, (wall, cpu) = self.before, self.after, self.started
+        names = ("success", "reward", "turns", "penalized")
         return {
             **{name: getattr(run.config, name) for name in ("algo", "seed", "env_name")},
-            **{f"{name}_before": before and getattr(before, name) for name in ("success", "reward", "turns")},
-            **{f"{name}_after": after and getattr(after, name) for name in ("success", "reward", "turns")},
+            **{f"{name}_before": before and getattr(before, name) for name in names},
+            **{f"{name}_after": after and getattr(after, name) for name in names},
             "success_before_ci95": before and before.success_ci95,
             "success_ci95": after and after.success_ci95,
             "evaluation_tasks": after and after.tasks,
