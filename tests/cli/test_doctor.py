@@ -78,6 +78,7 @@ class TestDoctor:
         assert found["device"] == ("ok", "cpu is used")
         assert found["stop ids"] == ("ok", "a response ends at '<|im_end|>' (2)")
         assert "max_model_len=256 leaves" in found["prompt"][1]
+        assert found["max_tokens"] == ("ok", "16,384 of a forward and backward pass, chosen for this memory")
         assert "an estimate" in found["memory"][1]
         assert {"torch", "transformers", "extra ray", "cpu", "engine", "model", "template"} <= found.keys()
         assert not [*tmp_path.glob("[!.]*")]  # nothing is written
@@ -117,6 +118,7 @@ class TestDoctor:
 def test_a_bound_above_the_memory_stops_no_run():
     config = RunConfig(model_path="tiny", lora_r=4, kl_coeff=0.0, max_tokens=100_000_000)
     found = {finding.name: finding for finding in fit(config)}
+    assert found["max_tokens"].text == "100,000,000 of a forward and backward pass, as given"
     assert found["memory"].state == "note"
     assert "an estimate, at most" in found["memory"].text
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from torchrl_llm.modules.checks import check_size
 from torchrl_llm.modules.lm import embedding_of
 from torchrl_llm.trainers import build
 from torchrl_llm.trainers.config import RunConfig
-from torchrl_llm.trainers.memory import empty_model, memory_estimate
+from torchrl_llm.trainers.memory import choose_max_tokens, empty_model, memory_estimate, trainer_memory
 from torchrl_llm.trainers.sources import load_tokenizer
 
 _T = TypeVar("_T")
@@ -135,17 +136,24 @@ def _room(config: RunConfig, length: int) -> str:
 
 
 def _memory(config: RunConfig, model: Any, device: torch.device | None) -> Iterator[Finding]:
-    parts, finding = _tried("memory", lambda: memory_estimate(config, model), lambda _: "")
-    if parts is None:
+    _, there = trainer_memory(config, device or torch.device("cpu"))
+    sized, finding = _tried("memory", lambda: _sized(config, model, there), lambda _: "")
+    if sized is None:
         yield finding
         return
+    tokens, parts = sized
+    source = "chosen for this memory" if config.max_tokens is None else "as given"
+    yield Finding("max_tokens", "ok", f"{tokens:,} of a forward and backward pass, {source}")
     for name, size in parts.items():
         yield Finding(f"memory: {name}", "ok", _size(size))
-    total, there = sum(parts.values()), host_memory()
-    if device is not None and device.type == "cuda":
-        there = torch.cuda.get_device_properties(device).total_memory
+    total = sum(parts.values())
     said = f"about {_size(total)} of {_size(there)} (an estimate, at most; docs/memory.md says what lowers it)"
     yield Finding("memory", "note" if total > there else "ok", said)  # a bound from above may be reached by no run
+
+
+def _sized(config: RunConfig, model: Any, memory: int) -> tuple[int, dict[str, int]]:
+    tokens = config.max_tokens or choose_max_tokens(config, model, memory)
+    return tokens, memory_estimate(replace(config, max_tokens=tokens), model)
 
 
 def _size(size: float) -> str:

@@ -1,19 +1,35 @@
-"""What a run takes in memory, estimated from its settings and the shapes of its model (:func:`memory_estimate`)."""
+"""What a run takes in memory, estimated from its settings and the shapes of its model (:func:`memory_estimate`), and the
+``max_tokens`` that follow from it where none are given (:func:`with_max_tokens`).
+"""
 
 from __future__ import annotations
 
+import copy
+import inspect
+import logging
+import platform
 import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from torchrl_llm.host import free_memory, host_memory
+from torchrl_llm.modules import load_engine
+from torchrl_llm.modules.checks import FAILURES
 from torchrl_llm.modules.lm import embedding_of
 from torchrl_llm.options import ConfigError
 from torchrl_llm.trainers.build import has_own_reference, make_lora
 from torchrl_llm.trainers.config import RunConfig
+from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.trainers.settings import MOST_TOKENS
 from torchrl_llm.trainers.sources import model_path
+from torchrl_llm.trainers.teacher import find_teacher
+
+logger = logging.getLogger(__name__)
 
 _TRAINED = 16
 """Bytes of a trained weight: the weight, its gradient and AdamW's two moments, in float32."""
@@ -32,6 +48,11 @@ _LOGITS = 2**24
 # docs/memory.md this is within a tenth of what was measured with LoRA.
 _HIDDEN, _WIDTH = 8, 4
 
+# Weights and caches are known well, the peak of an update is not: by default glibc kept 0.6 to 2.1 GiB more than was in use
+# (docs/memory.md). The other half is for that, for PyTorch itself, and on a host for the system and other programs.
+_SHARE = 0.5
+"""What activations and logits may take of the memory that the other parts leave."""
+
 
 def empty_model(config: RunConfig) -> Any:
     """The run's model without weights: its shapes, on PyTorch's meta device."""
@@ -41,15 +62,16 @@ def empty_model(config: RunConfig) -> Any:
         return AutoModelForCausalLM.from_config(model_config, **options)
 
 
-def memory_estimate(config: RunConfig, model: Any) -> dict[str, int]:
+def memory_estimate(config: RunConfig, model: Any, *, shards: int = 1) -> dict[str, int]:
     """Bytes by part, at the peak of an update of one process. An estimate: allocators keep more than is in use.
 
     Args:
-        config: the settings.
-        model: :func:`empty_model`; it gets LoRA layers, if the settings ask for them.
+        config: the settings; ``max_tokens=None`` counts as 16,384.
+        model: :func:`empty_model`.
+        shards: processes that share the weights (FSDP2). Each gathers all of them for rollouts and scores.
 
     Raises:
-        ConfigError: the model's configuration does not say how large its layers are.
+        ConfigError: the model's configuration does not say how large its layers are; or there is no such ``teacher``.
 
     Examples:
         >>> config = RunConfig(model_path="tiny", lora_r=0, kl_coeff=0.0, algo="LLMREINFORCE")
@@ -57,7 +79,112 @@ def memory_estimate(config: RunConfig, model: Any) -> dict[str, int]:
         >>> memory_estimate(config, model)["trained weights"] == 16 * model.num_parameters()
         True
     """
-    return {**_weights(config, model), **_activations(config, model), **_contexts(config, model)}
+    kept = _kept(config, model, shards)
+    return {**kept, **_activations(config, model, config.micro_batch_tokens)}
+
+
+def choose_max_tokens(config: RunConfig, model: Any, memory: int, *, shards: int = 1) -> int:
+    """The ``max_tokens`` of a run that gives none, for the memory that there is.
+
+    Args:
+        config: the settings.
+        model: :func:`empty_model`.
+        memory: bytes that one process may take, in total and not what is free at the moment: two runs of the same command
+            on the same machine take the same number, and so end in the same bytes.
+        shards: see :func:`memory_estimate`.
+
+    Returns:
+        The largest power of two up to 16,384 whose activations and logits are estimated to take at most half of what the other
+        parts leave; at least ``config.max_model_len`` (but no more than 16,384), because a row is not cut.
+
+    Raises:
+        ConfigError: as :func:`memory_estimate`.
+
+    Examples:
+        >>> config = RunConfig(model_path="tiny", lora_r=0)
+        >>> model = empty_model(config)
+        >>> [choose_max_tokens(config, model, memory) for memory in (2**24, 2**28, 2**34)]
+        [1024, 8192, 16384]
+    """
+    room = _SHARE * (memory - sum(_kept(config, model, shards).values()))
+    least, tokens = min(config.max_model_len, MOST_TOKENS), MOST_TOKENS
+    while tokens > least and sum(_activations(config, model, tokens).values()) > room:
+        tokens //= 2
+    return max(tokens, least)
+
+
+def with_max_tokens(
+    config: RunConfig, saved: Mapping[str, Any] | None, device: torch.device, distributed: Distributed
+) -> RunConfig:
+    """The settings with a number of ``max_tokens``, the same on all ranks.
+
+    A given number counts. Else a resumed run takes the number that it was saved with, on a machine of other memory too, unless
+    ``accept_changes`` names it. Else it is chosen (:func:`choose_max_tokens`) for the rank with least memory: of a GPU all but
+    the share of an engine in this process, of a host an equal part for each process on it. If the run may still need more
+    than is free, a warning says so.
+
+    Args:
+        config: the settings.
+        saved: those of the checkpoint that the run continues; ``None``: it is new.
+        device: of model and training.
+        distributed: the training processes.
+    """
+    if config.max_tokens is not None:
+        return config
+    here = distributed.all_gather([platform.node()]).count(platform.node())
+    free, total = trainer_memory(config, device, here)
+    shards = distributed.world_size if distributed.sharded else 1
+    known = None if saved is None or "max_tokens" in config.accept_changes else saved.get("max_tokens")
+    needed = 0
+    try:
+        model = empty_model(config)
+        tokens = known or choose_max_tokens(config, model, total, shards=shards)
+        needed = sum(memory_estimate(replace(config, max_tokens=tokens), model, shards=shards).values())
+    # A family whose shapes are not known may be trained all the same; what is wrong otherwise is said where it is loaded.
+    except (*FAILURES, OSError, ImportError) as error:
+        tokens = known or MOST_TOKENS
+        logger.warning("max_tokens is %d, for the memory of the run cannot be estimated: %s", tokens, error)
+    config = replace(config, max_tokens=min(distributed.all_gather([tokens])))
+    if needed > free:
+        logger.warning(
+            "the run may take %.1f GiB of memory (max_tokens=%d, max_model_len=%d), and %.1f GiB are free: lower max_model_len "
+            "or num_envs, set gradient_checkpointing or lora_r, or give a lower max_tokens (torchrl-llm doctor shows the parts)",
+            needed / 2**30, config.max_tokens, config.max_model_len, free / 2**30,
+        )  # fmt: skip
+    return config
+
+
+def trainer_memory(config: RunConfig, device: torch.device, processes: int = 1) -> tuple[int, int]:
+    """Bytes of the device's memory for this training process: free, and in total.
+
+    Args:
+        config: the settings. A vLLM engine of this process has its share of a GPU, unless it sleeps during updates. What an
+            engine on a CPU and workers on Ray take is not known here, and not taken off.
+        device: of model and training; on other devices than CUDA's it is the host's memory.
+        processes: training processes on this host. They have equal parts of its memory, and each a GPU of its own.
+
+    Examples:
+        >>> trainer_memory(RunConfig(), torch.device("cpu"), processes=2)[1] == host_memory() // 2
+        True
+    """
+    if device.type != "cuda":
+        return free_memory() // processes, host_memory() // processes
+    free, total = torch.cuda.mem_get_info(device)
+    share = 0.0
+    if config.policy == "vllm" and config.collector != "ray" and not config.sleep_mode:
+        default = inspect.signature(load_engine).parameters["gpu_memory_utilization"].default
+        share = config.gpu_memory_utilization or default
+    return free - int(share * total), total - int(share * total)
+
+
+def _kept(config: RunConfig, model: Any, shards: int) -> dict[str, int]:
+    """The parts that do not depend on ``max_tokens``."""
+    weights = _weights(config, model)
+    if shards > 1:
+        gathered = {name: size // 4 if name == "trained weights" else size for name, size in weights.items()}
+        weights = {name: size // shards for name, size in weights.items()}
+        weights["gathered weights"] = sum(gathered.values())
+    return {**weights, **_contexts(config, model)}
 
 
 def _weights(config: RunConfig, model: Any) -> dict[str, int]:
@@ -65,17 +192,27 @@ def _weights(config: RunConfig, model: Any) -> dict[str, int]:
     critics = config.algo == "LLMPPO" and config.critic_trunk == "separate"
     if lora is None:
         copies = 4 * parameters if config.has_reference and config.teacher is None else 0
-        return {"trained weights": _TRAINED * parameters * (1 + critics), "reference": copies}
+        return {"trained weights": _TRAINED * parameters * (1 + critics), "reference": copies, **_teacher(config)}
     base = parameters * (_NF4 if config.quantization else size)
     with torch.device("meta"), warnings.catch_warnings():
         # PEFT asks transformers under a name that transformers has renamed.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
-        adapter, _ = get_peft_model(model, lora).get_nb_trainable_parameters()
+        adapter, _ = get_peft_model(copy.deepcopy(model), lora).get_nb_trainable_parameters()
     own = 4 * adapter if has_own_reference(config) else 0
-    return {"base weights": int(base), "trained weights": _TRAINED * adapter * (1 + critics), "reference": own}
+    trained = _TRAINED * adapter * (1 + critics)
+    return {"base weights": int(base), "trained weights": trained, "reference": own, **_teacher(config)}
 
 
-def _activations(config: RunConfig, model: Any) -> dict[str, int]:
+def _teacher(config: RunConfig) -> dict[str, int]:
+    if config.teacher is None:
+        return {}
+    settings = find_teacher(config)[1]
+    model = empty_model(settings)
+    size = _NF4 if settings.quantization else _bytes(settings, model)
+    return {"teacher": int(model.num_parameters() * size)}
+
+
+def _activations(config: RunConfig, model: Any, tokens: int) -> dict[str, int]:
     text = model.config.get_text_config()
     layers, hidden = _size(text, "num_hidden_layers"), _size(text, "hidden_size")
     layer = _HIDDEN * hidden + _WIDTH * _size(text, "intermediate_size")
@@ -84,8 +221,8 @@ def _activations(config: RunConfig, model: Any) -> dict[str, int]:
     rows = embedding_of(model).shape[0]
     narrow = config.mixed_precision in ("bf16", "fp16") or _bytes(config, model) == 2
     return {
-        "activations": config.max_tokens * numbers * (2 if narrow else 4),
-        "logits": 4 * min(_LOGITS, config.max_tokens * rows),
+        "activations": tokens * numbers * (2 if narrow else 4),
+        "logits": 4 * min(_LOGITS, tokens * rows),
     }
 
 

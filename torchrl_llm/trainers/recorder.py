@@ -254,8 +254,9 @@ def score_after_update(trainer: Any, rows: TensorDictBase) -> dict[str, str]:
     if trainer.weight_sync is not None and trainer.weight_sync.sleep_level:
         return dict.fromkeys(_NEW, "the engine has the memory that scoring takes (sleep_mode)")
     loss = trainer.loss
+    limit = trainer.config.micro_batch_tokens
     with trainer.accelerator.autocast():
-        apply_in_micro_batches(loss.actor_network, rows, trainer.config.max_tokens, prefix_cost(loss.actor_network))
+        apply_in_micro_batches(loss.actor_network, rows, limit, prefix_cost(loss.actor_network))
     turn_ids = rows[keys.TURN_IDS]
     old = rows.get(keys.OLD_LOG_PROB, rows[keys.SAMPLE_LOG_PROB])
     log_ratio = torch.where(turn_ids >= 0, rows[keys.LOG_PROB] - old, 0.0)

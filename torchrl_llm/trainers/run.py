@@ -33,6 +33,7 @@ from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.health import HealthWatch
 from torchrl_llm.trainers.loggers import MetricsTable
+from torchrl_llm.trainers.memory import with_max_tokens
 from torchrl_llm.trainers.recorder import RolloutRecorder
 from torchrl_llm.trainers.resume import Opening, accept_changes, find_start
 from torchrl_llm.trainers.run_folder import RunFolder
@@ -50,7 +51,7 @@ class Run:
     """The parts of a run, made by :func:`build_run`.
 
     Attributes:
-        config: the settings.
+        config: the settings, with the ``max_tokens`` that was chosen if none was given.
         tokenizer: the model's.
         models: actor, critic and reference.
         policy: samples; shares the actor's weights, or gets them from ``weight_sync``.
@@ -227,6 +228,8 @@ def _build(
     python_parts = names_of_parts(env=env, make_env=make_env, make_loss=make_loss)
     start = distributed.on_main(lambda: find_start(config, folder, python_parts))  # before the models are loaded
     tokenizer = load_tokenizer(config)
+    saved = None if start is None else start.manifest["metadata"]["config"]
+    config = with_max_tokens(config, saved, accelerator.device, distributed)
     shard = {"worker": distributed.rank, "num_workers": distributed.world_size} if distributed.world_size > 1 else {}
     make_env = partial(build.make_environment, config, tokenizer, make_env or build.stock_env(config, env), **shard)
     make_train_env = partial(make_env, stream="train", group_size=config.group_size)

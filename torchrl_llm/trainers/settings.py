@@ -33,6 +33,9 @@ NOTHING_TO_CORRECT = (
 )
 """Of settings with a sampler correction, and of a trainer whose loss has one."""
 
+MOST_TOKENS = 16_384
+"""The largest ``max_tokens`` that is taken where none is given."""
+
 
 @dataclass(kw_only=True)
 class TrainerConfig(Checked):
@@ -42,8 +45,10 @@ class TrainerConfig(Checked):
     """Passes over each batch."""
     minibatch_size: Count | None = None
     """Episodes per optimizer step; None takes the whole batch in one step."""
-    max_tokens: Count = 16_384
-    """Tokens (padding included) of one forward and backward pass. It bounds memory and never changes the gradient."""
+    max_tokens: Count | None = None
+    """Tokens (padding included) of one forward and backward pass. It bounds memory and never changes the gradient. None
+    takes what the machine's memory has room for, by an estimate: a power of two up to 16384, and at least max_model_len. A
+    resumed run keeps its number. (LLMTrainer, made without build_run, takes 16384.)"""
     old_log_probs: OldLogProbs = "auto"
     """The denominator of ratios: the "sampler"'s log-probs, or those that the "scorer" gives the tokens before the
     update (one more forward pass); "auto" takes the sampler's where they are the scorer's anyway."""
@@ -104,6 +109,11 @@ class TrainerConfig(Checked):
     def __post_init__(self) -> None:
         for problem in self._contradictions():
             raise ConfigError(problem)
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """``max_tokens``, or 16,384 where none is given and none was chosen."""
+        return MOST_TOKENS if self.max_tokens is None else self.max_tokens
 
     def _contradictions(self) -> Iterator[str]:
         """What is wrong with these settings together, and what to do."""

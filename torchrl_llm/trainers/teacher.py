@@ -8,7 +8,7 @@ from typing import Any
 from torchrl_llm.modules import SamplingConfig, TokenScorer, enable_prefix_sharing
 from torchrl_llm.options import ConfigError
 from torchrl_llm.trainers.config import RunConfig
-from torchrl_llm.trainers.saved import LoadedModel, SavedModel, find_saved_model, load_saved_model
+from torchrl_llm.trainers.saved import SavedModel, find_saved_model, load_saved_model
 from torchrl_llm.trainers.sources import MODELS
 
 
@@ -24,24 +24,36 @@ def load_teacher(config: RunConfig, tokenizer: Any, sampling: SamplingConfig) ->
         ConfigError: there is no such model, or its tokenizer is another: its log-probs would be of other text.
         CheckpointError, WeightsError: the files are damaged, or of another model.
     """
-    loaded = _load(config)
+    loaded = load_saved_model(*find_teacher(config))
     _check_tokenizer(config, tokenizer, loaded.tokenizer)
     model: Any = loaded.models.model
     sharing = enable_prefix_sharing(model) if config.share_prefixes and not config.compile else None
     return TokenScorer(model, sampling, adapter=loaded.models.adapter, frozen=True, prefixes=sharing)
 
 
-def _load(config: RunConfig) -> LoadedModel:
+def find_teacher(config: RunConfig) -> tuple[SavedModel, RunConfig]:
+    """The model of ``config.teacher``, and the settings that it is loaded with.
+
+    Args:
+        config: the settings of the run.
+
+    Raises:
+        ConfigError: there is no such folder, or no model in it.
+        CheckpointError: the checkpoint is damaged.
+
+    Examples:
+        >>> find_teacher(RunConfig(teacher="tiny"))[1].lora_r
+        0
+    """
     given = str(config.teacher)
     changes: dict[str, Any] = {"device": config.device, "trust_remote_code": config.trust_remote_code}
     path = Path(given).expanduser()
     # A path that leads nowhere is no hub's id, and find_saved_model says so.
     if given in MODELS or path.is_dir() or path.is_absolute() or given.startswith(".") or given.count("/") != 1:
         saved = find_saved_model(given)
-        return load_saved_model(saved, saved.config(**changes))
-    return load_saved_model(
-        SavedModel(path=path, weights=path, tokenizer=None), RunConfig(model_path=given, lora_r=0, **changes)
-    )
+        return saved, saved.config(**changes)
+    of_hub = SavedModel(path=path, weights=path, tokenizer=None)
+    return of_hub, RunConfig(model_path=given, lora_r=0, **changes)
 
 
 def _check_tokenizer(config: RunConfig, student: Any, teacher: Any) -> None:

@@ -118,5 +118,6 @@ class TrustRegion:
     def _score(self) -> Tensor:
         run, actor = self.run, self.run.loss.actor_network
         with run.accelerator.autocast(), run.distributed.gathered_parameters():
-            rows = data.apply_in_micro_batches(actor, self._rows.copy(), run.config.max_tokens, prefix_cost(actor))
+            limit = run.config.micro_batch_tokens
+            rows = data.apply_in_micro_batches(actor, self._rows.copy(), limit, prefix_cost(actor))
             return rows[keys.LOG_PROB]

@@ -76,7 +76,7 @@ class RowScorer:
     @torch.no_grad()
     def score(self, batch: TensorDictBase) -> None:
         """Write the inputs of the loss that need frozen weights into rows ``[B]``: old and reference log-probs, values."""
-        limit, loss = self.run.config.max_tokens, self.run.loss
+        limit, loss = self.run.config.micro_batch_tokens, self.run.loss
         with self._scoring(), self.run.distributed.gathered_parameters():
             if self.scores_old:
                 data.apply_in_micro_batches(loss.actor_network, batch, limit, prefix_cost(loss.actor_network))
@@ -186,7 +186,7 @@ class Updater:
         distributed = self.run.distributed
         weighted, loss = write_loss_weights(rows, self.run.loss, distributed.process_group), self.run.loss
         cost = prefix_cost(loss.actor_network, *([loss.critic_network] if loss.critic_network is not None else []))
-        return distributed.equal_count(data.micro_batches(weighted, self.run.config.max_tokens, cost))
+        return distributed.equal_count(data.micro_batches(weighted, self.run.config.micro_batch_tokens, cost))
 
     def accumulate(self, parts: list[TensorDictBase]) -> dict[str, Tensor]:
         """Accumulate the gradient of one optimizer batch: losses are weighted sums, so its micro-batches ``parts`` add up."""
