@@ -218,7 +218,7 @@ class TestParseRunConfig:
     @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
     def test_every_shipped_file_is_valid(self, path):
         config = parse_run_config([f"--config={path}"])
-        assert config.algo in ("LLMPPO", "LLMREINFORCE", "GRPO")
+        assert config.algo in ("LLMPPO", "LLMREINFORCE", "GRPO", "SFT")
 
     def test_starting_points(self):
         ppo, reinforce, grpo = (

@@ -1,13 +1,17 @@
 """Scripted players of games, to imitate: what ``demonstrations`` of a run may name.
 
 A player is a function ``(context, rng) -> text``: it reads the conversation as the model does, and takes all chance from ``rng``.
-None of them is the best that can be played: reinforcement learning is to have something left to teach.
+Each task has one that plays legally at random, one of half the skill, and a good one. Imitate the second where reinforcement
+learning is to have something left to teach.
 """
 
 from __future__ import annotations
 
 import random
 import re
+from itertools import permutations, product
+
+# ---------------------------------------------------------------------- GuessTheNumber
 
 _RANGE = re.compile(r"number between (\d+) and (\d+)")
 _GUESS = re.compile(r"you guessed (\d+)")
@@ -58,3 +62,119 @@ def _guess(context: str, rng: random.Random, reads: float) -> str:
     guessed = {int(number) for number in _GUESS.findall(context)}
     left = [number for number in range(low, high + 1) if number not in guessed]
     return f"\\boxed{{{rng.choice(left)}}}"
+
+
+# ---------------------------------------------------------------------- Mastermind
+
+_RULES = re.compile(r"secret (\d+) digit code within \d+ turns\.\s+The code consists of digits from 1 to (\d+)")
+_CODE = re.compile(r"you guessed \[([\d, ]+)\]")
+_PEGS = re.compile(r"you guessed \[([\d, ]+)\]\. This guess receives (\d+) black peg\(s\) and (\d+) white peg")
+
+_Code = tuple[int, ...]
+
+
+def break_code_at_random(context: str, rng: random.Random) -> str:
+    """Plays GEM's Mastermind legally: any code that was not guessed yet; pegs are not read.
+
+    Examples:
+        >>> rules = "the secret 1 digit code within 4 turns. The code consists of digits from 1 to 2. Duplicate numbers are not allowed."
+        >>> break_code_at_random(rules + " At turn 1, you guessed [2], and so on", random.Random(0))
+        '\\\\boxed{1}'
+    """
+    return _break_code(context, rng, reads=0.0)
+
+
+def break_code_by_half_the_pegs(context: str, rng: random.Random) -> str:
+    """Plays GEM's Mastermind: any code that was not guessed yet and fits the answers in pegs, of which every other one is read.
+
+    Examples:
+        >>> rules = "the secret 2 digit code within 4 turns. The code consists of digits from 1 to 2. Duplicate numbers are allowed."
+        >>> seen = rules + " you guessed [1, 2]. This guess receives 0 black peg(s) and 2 white peg(s)."
+        >>> sorted({break_code_by_half_the_pegs(seen, random.Random(i)) for i in range(20)})
+        ['\\\\boxed{1 1}', '\\\\boxed{2 1}', '\\\\boxed{2 2}']
+    """
+    return _break_code(context, rng, reads=0.5)
+
+
+def break_code_by_pegs(context: str, rng: random.Random) -> str:
+    """Plays GEM's Mastermind: any code that was not guessed yet and fits all answers in pegs.
+
+    Examples:
+        >>> rules = "the secret 2 digit code within 4 turns. The code consists of digits from 1 to 2. Duplicate numbers are allowed."
+        >>> seen = rules + " you guessed [1, 2]. This guess receives 0 black peg(s) and 2 white peg(s)."
+        >>> break_code_by_pegs(seen, random.Random(0))
+        '\\\\boxed{2 1}'
+    """
+    return _break_code(context, rng, reads=1.0)
+
+
+def _break_code(context: str, rng: random.Random, reads: float) -> str:
+    found = _RULES.search(context)
+    if found is None:
+        raise ValueError(
+            f'The player knows Mastermind, whose rules say "digit code within"; it was shown {context[:120]!r}.'
+        )
+    length, digits = int(found[1]), range(1, int(found[2]) + 1)
+    repeats = "Duplicate numbers are allowed" in context
+    codes = product(digits, repeat=length) if repeats else permutations(digits, length)
+    read = [(_digits(guess), (int(b), int(w))) for guess, b, w in _PEGS.findall(context) if rng.random() < reads]
+    guessed = {_digits(guess) for guess in _CODE.findall(context)}
+    left = [code for code in codes if code not in guessed and all(_pegs(guess, code) == pegs for guess, pegs in read)]
+    return f"\\boxed{{{' '.join(map(str, rng.choice(left)))}}}"
+
+
+def _digits(text: str) -> _Code:
+    return tuple(map(int, text.split(",")))
+
+
+def _pegs(guess: _Code, code: _Code) -> tuple[int, int]:
+    """The black pegs and the white ones that ``guess`` receives where ``code`` is secret."""
+    black = sum(map(int.__eq__, guess, code))
+    return black, sum(min(guess.count(digit), code.count(digit)) for digit in set(guess)) - black
+
+
+# ---------------------------------------------------------------------- reasoning_gym's "Alice in Wonderland"
+
+_WOMEN = re.compile(r"(\d+) (?:sisters|female friends|female colleagues)")
+_MOST = 6  # sisters, friends or colleagues of the questions that GEM makes
+
+
+def count_at_random(context: str, rng: random.Random) -> str:
+    """Answers a question of ``rg:aiw`` with one of the numbers that are the answers to all of them.
+
+    Examples:
+        >>> count_at_random("Alice has 2 brothers and 3 sisters. How many sisters does her brother have?", random.Random(0))
+        '\\\\boxed{5}'
+    """
+    return f"\\boxed{{{rng.randint(2, _MOST + 1)}}}"
+
+
+def count_half_right(context: str, rng: random.Random) -> str:
+    """Answers a question of ``rg:aiw``; every other time it forgets the woman who is asked about, as language models do.
+
+    Examples:
+        >>> question = "Alice has 2 brothers and 3 sisters. How many sisters does her brother have?"
+        >>> sorted({count_half_right(question, random.Random(i)) for i in range(20)})
+        ['\\\\boxed{3}', '\\\\boxed{4}']
+    """
+    return _count(context, herself=rng.randint(0, 1))
+
+
+def count_right(context: str, rng: random.Random) -> str:
+    """Answers a question of ``rg:aiw`` right: her brother has her sisters, and her.
+
+    Examples:
+        >>> count_right("Alice has 2 brothers and 3 sisters. How many sisters does her brother have?", random.Random(0))
+        '\\\\boxed{4}'
+    """
+    return _count(context, herself=1)
+
+
+def _count(context: str, herself: int) -> str:
+    # The first number that names women is of her circle; of two circles the second does not count.
+    found = _WOMEN.search(context)
+    if found is None:
+        raise ValueError(
+            f"The player knows rg:aiw, whose questions are of sisters, friends or colleagues; it was shown {context[:120]!r}."
+        )
+    return f"\\boxed{{{int(found[1]) + herself}}}"

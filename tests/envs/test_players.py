@@ -1,0 +1,105 @@
+"""Scripted players: they play the real environments legally, and win as often as their skill allows."""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import partial
+
+import pytest
+
+from torchrl_llm.envs import IsolatedEnv, players, resolve_env
+from torchrl_llm.testing.tiny import load_tiny_tokenizer
+
+PENALIZED = ("did not provide", "outside the range", "entries but the code", "already guessed", "already been guessed")
+
+# The shares that were won of 2,000 episodes.
+RATES = [
+    ("game:GuessTheNumber-v0-easy", {}, "guess_at_random", 0.40),
+    ("game:GuessTheNumber-v0-easy", {}, "guess_by_half_the_hints", 0.60),
+    ("game:GuessTheNumber-v0-easy", {}, "guess_by_hints", 0.76),
+    ("game:Mastermind-v0-easy", {}, "break_code_at_random", 0.32),
+    ("game:Mastermind-v0-easy", {}, "break_code_by_half_the_pegs", 1.0),
+    ("game:Mastermind-v0-easy", {}, "break_code_by_pegs", 1.0),
+    ("game:Mastermind-v0-easy", {"max_turns": 4}, "break_code_at_random", 0.14),
+    ("game:Mastermind-v0-easy", {"max_turns": 4}, "break_code_by_half_the_pegs", 0.52),
+    ("game:Mastermind-v0-easy", {"max_turns": 4}, "break_code_by_pegs", 0.87),
+    ("rg:aiw", {}, "count_at_random", 0.17),
+    ("rg:aiw", {}, "count_half_right", 0.50),
+    ("rg:aiw", {}, "count_right", 1.0),
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tiny_tokenizer()
+
+
+def play(env_id, player, tokenizer, episodes, **options):
+    """The share of episodes that are won, the mean number of turns, and the observations after a turn."""
+    env, rng = IsolatedEnv(partial(resolve_env(env_id).make, **options)), random.Random(0)
+    wins, observations = 0, []
+    for seed in range(episodes):
+        messages, total, done = [{"role": "user", "content": env.reset(seed)}], 0.0, False
+        while not done:
+            context = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            action = player(context, rng)
+            step = env.step(action)
+            observations.append(step.message)
+            messages += [{"role": "assistant", "content": action}, {"role": "user", "content": step.message}]
+            total, done = total + step.reward, step.terminated or step.truncated
+        wins += total > 1 - 1e-6  # a reward of 1 for the goal, or shares of 1 for progress
+    return wins / episodes, len(observations) / episodes, observations
+
+
+class TestTheRealEnvironments:
+    @pytest.mark.parametrize(("env_id", "options", "name", "rate"), RATES)
+    def test_play_is_legal_and_as_good_as_the_skill(self, tokenizer, env_id, options, name, rate):
+        won, _, observations = play(env_id, vars(players)[name], tokenizer, episodes=400, **options)
+        standard_error = (rate * (1 - rate) / 400) ** 0.5
+        assert abs(won - rate) <= 4 * standard_error
+        assert not [text for text in observations if any(words in text for words in PENALIZED)]
+
+    @pytest.mark.parametrize(
+        ("env_id", "answers"),
+        [
+            ("game:GuessTheNumber-v0-easy", ["11", "number"]),
+            ("game:Mastermind-v0-easy", ["1 2 3", "1 7", "code"]),
+        ],
+    )
+    def test_illegal_turns_are_seen(self, tokenizer, env_id, answers):
+        for answer in answers:
+            _, _, observations = play(env_id, lambda context, rng, said=answer: f"\\boxed{{{said}}}", tokenizer, 1)
+            assert any(words in observations[0] for words in PENALIZED)
+
+    def test_more_skill_takes_fewer_turns(self, tokenizer):
+        skills = players.break_code_at_random, players.break_code_by_half_the_pegs, players.break_code_by_pegs
+        random_turns, half, good = (play("game:Mastermind-v0-easy", each, tokenizer, 200)[1] for each in skills)
+        assert random_turns > half + 2
+        assert half > good + 0.5
+
+
+class TestWhatPlayersRead:
+    @pytest.mark.parametrize("name", ["guess_by_hints", "break_code_by_pegs", "count_right"])
+    def test_another_task_is_refused(self, name):
+        with pytest.raises(ValueError, match="it was shown 'What is 2"):
+            vars(players)[name]("What is 2 + 2?", random.Random(0))
+
+    def test_longer_codes(self, tokenizer):
+        """Three digits, which may be repeated: 64 codes."""
+        options = {"code_length": 3, "num_numbers": 4, "duplicate_numbers": True, "max_turns": 10}
+        won, turns, _ = play("game:Mastermind-v0-easy", players.break_code_by_pegs, tokenizer, 100, **options)
+        assert won == 1.0
+        assert turns < 5
+
+    def test_all_questions_of_aiw(self, tokenizer):
+        """Every kind of question is among them, and each is answered right."""
+        asked = []
+
+        def player(context, rng):
+            asked.append(context)
+            return players.count_right(context, rng)
+
+        assert play("rg:aiw", player, tokenizer, 300)[0] == 1.0
+        for words in ("she also has \\d sisters", "she also has \\d brothers", "female friends", "Matilda"):
+            assert any(re.search(words, context) for context in asked)
