@@ -21,6 +21,7 @@ from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector
 from torchrl_llm.envs import GEM_CLASSES, EnvironmentUnavailableError, GEMEnv, IsolatedEnv, resolve_env
 from torchrl_llm.envs.gem_catalog import gem_class
+from torchrl_llm.options import ConfigError
 from torchrl_llm.testing.policies import ScriptedPolicy
 
 READS_WORDS = ("Wordle", "Hangman", "WordSearch")
@@ -119,6 +120,22 @@ def game_of(env):
 
 
 NEEDS = [(env_id, package) for env_id in ENV_REGISTRY for package in gem_class(env_id).packages]
+
+
+class TestOptions:
+    @pytest.mark.parametrize(
+        ("env_id", "option", "known"),
+        [
+            ("game:GuessTheNumber-v0-easy", "max_turn", "min_number, max_number, max_turns"),
+            ("rg:chain_sum", "max_terms", "name, "),
+        ],
+    )
+    def test_a_name_that_gem_would_ignore_is_refused(self, env_id, option, known):
+        with pytest.raises(ConfigError, match=f"no argument {option}; it has {known}"):
+            resolve_env(env_id).make(**{option: 2})
+
+    def test_the_others_are_taken(self):
+        assert "within 2 turns" in resolve_env("game:GuessTheNumber-v0-easy").make(max_turns=2).reset(0)[0]
 
 
 class TestLacking:

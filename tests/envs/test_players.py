@@ -11,7 +11,16 @@ import pytest
 from torchrl_llm.envs import IsolatedEnv, players, resolve_env
 from torchrl_llm.testing.tiny import load_tiny_tokenizer
 
-PENALIZED = ("did not provide", "outside the range", "entries but the code", "already guessed", "already been guessed")
+PENALIZED = (
+    "did not provide",
+    "change the board",
+    "outside the range",
+    "entries but the code",
+    "already guessed",
+    "already been guessed",
+)
+
+SMALL = {"board_size": 3, "target_tile": 8, "max_turns": 5}
 
 # The shares that were won of 2,000 episodes.
 RATES = [
@@ -24,6 +33,9 @@ RATES = [
     ("game:Mastermind-v0-easy", {"max_turns": 4}, "break_code_at_random", 0.14),
     ("game:Mastermind-v0-easy", {"max_turns": 4}, "break_code_by_half_the_pegs", 0.52),
     ("game:Mastermind-v0-easy", {"max_turns": 4}, "break_code_by_pegs", 0.87),
+    ("game:Game2048-v0-easy", SMALL, "slide_at_random", 0.48),
+    ("game:Game2048-v0-easy", SMALL, "slide_to_merge_half_the_time", 0.68),
+    ("game:Game2048-v0-easy", SMALL, "slide_to_merge", 0.86),
     ("rg:aiw", {}, "count_at_random", 0.17),
     ("rg:aiw", {}, "count_half_right", 0.50),
     ("rg:aiw", {}, "count_right", 1.0),
@@ -65,6 +77,7 @@ class TestTheRealEnvironments:
         [
             ("game:GuessTheNumber-v0-easy", ["11", "number"]),
             ("game:Mastermind-v0-easy", ["1 2 3", "1 7", "code"]),
+            ("game:Game2048-v0-easy", ["north"]),
         ],
     )
     def test_illegal_turns_are_seen(self, tokenizer, env_id, answers):
@@ -80,10 +93,21 @@ class TestTheRealEnvironments:
 
 
 class TestWhatPlayersRead:
-    @pytest.mark.parametrize("name", ["guess_by_hints", "break_code_by_pegs", "count_right"])
+    @pytest.mark.parametrize("name", ["guess_by_hints", "break_code_by_pegs", "slide_to_merge", "count_right"])
     def test_another_task_is_refused(self, name):
         with pytest.raises(ValueError, match="it was shown 'What is 2"):
             vars(players)[name]("What is 2 + 2?", random.Random(0))
+
+    @pytest.mark.parametrize("board_size", [2, 3, 4])
+    def test_slides_are_those_of_the_game(self, board_size):
+        """Every move of 200 boards: what the player expects is what GEM makes of it."""
+        env = resolve_env("game:Game2048-v0-easy").make(board_size=board_size)
+        for seed in range(50):
+            env.reset(seed)
+            for direction in ("up", "down", "left", "right"):
+                expected = getattr(env, f"_move_{direction}")()
+                assert players._slide(env.board, direction) == expected
+                env.step(f"\\boxed{{{direction}}}")
 
     def test_longer_codes(self, tokenizer):
         """Three digits, which may be repeated: 64 codes."""

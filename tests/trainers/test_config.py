@@ -105,7 +105,7 @@ class TestRunConfig:
             ("gamma", 99), ("lmbda", 7), ("kl_coeff", -0.1), ("critic_coeff", -1.0), ("entropy_coeff", float("nan")),
             ("lr_actor", "1e-3"), ("lr_actor", float("inf")), ("num_envs", 3.5), ("epochs", True), ("whiten", 1),
             ("schedule", "linear"), ("critic_trunk", "Shared"), ("env_name", 3), ("env_weights", [1.0, 0.0]),
-            ("adam_beta2", 1.0), ("clip_epsilon", [0.1, 0.2, 0.3]), ("clip_epsilon", -0.1), ("chat_template_kwargs", []),
+            ("adam_beta2", 1.0), ("clip_epsilon", [0.1, 0.2, 0.3]), ("clip_epsilon", -0.1), ("chat_template_kwargs", []), ("env_options", []),
             ("output_dir", None), ("lora_targets", [1]), ("seed", -1), ("max_steps", "9"), ("sampler_bounds", (0.1, -2.0)),
         ],
     )  # fmt: skip

@@ -123,6 +123,7 @@ LAW: dict[str, list[Case]] = {
     # the environment
     "env_name": [works("game:GuessTheNumber-v0-hard")],
     "env_weights": [works([1.0, 9.0], **MIXED), idle([2.0]), idle([1.0, 9.0], run=own_env)],
+    "env_options": [works({"max_turns": 1}), idle({"max_turn": 1}), idle({"max_turns": 1}, run=own_env)],
     "adaptive_mixture": [works(True, batch_size=16, max_iterations=3, **MIXED), idle(True)],
     "num_envs": [works(2)],
     "max_turns": [works(1)],

@@ -6,13 +6,15 @@ Importing this module does not import GEM; the first of its ids that is resolved
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import random
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any, NamedTuple, cast
@@ -27,6 +29,7 @@ from torchrl_llm.envs.text_env import (
     UnknownEnvironmentError,
     register_env_family,
 )
+from torchrl_llm.options import ConfigError
 
 _GRADER_TIMEOUT = 60.0  # seconds that a grading process may take to start, which imports the main script
 
@@ -155,13 +158,32 @@ def _make(env_id: str, **options: Any) -> TextEnv:
 
     Raises:
         EnvironmentUnavailableError: it cannot be made; the message says what it lacks.
+        ConfigError: it has no such option.
         MissingGEMError: GEM cannot be imported.
     """
     gem = import_gem(env_id)
     try:
+        _check_names(env_id, options)
         return cast(TextEnv, gem.make(env_id, **options))
+    except ConfigError:
+        raise
     except Exception as error:
         raise EnvironmentUnavailableError(env_id, _needs(env_id, error), error) from error
+
+
+def _check_names(env_id: str, options: Mapping[str, Any]) -> None:
+    """Refuse arguments that GEM would ignore: its games take any and call them ``_``."""
+    maker = _registered(env_id).entry_point
+    if isinstance(maker, str):
+        module, _, name = maker.partition(":")
+        maker = getattr(import_module(module), name)
+    parameters = inspect.signature(maker).parameters
+    known = [name for name, each in parameters.items() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    unknown = sorted(set(options) - set(known))
+    if unknown and "_" in parameters:
+        raise ConfigError(
+            f"The environment {env_id!r} has no argument {', '.join(unknown)}; it has {', '.join(known)}."
+        )
 
 
 def _needs(env_id: str, error: Exception) -> str:

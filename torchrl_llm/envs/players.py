@@ -133,6 +133,76 @@ def _pegs(guess: _Code, code: _Code) -> tuple[int, int]:
     return black, sum(min(guess.count(digit), code.count(digit)) for digit in set(guess)) - black
 
 
+# ---------------------------------------------------------------------- 2048
+
+_BOARD = re.compile(r"Current board:\n((?:[ .\d]+\n)+)")
+
+_Line = list[int]
+
+
+def slide_at_random(context: str, rng: random.Random) -> str:
+    """Plays GEM's 2048 legally: any move that changes the board.
+
+    Examples:
+        >>> slide_at_random("Current board:\\n   2    .\\n   4    .\\nEnter your move.", random.Random(0))
+        '\\\\boxed{right}'
+    """
+    return _choose_move(context, rng, greed=0.0)
+
+
+def slide_to_merge_half_the_time(context: str, rng: random.Random) -> str:
+    """Plays GEM's 2048: every other move as :func:`slide_to_merge`, and the others as :func:`slide_at_random`.
+
+    Examples:
+        >>> board = "Current board:\\n   2    4\\n   2    .\\nEnter your move."
+        >>> sorted({slide_to_merge_half_the_time(board, random.Random(i)) for i in range(20)})
+        ['\\\\boxed{down}', '\\\\boxed{right}', '\\\\boxed{up}']
+    """
+    return _choose_move(context, rng, greed=0.5)
+
+
+def slide_to_merge(context: str, rng: random.Random) -> str:
+    """Plays GEM's 2048: a move that merges the largest tiles there are to merge, or any that changes the board.
+
+    Examples:
+        >>> board = "Current board:\\n   2    4\\n   2    .\\nEnter your move."
+        >>> sorted({slide_to_merge(board, random.Random(i)) for i in range(20)})
+        ['\\\\boxed{down}', '\\\\boxed{up}']
+    """
+    return _choose_move(context, rng, greed=1.0)
+
+
+def _choose_move(context: str, rng: random.Random, greed: float) -> str:
+    boards = _BOARD.findall(context)
+    if not boards:
+        raise ValueError(f'The player knows 2048, which shows a "Current board:"; it was shown {context[:120]!r}.')
+    rows = [[0 if cell == "." else int(cell) for cell in line.split()] for line in boards[-1].splitlines()]
+    after = {direction: _slide(rows, direction) for direction in ("up", "down", "left", "right")}
+    moves = [direction for direction, board in after.items() if board != rows]
+    if rng.random() < greed:
+        # What a merge makes is larger than what it takes, and a square tells a large tile from two small ones.
+        worth = {direction: sum(tile**2 for row in after[direction] for tile in row) for direction in moves}
+        moves = [direction for direction in moves if worth[direction] == max(worth.values())]
+    return f"\\boxed{{{rng.choice(moves)}}}"
+
+
+def _slide(rows: list[_Line], direction: str) -> list[_Line]:
+    if direction in ("up", "down"):
+        turned = {"up": "left", "down": "right"}[direction]
+        return [list(row) for row in zip(*_slide([list(row) for row in zip(*rows, strict=True)], turned), strict=True)]
+    if direction == "right":
+        return [_merge(row[::-1])[::-1] for row in rows]
+    return [_merge(row) for row in rows]
+
+
+def _merge(line: _Line) -> _Line:
+    tiles, merged = [tile for tile in line if tile], []
+    while tiles:
+        tile = tiles.pop(0)
+        merged.append(tile + tiles.pop(0) if tiles[:1] == [tile] else tile)
+    return merged + [0] * (len(line) - len(merged))
+
+
 # ---------------------------------------------------------------------- reasoning_gym's "Alice in Wonderland"
 
 _WOMEN = re.compile(r"(\d+) (?:sisters|female friends|female colleagues)")

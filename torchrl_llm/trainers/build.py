@@ -30,7 +30,7 @@ from torchrl_llm.collectors import (
 )
 from torchrl_llm.collectors.async_turn import STEP_TIMEOUT
 from torchrl_llm.data import TurnsToSequence
-from torchrl_llm.envs import ChatFormatter, GEMEnv, SeenTasks, resolve_env
+from torchrl_llm.envs import ChatFormatter, EnvSpec, GEMEnv, SeenTasks, resolve_env
 from torchrl_llm.envs.tasks import Stream
 from torchrl_llm.modules import ActorCritic, HFPolicy, PlayerPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
@@ -376,18 +376,27 @@ def make_environment(
     return make(tokenizer=tokenizer, group_size=group_size, stream=stream, **shard, **options)
 
 
-def check_one_environment(env: Any, make_env: Any) -> None:
-    """Raise a ``ConfigError`` if an environment is given in both ways of :func:`build_run`."""
+def check_environment(config: RunConfig, env: Any, make_env: Any) -> None:
+    """Raise a ``ConfigError`` if :func:`build_run` gets an environment in two ways, or options that are of no use to it."""
     if env is not None and make_env is not None:
         raise ConfigError("Both env and make_env are given: the second decides on the environment, so leave env out.")
+    if config.env_options and (env is not None or make_env is not None):
+        raise ConfigError(
+            f"env_options={config.env_options} are for the environments of env_name, and one is given in Python: leave them out, and "
+            "make it with them there."
+        )
 
 
 def stock_env(config: RunConfig, env: Any = None) -> Callable[..., GEMEnv]:
     """Makes the environments of ``config.env_name``, or of the factory ``env``, from the keyword arguments of ``GEMEnv``."""
     names = [config.env_name] if isinstance(config.env_name, str) else config.env_name
     # Ids are resolved here: workers on Ray may not have registered the family.
-    sources = env or [resolve_env(name) for name in names]
+    sources = env or [_with_options(resolve_env(name), config.env_options) for name in names]
     return partial(GEMEnv, sources, weights=config.env_weights, divide=True)
+
+
+def _with_options(spec: EnvSpec, options: dict[str, Any]) -> EnvSpec:
+    return replace(spec, make=partial(spec.make, **options)) if options else spec
 
 
 def make_evaluator(

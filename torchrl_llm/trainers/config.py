@@ -189,11 +189,12 @@ class RunConfig(
         yield from super()._contradictions()
         if self.resume and self.overwrite:
             yield "resume continues a run and overwrite starts a new one: give one of them."
-        if not _kept_by_json(self.chat_template_kwargs):
-            yield (
-                f"chat_template_kwargs is {self.chat_template_kwargs!r}; expected text keys, and values that JSON has (lists, not "
-                "tuples), because checkpoints keep the settings."
-            )
+        for name in ("chat_template_kwargs", "env_options"):
+            if not _kept_by_json(getattr(self, name)):
+                yield (
+                    f"{name} is {getattr(self, name)!r}; expected text keys, and values that JSON has (lists, not tuples), because "
+                    "checkpoints keep the settings."
+                )
         yield from self._wrong_changes()
         yield from self._wrong_sizes()
         yield from self._wrong_rollout()

@@ -341,7 +341,7 @@ def _recorder(config: RunConfig, tokenizer: Any) -> RolloutRecorder | None:
 
 def _check_arguments(config: RunConfig, env: Any, make_env: Any, make_loss: Any) -> None:
     """Refuse arguments of :func:`build_run` that leave another argument or a setting without effect."""
-    build.check_one_environment(env, make_env)
+    build.check_environment(config, env, make_env)
     if config.env_weights is not None and make_env is not None:
         raise ConfigError(
             f"env_weights={config.env_weights} does nothing with build_run(make_env=...), which decides on the environments: leave it "

@@ -81,7 +81,8 @@ class SavedModel:
             for name in ("quantization", "dtype"):  # the files have a dtype of their own
                 kept.pop(name, None)
         if "env_name" in changes:
-            kept.pop("env_weights", None)
+            for name in ("env_weights", "env_options"):
+                kept.pop(name, None)
         tokenizer = {} if self.tokenizer is None else {"tokenizer_path": str(self.tokenizer)}
         return RunConfig(**{**base, **tokenizer, **kept, **changes})
 
@@ -212,7 +213,7 @@ def environment_of(
         UnknownEnvironmentError: it was given in Python, and is not given here.
         ConfigError: both ``env`` and ``make_env`` are given.
     """
-    build.check_one_environment(env, make_env)
+    build.check_environment(config, env, make_env)
     make = make_env or build.stock_env(config, env)
     return build.make_environment(config, tokenizer or load_tokenizer(config), make, stream="test")
 

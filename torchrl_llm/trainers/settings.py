@@ -196,6 +196,8 @@ class EnvConfig(Checked):
     """Id of a GEM environment, or a list of ids (a mixture); only a label if build_run gets env or make_env."""
     env_weights: list[Positive] | None = None
     """Relative frequency of each environment of a mixture; None takes them in turn."""
+    env_options: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the environment, such as {"max_turns": 4}, in place of those that its id stands for; of a mixture, of each."""
     adaptive_mixture: bool = False
     """Sample the environments of a mixture more often that are won about half of the time: env_weights count times p
     (1 - p) + 0.05 for a recent success rate p, which changes between batches."""
