@@ -119,7 +119,7 @@ def make_config(algo: str, model_dir: str, iterations: int) -> RunConfig:
         max_output_tokens=TOKENS_PER_TURN,
         max_model_len=1024,
         epochs=2,
-        max_tokens=4096,  # fits a CPU's caches
+        max_tokens=2048,  # fits a CPU's caches
         kl_coeff=0.01,
         lr_actor=5e-6,
         max_steps=10**9,
