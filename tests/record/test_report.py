@@ -9,7 +9,7 @@ from markdown_it import MarkdownIt
 
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.envs import CHATML, GEMEnv, PromptDatasetEnv
-from torchrl_llm.record.report import draw_learning_curve, episodes_text, fenced, plot_learning_curve
+from torchrl_llm.record.report import draw_learning_curve, episodes_text, fenced, plot_learning_curve, with_final
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 
@@ -104,6 +104,14 @@ class TestCurve:
         for given, steps, success in ((before, [0, 7], [0.2, 0.5]), (None, [7], [0.5])):
             (axes,) = draw_learning_curve(history, title="x", before=given).axes
             assert axes.lines[1].get_xydata().tolist() == [list(pair) for pair in zip(steps, success, strict=True)]
+
+    def test_ends_with_the_evaluation_after(self):
+        evaluated = {"rollout/steps": 4.0, "evaluation/success": 0.3}
+        last, after = {"rollout/steps": 7.0}, {"evaluation/success": 0.5}
+        assert with_final([evaluated, last], after) == [evaluated, last | after]
+        assert with_final([last, evaluated], after) == [last, evaluated]  # of other tasks, and drawn already
+        assert with_final([evaluated, last], {}) == [evaluated, last]
+        assert with_final([], after) == []
 
     @pytest.mark.parametrize("title", ["GRPO on $\\bad{$", "$1 < $2", f"_a_ {IMG}"])
     def test_a_name_is_no_formula(self, tmp_path, title):

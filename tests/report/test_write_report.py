@@ -185,6 +185,12 @@ class TestPage:
         assert "iteration 1</b> the update moved the policy by 0.2 nats a token" in text
         assert "No warning fired" not in text
 
+    def test_curves_end_with_the_evaluation_after(self, tmp_path):
+        write_metrics(tmp_path)
+        assert ">held-out<" not in write_report(tmp_path).read_text()
+        write_result(tmp_path, success_ci95=[0.7, 0.9])
+        assert ">held-out<" in write_report(tmp_path).read_text()
+
     def test_curves_begin_before_training_and_have_the_interval(self):
         history = [{"rollout/steps": 10.0 * i, "rollout/success": 0.5} for i in range(1, 4)]
         history[2] |= {"evaluation/success": 0.8, "evaluation/success_low": 0.7, "evaluation/success_high": 0.9}

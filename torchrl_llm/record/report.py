@@ -139,6 +139,22 @@ def _contexts(tokens: Tensor, attention_mask: Tensor) -> list[Tensor]:
     return [row[:length] for row, length in zip(rows, segments.lengths.tolist(), strict=True)]
 
 
+def with_final(history: Sequence[Mapping[str, float]], after: Mapping[str, float]) -> list[Mapping[str, float]]:
+    """``history``, whose last iteration has the evaluation at the run's end if it has none of its own.
+
+    Args:
+        history: the metrics of each iteration.
+        after: those of the evaluation, ``Evaluation.metrics("evaluation")``; empty without one.
+
+    Examples:
+        >>> with_final([{"rollout/steps": 9.0}], {"evaluation/success": 0.5})
+        [{'evaluation/success': 0.5, 'rollout/steps': 9.0}]
+    """
+    if not history or "evaluation/success" in history[-1]:
+        return [*history]
+    return [*history[:-1], {**after, **history[-1]}]
+
+
 def plot_learning_curve(
     history: Sequence[Mapping[str, float]], path: Path, *, title: str, before: Mapping[str, float] | None = None
 ) -> None:

@@ -175,6 +175,6 @@ def as_metrics(statistics: Mapping[str, Any]) -> dict[str, float]:
     """The content of ``evaluation_before.json`` under the names of metrics."""
     names = ("success", "reward", "turns", "penalized")
     values = {name: statistics[name] for name in names if statistics.get(name) is not None}
-    if "success_ci95" in statistics:
+    if statistics.get("success_ci95"):
         values |= dict(zip(("success_low", "success_high"), statistics["success_ci95"], strict=True))
     return {f"evaluation/{name}": float(value) for name, value in values.items()}

@@ -16,6 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from torchrl_llm.files import write_text
 from torchrl_llm.record.recording import Recording
+from torchrl_llm.record.report import with_final
 from torchrl_llm.report import summary
 from torchrl_llm.report.curves import as_metrics, draw_curves
 from torchrl_llm.report.episodes import QUANTITIES, Group, GroupEncoder, compressed, groups_of, token_values
@@ -78,7 +79,9 @@ class _Page:
     def __post_init__(self) -> None:
         read = [self.files.read(path) for path in self.files.recordings]
         self.recordings: list[Recording] = [each for each in read if each is not None]
-        self.curves = draw_curves(self.files.history, as_metrics(self.files.before))
+        after = {name.removesuffix("_after"): value for name, value in self.files.result.items()}
+        history = with_final(self.files.history, as_metrics(after) if after.get("success") is not None else {})
+        self.curves = draw_curves(history, as_metrics(self.files.before))
 
     def add_groups(self, limit: int | None) -> None:
         """Encode the recorded groups, those that matter most first, until the page has ``limit`` bytes."""

@@ -20,7 +20,7 @@ from torchrl_llm.files import write_text
 from torchrl_llm.interrupts import Interrupted, catch_signals, interruptible
 from torchrl_llm.record.paired import PairedComparison, paired_comparison
 from torchrl_llm.record.recording import Kind
-from torchrl_llm.record.report import comparison_table, episodes_text, plot_learning_curve, write_json
+from torchrl_llm.record.report import comparison_table, episodes_text, plot_learning_curve, with_final, write_json
 from torchrl_llm.report import write_report
 from torchrl_llm.trainers.cli import resume_command
 from torchrl_llm.trainers.config import RunConfig
@@ -127,8 +127,9 @@ class RunReport:
         result = {**self._result(run, stop_reason), "paired": paired and asdict(paired)}
         write_json(result, out / "result.json")
         if run.trainer.history and find_spec("matplotlib") is not None:  # of the extra "report"
-            before = None if self.before is None else self.before.metrics("evaluation")
-            plot_learning_curve(run.trainer.history, out / "learning_curve.png", title=title, before=before)
+            before, after = ({} if each is None else each.metrics("evaluation") for each in (self.before, self.after))
+            history = with_final(run.trainer.history, after)
+            plot_learning_curve(history, out / "learning_curve.png", title=title, before=before)
         if self.after is not None:
             _write_episodes(run, self.after, "after")
             if run.config.export_merged:
