@@ -194,9 +194,14 @@ def config_changes(
 ) -> dict[str, tuple[Any, Any]]:
     """The settings that differ: name -> (saved, present). A setting that only one of them has counts as ``None``.
 
+    ``max_tokens=None`` differs from no number: one was chosen when the saved run was built, and ``build_run`` takes it again.
+
     Examples:
         >>> config_changes({"seed": 1, "output_dir": "a"}, {"seed": 2, "output_dir": "b"}, ignore=["output_dir"])
         {'seed': (1, 2)}
+        >>> config_changes({"max_tokens": 4096}, {"max_tokens": None})
+        {}
     """
-    names = [name for name in {**saved, **present} if name not in ignore]
+    same = [*ignore, "max_tokens"] if present.get("max_tokens") is None else ignore
+    names = [name for name in {**saved, **present} if name not in same]
     return {name: (saved.get(name), present.get(name)) for name in names if saved.get(name) != present.get(name)}

@@ -82,9 +82,6 @@ def _check_same(config: RunConfig, python_parts: Mapping[str, str], saved: dict[
     # Of a checkpoint that an earlier version wrote it is not known what its run was given.
     before = {**saved["config"], **saved.get("python_parts", python_parts)}
     present_settings = {**config.as_json(), **python_parts}
-    if config.max_tokens is None:
-        # Chosen when the run was built, for a machine with other memory perhaps: build_run takes the saved number.
-        present_settings["max_tokens"] = before.get("max_tokens")
     changes = config_changes(before, present_settings, ignore=[*HOW_TO_RUN, *config.accept_changes])
     if changes:
         listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in changes.items())
