@@ -20,7 +20,7 @@ PLAYER := $(if $(filter vllm,$(POLICY)),$(VLLM),$(VENV))
 CONFIG_LLMPPO       := ppo_llm
 CONFIG_LLMREINFORCE := reinforce_llm
 CONFIG_GRPO         := grpo_multiturn
-# A process for each core: a real model gains by the second one, and threads that share an operation would wait for each other.
+# A process for each core: threads that share an operation wait for each other, for long where a core does other work too.
 PROCESSES ?= 2
 LAUNCH := accelerate launch --config_file examples/configs/accelerate_ddp.yaml --num_processes $(PROCESSES) --module torchrl_llm
 
@@ -70,6 +70,7 @@ demo-tiny: $(PLAYER)/.demo
 	$(RUN) $(PLAYER)/bin/python examples/multiturn.py --config examples/configs/tiny_$(CONFIG_$(ALGO)).yaml --policy $(POLICY) --output-dir $(OUT) --overwrite
 
 demo-smollm2: $(VENV)/.smollm2
+	$(if $(filter hf,$(POLICY)),,$(error POLICY=$(POLICY): the demo of smollm2 samples with hf))
 	$(if $(CONFIG_$(ALGO)),,$(error ALGO=$(ALGO): expected LLMPPO, LLMREINFORCE or GRPO))
 	$(RUN) $(BIN)/$(LAUNCH) warmup --config examples/configs/smollm2_warmup.yaml --output-dir $(OUT)/warm --overwrite
 	$(RUN) $(BIN)/$(LAUNCH) train --config examples/configs/smollm2_$(CONFIG_$(ALGO)).yaml --init-from $(OUT)/warm/checkpoints/last --output-dir $(OUT)/learned --overwrite

@@ -233,7 +233,7 @@ OMP_NUM_THREADS=1 python benchmarks/iteration.py --algo LLMPPO --model-dir DIR -
 ```
 
 A random Qwen2 of 0.66 M parameters, 16 conversations of GuessTheNumber in which any text is a legal guess, 32 forced tokens a turn, two
-epochs, LoRA of rank 16 on the attention's projections, KL to the reference, float32, one thread. The peer is AgileRL 2.9.1's own training
+epochs, micro-batches of at most 2,048 tokens, LoRA of rank 16 on the attention's projections, KL to the reference, float32, one thread. The peer is AgileRL 2.9.1's own training
 function with the same model, game and settings, run between our iterations.
 
 Ratios, above 1 is better but for memory:
