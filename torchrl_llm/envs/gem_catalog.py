@@ -173,6 +173,8 @@ def _make(env_id: str, **options: Any) -> TextEnv:
 
 def _check_names(env_id: str, options: Mapping[str, Any]) -> None:
     """Refuse arguments that GEM would ignore: its games take any and call them ``_``."""
+    if not options:
+        return
     maker = _registered(env_id).entry_point
     if isinstance(maker, str):
         module, _, name = maker.partition(":")
