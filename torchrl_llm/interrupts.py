@@ -117,7 +117,7 @@ class _Signals:
                 os._exit(128 + signum)
             return
         self.received, self._since = signum, now
-        _say(f"{signal.Signals(signum).name}: the run ends as soon as it can be resumed; a second one ends it at once.")
+        _say(f"{signal.Signals(signum).name}: ends as soon as what is written is whole; a second one ends it at once.")
         if self.drops:
             raise _Drop
 
@@ -126,7 +126,7 @@ _active: _Signals | None = None
 
 
 @contextmanager
-def catch_signals(how_to_resume: str) -> Iterator[None]:
+def catch_signals(how_to_resume: str = "") -> Iterator[None]:
     """Inside, SIGINT and SIGTERM raise :class:`Interrupted` when the next :func:`interruptible` returns, or at the end.
 
     The outermost one counts: it writes one line about the end to standard error and restores the handlers. Outside the main

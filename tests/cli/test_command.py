@@ -304,8 +304,24 @@ class TestExport:
             assert process.is_alive(), files[2].read_text()
             time.sleep(0.001)
         os.kill(process.pid, signum)
-        assert ended(process) == code
+        assert ended(process) == code, files[2].read_text()
         assert not any((tmp_path / "out").iterdir())
+
+    def test_a_signal_that_came_out_as_another_error_is_still_one(self, tmp_path, trained, monkeypatch, capfd):
+        def load(*args):  # as an extension module does whose import a signal interrupts
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(5)
+            except BaseException as error:
+                raise ImportError("initialization failed") from error
+
+        monkeypatch.setattr("torchrl_llm.trainers.export.load_saved_model", load)
+        (tmp_path / "out").mkdir()
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["export", str(trained[0]), str(tmp_path / "out" / "merged")])
+        assert ended.value.code == 143
+        assert not any((tmp_path / "out").iterdir())
+        assert "interrupted by SIGTERM; start it again" in capfd.readouterr().err
 
 
 class TestReport:

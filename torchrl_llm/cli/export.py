@@ -8,16 +8,13 @@ The folder gets a model card (README.md) with what it was trained on, the settin
 
 from __future__ import annotations
 
-import signal
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import FrameType
 
 from transformers.utils.logging import disable_progress_bar
 
 from torchrl_llm.arguments import ArgumentParser
 from torchrl_llm.cli._models import add_checkpoint
+from torchrl_llm.interrupts import catch_signals, interruptible
 from torchrl_llm.trainers.cli import given_settings
 from torchrl_llm.trainers.export import export_model
 from torchrl_llm.trainers.saved import find_saved_model
@@ -37,20 +34,8 @@ def run(arguments: Namespace) -> int:
     """Export, and print where to."""
     disable_progress_bar()
     saved = find_saved_model(arguments.checkpoint)
-    with _sigterm_raises():
-        print(export_model(saved, arguments.folder, format=arguments.format, **given_settings(arguments)))
+    changes = given_settings(arguments)
+    # A signal raises, so that what is half written is removed.
+    with catch_signals():
+        print(interruptible(lambda: export_model(saved, arguments.folder, format=arguments.format, **changes)))
     return 0
-
-
-@contextmanager
-def _sigterm_raises() -> Iterator[None]:
-    """Inside, SIGTERM raises as Ctrl-C does: at once, it would end the process without removing what is half written."""
-
-    def end(signum: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
-
-    before = signal.signal(signal.SIGTERM, end)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
