@@ -26,6 +26,8 @@ from torchrl_llm.modules import (
     use_adapter,
 )
 from torchrl_llm.modules._base import compile_layers
+from torchrl_llm.modules.lm import backbone
+from torchrl_llm.objectives import LLMPPOLoss
 from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 
@@ -192,6 +194,35 @@ class TestLoadActorCritic:
             torch.testing.assert_close(a, b + c, rtol=1e-4, atol=1e-5)
         assert max(g.abs().max() for g in of_critic) > 1e-3
         assert all(p.grad.abs().max() > 0 for p in head)
+
+    @pytest.mark.parametrize("share_prefixes", [False, True])
+    def test_values_of_a_shared_trunk_take_no_forward_of_their_own(self, lora, share_prefixes):
+        """The losses and every gradient are those of two forwards; one is made."""
+        model = make_model().double()
+        models = load_actor_critic(model, lora=lora, critic="shared", share_prefixes=share_prefixes)
+        perturb(models)
+        batch = make_rows()
+        batch["tokens"][1, :5] = batch["tokens"][0, :5]
+        actions = batch["turn_ids"] >= 0
+        noise = torch.randn(5, *actions.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        names = ("advantage", "sample_log_prob", "old_log_prob", "state_value", "value_target")
+        batch.update({name: torch.where(actions, value, 0.0) for name, value in zip(names, noise, strict=True)})
+        parameters = models.actor_parameters() + models.critic_parameters()
+        alone = TokenScorer(models.model, adapter=models.adapter, prefixes=models.actor.prefixes)
+
+        def gradients(actor):
+            forwards = []
+            hook = backbone(models.model).register_forward_hook(lambda *given: forwards.append(1))
+            out = LLMPPOLoss(actor, models.critic, kl_coeff=0.0)(batch)
+            hook.remove()
+            found = torch.autograd.grad(out["loss_objective"] + out["loss_critic"], parameters)
+            return len(forwards), [out[name] for name in ("loss_objective", "loss_critic")], found
+
+        forwards, losses, found = gradients(models.actor)
+        apart, expected, wanted = gradients(alone)
+        assert (forwards, apart) == (1, 2)
+        torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-8)  # adapters are float32
 
     @pytest.mark.parametrize("critic", [True, "shared"])
     def test_the_critic_never_runs_the_lm_head(self, lora, critic):

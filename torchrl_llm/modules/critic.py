@@ -80,11 +80,15 @@ class TurnCritic(RowModule):
         before = found.places[positions.rows, positions.columns - 1]
         last = found.places.gather(1, positions.lengths.unsqueeze(-1) - 1).squeeze(-1)
         states = found.states.index_select(0, torch.cat([before, last]))
-        # Values are sums of rewards, not logits: autocast must not round them to half precision.
-        with torch.autocast(states.device.type, enabled=False):
-            values = self.value_head(states.to(self.value_head.weight.dtype)).squeeze(-1)
-        state_value, bootstrap_value = values.split([len(positions.rows), len(tokens)])
+        state_value, bootstrap_value = values_of(self.value_head, states).split([len(positions.rows), len(tokens)])
         return positions.scatter(state_value), bootstrap_value
+
+
+def values_of(head: nn.Linear, states: Tensor) -> Tensor:
+    """The values ``[M]`` of hidden states ``[M, H]``."""
+    # Values are sums of rewards, not logits: autocast must not round them to half precision.
+    with torch.autocast(states.device.type, enabled=False):
+        return head(states.to(head.weight.dtype)).squeeze(-1)
 
 
 def _zero_head(model: Any) -> nn.Linear:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchrl_llm import keys
 from torchrl_llm.modules.adapters import recompute_contexts, use_adapter
+from torchrl_llm.modules.critic import values_of
 from torchrl_llm.modules.head import HeldBack, LinearHead, head_scores
 from torchrl_llm.modules.lm import embedding_of, hidden_states, lm_logits, vocabulary_of
 from torchrl_llm.modules.positions import RowModule, action_positions
@@ -52,9 +53,11 @@ class TokenScorer(RowModule):
         truncate: apply top-k, top-p and min-p too; a token that they drop gets minus infinity.
         entropy: write the entropy as well. Costs about one more pass over the logits.
         frozen: never build a graph (a reference model).
+        value_head: the head of a critic on the same model and adapter. The scorer then writes the critic's ``"state_value"`` as
+            well, from the same forward, and a loss needs no other. Default ``None``.
         prefixes: what :func:`~torchrl_llm.modules.enable_prefix_sharing` returned for the model: what rows share is computed once.
             Default ``None``: every row by itself.
-        log_prob_key, entropy_key: where to write.
+        log_prob_key, entropy_key, state_value_key: where to write.
         chunk_logits: most logits (tokens times vocabulary) in one chunk; default 2**24, 64 MiB in float32.
 
     Raises:
@@ -82,12 +85,16 @@ class TokenScorer(RowModule):
         truncate: bool = False,
         entropy: bool = False,
         frozen: bool = False,
+        value_head: nn.Linear | None = None,
         prefixes: PrefixSharing | None = None,
         log_prob_key: keys.NestedKey = keys.LOG_PROB,
         entropy_key: keys.NestedKey = keys.ENTROPY,
+        state_value_key: keys.NestedKey = keys.STATE_VALUE,
         chunk_logits: int = 2**24,
     ) -> None:
-        super().__init__(model, adapter, prefixes, [log_prob_key, entropy_key] if entropy else [log_prob_key])
+        written = {log_prob_key: True, entropy_key: entropy, state_value_key: value_head is not None}
+        super().__init__(model, adapter, prefixes, [key for key, is_written in written.items() if is_written])
+        self.value_head = value_head
         self.sampling = sampling or SamplingConfig()
         self.entropy = entropy
         self.frozen = frozen
@@ -98,7 +105,7 @@ class TokenScorer(RowModule):
         self._truncates = truncate and self.sampling.truncates
 
     def score(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:
-        """``(log_prob,)`` or ``(log_prob, entropy)``, each ``[B, L]``, of tensors ``[B, L]``."""
+        """``log_prob`` and, where they are written, ``entropy`` and ``state_value``: each ``[B, L]``, of tensors ``[B, L]``."""
         return self._compute(tokens, attention_mask, turn_ids)
 
     def _compute_rows(self, tokens: Tensor, attention_mask: Tensor, turn_ids: Tensor) -> tuple[Tensor, ...]:
@@ -121,6 +128,8 @@ class TokenScorer(RowModule):
                 codes, index = ((before * size + targets) * 2 + early).unique(return_inverse=True)
                 distinct = codes // (2 * size), codes // 2 % size, codes % 2
                 scores = [x.index_select(0, index) for x in self._score_actions(found.states, *distinct)]
+            if self.value_head is not None:
+                scores = [*scores, values_of(self.value_head, found.states.index_select(0, before))]
         return tuple(positions.scatter(values) for values in scores)
 
     def _score_actions(self, states: Tensor, places: Tensor, targets: Tensor, early: Tensor) -> list[Tensor]:

@@ -87,8 +87,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
             :func:`~torchrl_llm.objectives.functional.sampler_weights`. Needs ``"old_log_prob"``: without it the ratio is
             taken against the sampler itself. Default: ``None``.
         sampler_bounds: the cap of ``"truncate"``, ``(low, high)`` of ``"mask"`` and ``"reject"``.
-        sampler_level, sampler_reduction: the unit that has one weight ``w``, and how its tokens are pooled; as ``ratio_level`` and
-            ``ratio_reduction``. Defaults: ``"token"``, ``"sum"``.
+        sampler_level, sampler_reduction: the same as ``ratio_level`` and ``ratio_reduction``, of ``w``. Defaults: ``"token"``, ``"sum"``.
         discounted_objective, clip_advantage: options of the estimator, see
             :class:`~torchrl_llm.objectives.TurnEstimator`. Defaults: ``False``, ``None``.
 
@@ -207,8 +206,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
                 f"entropy_coeff is {self.entropy_coeff}, but the actor writes {list(self.actor_network.out_keys)}; "
                 f"expected {self.tensor_keys.entropy!r} among them (TokenScorer(..., entropy=True))."
             )
-        nothing = torch.zeros(1, 1)
-        self.surrogate(nothing, nothing)  # raises on invalid bounds
+        self.surrogate(torch.zeros(1, 1), torch.zeros(1, 1))  # raises on invalid bounds
 
     def _check_sampler_correction(self) -> None:
         kind, bounds = self.sampler_correction, self.sampler_bounds
@@ -398,11 +396,13 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
                 # Each token: a bound on the batch's mean lets a few have it all, and the one that decides none.
                 paid = entropy if self.entropy_bound is None else entropy.clamp(max=self.entropy_bound)
                 out["loss_entropy"] = -self.entropy_coeff * (weight * paid).sum()
-        self._add_terms(out, tensordict, weights)
+        self._add_terms(out, tensordict, scored, weights)
         return out
 
-    def _add_terms(self, out: TensorDictBase, tensordict: TensorDictBase, weights: dict[str, Tensor]) -> None:
-        """Write further terms into ``out``; a subclass overrides it."""
+    def _add_terms(
+        self, out: TensorDictBase, tensordict: TensorDictBase, scored: TensorDictBase, weights: dict[str, Tensor]
+    ) -> None:
+        """Write further terms into ``out``; a subclass overrides it. ``scored`` is what the actor wrote."""
 
     def _read_weights(self, tensordict: TensorDictBase, turn_ids: Tensor) -> dict[str, Tensor]:
         """The weights in the rows; without any, the weights of the rows taken as a whole batch."""
@@ -418,8 +418,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         """Under sum pooling a unit counts with one token's weight, else with the sum of its tokens' weights."""
         if self.ratio_level == "token" or self.ratio_reduction == "mean" or self.unit_weight == "equal":
             return weight
-        ones = torch.ones_like(weight)
-        return weight / F.pool_log_ratio(ones, turn_ids, self.ratio_level, "sum").clamp_min(1.0)
+        tokens = F.pool_log_ratio(torch.ones_like(weight), turn_ids, self.ratio_level, "sum")
+        return weight / tokens.clamp_min(1.0)
 
     def _old_log_prob(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """The old log-prob, the denominator of ratios, and the sampler correction; ``[B, L]`` each."""

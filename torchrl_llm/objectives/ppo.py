@@ -30,7 +30,8 @@ class LLMPPOLoss(TurnPolicyLoss):
     Args:
         actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
         critic: writes ``"state_value"`` ``[B, L]``, index i the value of the prefix before token i, and
-            ``"bootstrap_value"`` ``[B]``.
+            ``"bootstrap_value"`` ``[B]``. An actor that writes ``"state_value"`` itself, as one that shares its trunk with the
+            critic does, saves the loss this forward.
 
     Keyword Args:
         critic_coeff: weight of the critic's term. Default: 0.5.
@@ -90,10 +91,13 @@ class LLMPPOLoss(TurnPolicyLoss):
         turn_value = F.turn_reduce(value, turn_ids, F.count_turns(turn_ids), self._declared.value_reduction)
         return F.turn_to_token(turn_value, turn_ids)
 
-    def _add_terms(self, out: TensorDictBase, tensordict: TensorDictBase, weights: dict[str, Tensor]) -> None:
+    def _add_terms(
+        self, out: TensorDictBase, tensordict: TensorDictBase, scored: TensorDictBase, weights: dict[str, Tensor]
+    ) -> None:
         hint = "Run the value estimator first."
         turn_ids, weight = self._get(tensordict, "turn_ids"), weights["critic_weight"]
-        scored = self.critic_network(self._inputs(self.critic_network, tensordict))
+        if self.tensor_keys.value not in self.actor_network.out_keys:
+            scored = self.critic_network(self._inputs(self.critic_network, tensordict))
         value = self._pool(self._get(scored, "value"), turn_ids)
         target = self._frozen(tensordict, "value_target", hint)
         error = (value - target).square()
