@@ -196,7 +196,7 @@ def describe(hint: Any) -> str:
     if origin is Literal:
         return f"one of {', '.join(map(repr, arguments))}" if len(arguments) > 1 else repr(arguments[0])
     if origin is list or arguments[1:] == (...,):
-        return f"a list, each {describe(arguments[0])}"
+        return f"a list in brackets, each {describe(arguments[0])}"
     if origin is tuple:
         return f"a list of {len(arguments)}, each {describe(arguments[0])}"
     if origin is dict or hint is dict:

@@ -86,8 +86,8 @@ def _check_same(config: RunConfig, python_parts: Mapping[str, str], saved: dict[
     if changes:
         listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in changes.items())
         raise ConfigError(
-            f"The settings differ from those of {start}: {listed}. Use the old ones, or name those that are meant to differ "
-            f"in accept_changes: {list(changes)}."
+            f"The settings differ from those of {start}: {listed}. Use the old ones, or name those that are meant to differ: "
+            f"accept_changes: [{', '.join(changes)}], or --accept-changes '[{','.join(changes)}]'."
         )
     present = environment()
     different = [name for name in present if saved["environment"].get(name) != present[name]]
