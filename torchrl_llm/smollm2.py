@@ -18,8 +18,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from torchrl_llm.files import open_to_others, write_text
 from torchrl_llm.host import free_memory
+from torchrl_llm.interrupts import catch_signals, interruptible
 from torchrl_llm.optional import MissingExtraError
 from torchrl_llm.options import ConfigError
 
@@ -43,7 +46,7 @@ _MEMORY, _DISK = 1_500_000_000, 600_000_000
 _SECONDS = 900
 _NEEDED = ("config.json", "model.safetensors", "tokenizer.json")
 _SMALL = 2**24
-"""Files up to this size are read at every check; of larger ones only the size is compared, to save seconds."""
+"""Files up to this size are read at every check; of larger ones only the header, to save seconds."""
 
 
 def smollm2_model_path() -> Path:
@@ -72,9 +75,7 @@ def smollm2_model_path() -> Path:
     if not folder.is_dir():
         source = _find_gguf()
         _check_digest(source)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        _check_room(folder.parent)
-        _make(source, folder)
+        _make(source, _new_folder(folder), folder)
     _check_files(folder)
     return folder
 
@@ -108,13 +109,26 @@ def _check_room(place: Path) -> None:
             )
 
 
-def _make(source: Path, folder: Path) -> None:
-    """Convert into a folder beside it, and rename that: the folder is whole or not there."""
-    logger.info("Converting %s, once, into %s.", source, folder)
+def _new_folder(folder: Path) -> Path:
     new = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-    new.mkdir()
     try:
-        _convert(source, new)
+        new.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(
+            f"SmolLM2 is converted into a cache, and {new.parent} cannot be written to ({error.strerror}): set XDG_CACHE_HOME to "
+            "a folder that can."
+        ) from error
+    return new
+
+
+def _make(source: Path, new: Path, folder: Path) -> None:
+    """Convert into the folder ``new``, and rename it: ``folder`` is whole or not there."""
+    logger.info("Converting %s, once, into %s.", source, folder)
+    try:
+        _check_room(folder.parent)
+        # A signal raises, so that the process that converts is ended and its files are removed.
+        with catch_signals():
+            interruptible(lambda: _convert(source, new))
         open_to_others(new)
         _write_manifest(new)
         try:
@@ -157,7 +171,7 @@ def _check_files(folder: Path) -> None:
         files = json.loads((folder / _MANIFEST).read_text())["files"]
         expected = dict.fromkeys(_NEEDED) | files
         changed = next((name for name in expected if not _is_unchanged(folder / name, files[name])), None)
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         changed = _MANIFEST
     if changed is not None:
         raise ConfigError(f"{folder / changed} is missing or damaged: remove {folder}, and it is made again.")
@@ -166,7 +180,15 @@ def _check_files(folder: Path) -> None:
 def _is_unchanged(file: Path, expected: dict[str, Any]) -> bool:
     if not file.is_file() or file.stat().st_size != expected["size"]:
         return False
-    return expected["size"] > _SMALL or _sha256(file) == expected["sha256"]
+    return _has_header(file) if expected["size"] > _SMALL else _sha256(file) == expected["sha256"]
+
+
+def _has_header(file: Path) -> bool:
+    try:
+        with safe_open(file, "numpy"):
+            return True
+    except SafetensorError:
+        return False
 
 
 def _sha256(file: Path) -> str:

@@ -208,18 +208,17 @@ class TestLoadActorCritic:
         names = ("advantage", "sample_log_prob", "old_log_prob", "state_value", "value_target")
         batch.update({name: torch.where(actions, value, 0.0) for name, value in zip(names, noise, strict=True)})
         parameters = models.actor_parameters() + models.critic_parameters()
-        alone = TokenScorer(models.model, adapter=models.adapter, prefixes=models.actor.prefixes)
 
-        def gradients(actor):
+        def gradients(joint):
             forwards = []
             hook = backbone(models.model).register_forward_hook(lambda *given: forwards.append(1))
-            out = LLMPPOLoss(actor, models.critic, kl_coeff=0.0)(batch)
+            out = LLMPPOLoss(models.actor, models.critic, joint=joint, kl_coeff=0.0)(batch)
             hook.remove()
             found = torch.autograd.grad(out["loss_objective"] + out["loss_critic"], parameters)
             return len(forwards), [out[name] for name in ("loss_objective", "loss_critic")], found
 
-        forwards, losses, found = gradients(models.actor)
-        apart, expected, wanted = gradients(alone)
+        forwards, losses, found = gradients(models.joint)
+        apart, expected, wanted = gradients(None)
         assert (forwards, apart) == (1, 2)
         torch.testing.assert_close(losses, expected, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-8)  # adapters are float32

@@ -58,6 +58,14 @@ class TestRunConfig:
             ({"overlong_buffer": 4}, "overlong_buffer=4 does nothing with overlong_penalty=0.0"),
             ({"overlong_buffer": 0, "overlong_penalty": 1.0}, "at least 1, or None"),
             ({"resume": True, "overwrite": True}, "give one of them"),
+            (
+                {"overwrite": True, "output_dir": "a", "init_from": "a/checkpoints/last"},
+                "init_from='a/checkpoints/last' lies in",
+            ),
+            (
+                {"overwrite": True, "output_dir": "a", "algo": "SFT", "demonstrations": "a"},
+                "demonstrations='a' lies in",
+            ),
             ({"accept_changes": ["gama"], "resume": True}, "accept_changes names gama.*Did you mean 'gamma'"),
             ({"init_reference": True}, "init_reference=True does nothing with init_from=None"),
             (

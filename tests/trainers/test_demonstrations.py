@@ -193,6 +193,13 @@ SOURCES = {
 
 
 class TestRuns:
+    def test_a_player_of_another_game_is_refused_before_anything_is_evaluated(self, tmp_path):
+        settings = {"demonstrations": "guess_by_hints", "env_name": "game:Mastermind-v0-easy", "max_model_len": 1024}
+        with pytest.raises(
+            ConfigError, match=r"'guess_by_hints', which cannot play env_name='game:Mastermind-v0-easy'"
+        ):
+            build_run(small_config(tmp_path, "SFT", **settings))
+
     @pytest.mark.parametrize("given", [{"collector": "async"}, {"group_size": 2}, {"adaptive_mixture": True}], ids=str)
     def test_settings_of_what_is_played_do_not_go_with_given_episodes(self, tmp_path, given):
         ((name, value),) = given.items()

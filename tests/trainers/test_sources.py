@@ -28,6 +28,16 @@ class TestPaths:
         assert len(traceback.format_exception(caught.value)) < 20
         assert len(str(caught.value)) < 450
 
+    def test_a_name_of_the_package_is_proposed(self, tmp_path):
+        with pytest.raises(ConfigError, match="Did you mean 'smollm2'"):
+            build_run(RunConfig(model_path="smolm2", output_dir=tmp_path))
+
+    def test_a_run_is_not_one_of_its_checkpoints(self, tmp_path):
+        last = tmp_path / "run" / "checkpoints" / "last"
+        last.mkdir(parents=True)
+        with pytest.raises(ConfigError, match=rf"the folder of a run; expected one of its checkpoints, such as {last}"):
+            build_run(RunConfig(model_path="tiny", init_from=tmp_path / "run", output_dir=tmp_path / "out"))
+
     def test_the_folder_beside_it_is_named(self, tmp_path):
         (tmp_path / "smollm2").mkdir()
         with pytest.raises(ConfigError, match="Did you mean 'smollm2'"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from torchrl_llm.modules.checks import check_size
 from torchrl_llm.modules.lm import embedding_of
 from torchrl_llm.trainers import build
 from torchrl_llm.trainers.config import RunConfig
+from torchrl_llm.trainers.demonstrations import check_player, find_demonstrations
 from torchrl_llm.trainers.memory import choose_max_tokens, empty_model, memory_estimate, trainer_memory
 from torchrl_llm.trainers.sources import load_tokenizer
 
@@ -102,6 +104,11 @@ def _environment(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
     try:
         yield _stops(config, env)
         yield _tried("prompt", lambda: _longest_prompt(env), lambda length: _room(config, length))[1]
+        player = None if config.demonstrations is None else find_demonstrations(config.demonstrations)
+        if player is not None and not isinstance(player, Path):
+            yield _tried(
+                "player", lambda: check_player(player, config, env), lambda _: f"{config.demonstrations} can begin"
+            )[1]
     finally:
         env.close(raise_if_closed=False)
 

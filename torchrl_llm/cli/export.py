@@ -9,6 +9,7 @@ The folder gets a model card (README.md) with what it was trained on, the settin
 from __future__ import annotations
 
 from argparse import Namespace
+from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
@@ -33,9 +34,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Export, and print where to."""
     disable_progress_bar()
-    saved = find_saved_model(arguments.checkpoint)
-    changes = given_settings(arguments)
     # A signal raises, so that what is half written is removed.
     with catch_signals():
-        print(interruptible(lambda: export_model(saved, arguments.folder, format=arguments.format, **changes)))
+        print(interruptible(lambda: _export(arguments)))
     return 0
+
+
+def _export(arguments: Namespace) -> Path:
+    saved = find_saved_model(arguments.checkpoint)
+    return export_model(saved, arguments.folder, format=arguments.format, **given_settings(arguments))

@@ -10,6 +10,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,8 +42,10 @@ class ActorCritic:
     Attributes:
         model: the model that a policy generates with, under :attr:`adapter`.
         adapter: ``"actor"`` with LoRA, ``None`` without.
-        actor: computes log-probs under the policy being trained, and of a shared critic the values.
+        actor: computes log-probs under the policy being trained.
         critic: computes values of states; or ``None``.
+        joint: of a shared critic: what ``actor`` and ``critic`` write at action tokens, from one forward, for
+            ``LLMPPOLoss(models.actor, models.critic, joint=models.joint)``; or ``None``.
         reference: computes log-probs under the policy that the KL is taken to, without a graph; writes ``"log_prob"`` too,
             which the caller renames; or ``None``.
     """
@@ -51,6 +54,7 @@ class ActorCritic:
     adapter: str | None
     actor: TokenScorer
     critic: TurnCritic | None
+    joint: TokenScorer | None
     reference: TokenScorer | None
 
     def actor_parameters(self) -> list[nn.Parameter]:
@@ -300,8 +304,8 @@ def load_actor_critic(
         model: a directory or hub id in transformers format, or a causal language model. A model is used, not copied.
         lora: the LoRA settings of the adapters; ``None``: full fine-tuning. Of a multimodal model only the language model gets
             adapters, whatever the names in ``target_modules`` match elsewhere.
-        critic: make a critic. ``"shared"``: it is a value head on the actor's own trunk: one forward serves both (the actor
-            writes ``"state_value"`` too), and the gradients of both losses flow into the trunk.
+        critic: make a critic. ``"shared"``: it is a value head on the actor's own trunk, into which the gradients of both losses
+            flow; one forward serves both (:attr:`ActorCritic.joint`).
         reference: make a reference of the model as it is now. With LoRA it is the base with adapters off, and stays so;
             ``"adapter"``: a frozen adapter ``reference`` that starts as a copy of the actor's, and can be overwritten by
             :meth:`ActorCritic.refresh_reference` and :meth:`ActorCritic.load_pretrained`. A copy without LoRA can be
@@ -382,15 +386,14 @@ def load_actor_critic(
             compile_layers(backbone(each))
     critic_adapter = "critic" if lora is not None and critic is True else adapter
     reference_adapter = "reference" if reference == "adapter" else None
+    score = partial(TokenScorer, actor_model, sampling, adapter=adapter, entropy=entropy, prefixes=sharing)
     values = TurnCritic(critic_model, adapter=critic_adapter, prefixes=sharing) if critic else None
-    value_head = values.value_head if values is not None and critic == "shared" else None
     models = ActorCritic(
         model=actor_model,
         adapter=adapter,
-        actor=TokenScorer(
-            actor_model, sampling, adapter=adapter, entropy=entropy, value_head=value_head, prefixes=sharing
-        ),
+        actor=score(),
         critic=values,
+        joint=score(value_head=values.value_head) if values is not None and critic == "shared" else None,
         reference=TokenScorer(frozen, sampling, adapter=reference_adapter, frozen=True, prefixes=sharing)
         if reference
         else None,

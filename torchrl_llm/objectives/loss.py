@@ -292,9 +292,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         value_type = self.default_value_estimator if value_type is None else value_type
         value_type = TurnGAE if value_type is ValueEstimators.GAE else value_type
         if isinstance(value_type, ValueEstimators):
-            raise NotImplementedError(
-                f"{type(self).__name__} has no {value_type}; pass ValueEstimators.GAE or a class."
-            )
+            raise NotImplementedError(f"{type(self).__name__} has no {value_type}: pass .GAE of these, or a class.")
         if isinstance(value_type, ValueEstimatorBase) and hyperparams:
             raise ValueError(f"An estimator instance takes no hyperparameters; got {sorted(hyperparams)}.")
         if isinstance(value_type, type) and issubclass(value_type, TurnEstimator):
@@ -302,9 +300,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
             kl_coeff = self.kl_coeff if self.kl_in == "reward" else None
             options |= {"kl_coeff": kl_coeff, "value_network": self.critic_network}
             # An option that the loss leaves None has the default of the estimator's own class.
-            given = {
-                name: options[name] for name in options.keys() & options_of(value_type) if options[name] is not None
-            }
+            own = options.keys() & options_of(value_type)
+            given = {name: options[name] for name in own if options[name] is not None}
             value_type, hyperparams = value_type(**(given | hyperparams)), {}
         super().make_value_estimator(value_type, **hyperparams)
         self._check_estimator()
@@ -369,7 +366,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         action = turn_ids >= 0
         weights = self._read_weights(tensordict, turn_ids)
         weight = weights["loss_weight"]
-        scored = self.actor_network(self._inputs(self.actor_network, tensordict))
+        scored = self._score(tensordict)
         log_prob = torch.where(action, self._get(scored, "log_prob", "The actor must write it."), 0.0)
         old, correction = self._old_log_prob(tensordict)
         token_ratio = log_prob - old
@@ -399,10 +396,13 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         self._add_terms(out, tensordict, scored, weights)
         return out
 
+    def _score(self, tensordict: TensorDictBase) -> TensorDictBase:
+        return self.actor_network(self._inputs(self.actor_network, tensordict))
+
     def _add_terms(
         self, out: TensorDictBase, tensordict: TensorDictBase, scored: TensorDictBase, weights: dict[str, Tensor]
     ) -> None:
-        """Write further terms into ``out``; a subclass overrides it. ``scored`` is what the actor wrote."""
+        """Write further terms into ``out``; a subclass overrides it. ``scored`` is of :meth:`_score`."""
 
     def _read_weights(self, tensordict: TensorDictBase, turn_ids: Tensor) -> dict[str, Tensor]:
         """The weights in the rows; without any, the weights of the rows taken as a whole batch."""

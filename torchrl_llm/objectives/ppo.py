@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,9 @@ class LLMPPOLoss(TurnPolicyLoss):
     Args:
         actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
         critic: writes ``"state_value"`` ``[B, L]``, index i the value of the prefix before token i, and
-            ``"bootstrap_value"`` ``[B]``. An actor that writes ``"state_value"`` itself, as one that shares its trunk with the
-            critic does, saves the loss this forward.
+            ``"bootstrap_value"`` ``[B]``.
+        joint: writes what actor and critic write at action tokens, ``"bootstrap_value"`` excepted, in one forward: ``models.joint``
+            of a critic that shares the actor's trunk. The loss then calls it and neither of the two. Default: ``None``.
 
     Keyword Args:
         critic_coeff: weight of the critic's term. Default: 0.5.
@@ -49,6 +51,7 @@ class LLMPPOLoss(TurnPolicyLoss):
     _weight_names = ("loss_weight", "critic_weight")
 
     critic: InitVar[TensorDictModuleBase] = field(kw_only=False)
+    joint: InitVar[TensorDictModuleBase | None] = field(default=None, kw_only=False)
     critic_coeff: NonNegative = 0.5
     """Weight of the critic's term."""
     clip_value: Positive | None = 0.2
@@ -65,6 +68,10 @@ class LLMPPOLoss(TurnPolicyLoss):
     whiten: bool = True
     """Whiten the advantages over the batch."""
     kl_coeff: NonNegative = 0.01
+
+    def __post_init__(self, actor: TensorDictModuleBase, critic: TensorDictModuleBase, joint: Any) -> None:
+        super().__post_init__(actor, critic)
+        self.joint_network = joint
 
     @property
     def in_keys(self) -> list[NestedKey]:
@@ -91,13 +98,17 @@ class LLMPPOLoss(TurnPolicyLoss):
         turn_value = F.turn_reduce(value, turn_ids, F.count_turns(turn_ids), self._declared.value_reduction)
         return F.turn_to_token(turn_value, turn_ids)
 
+    def _score(self, tensordict: TensorDictBase) -> TensorDictBase:
+        if self.joint_network is not None:
+            return self.joint_network(self._inputs(self.joint_network, tensordict))
+        values = self.critic_network(self._inputs(self.critic_network, tensordict))
+        return super()._score(tensordict).update(values.select(self.tensor_keys.value, strict=False))
+
     def _add_terms(
         self, out: TensorDictBase, tensordict: TensorDictBase, scored: TensorDictBase, weights: dict[str, Tensor]
     ) -> None:
         hint = "Run the value estimator first."
         turn_ids, weight = self._get(tensordict, "turn_ids"), weights["critic_weight"]
-        if self.tensor_keys.value not in self.actor_network.out_keys:
-            scored = self.critic_network(self._inputs(self.critic_network, tensordict))
         value = self._pool(self._get(scored, "value"), turn_ids)
         target = self._frozen(tensordict, "value_target", hint)
         error = (value - target).square()

@@ -37,7 +37,7 @@ from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.stops import response_end_ids
 from torchrl_llm.trainers.config import ConfigError, RunConfig
-from torchrl_llm.trainers.demonstrations import find_demonstrations, read_demonstrations
+from torchrl_llm.trainers.demonstrations import check_player, find_demonstrations, read_demonstrations
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import evaluate
 from torchrl_llm.trainers.sources import model_path
@@ -318,6 +318,7 @@ def make_collector(
         episodes = read_demonstrations(shown, env, max_model_len=config.max_model_len)
         return RecordedCollector(env, policy, episodes, seed=config.seed, **options)
     if shown is not None:
+        check_player(shown, config, env)
         policy = PlayerPolicy(
             shown,
             env.formatter.tokenizer,
@@ -339,7 +340,7 @@ def make_collector(
 
 def make_objective(config: RunConfig, models: ActorCritic) -> TurnPolicyLoss:
     """The loss of ``config.algo`` with its value estimator; fields that are None keep the class's default."""
-    return config.make_loss(models.actor, models.critic)
+    return config.make_loss(models.actor, models.critic, models.joint)
 
 
 def make_optimizer(config: RunConfig, models: ActorCritic) -> torch.optim.Optimizer:

@@ -196,6 +196,7 @@ class RunConfig(
                     "checkpoints keep the settings."
                 )
         yield from self._wrong_changes()
+        yield from self._wrong_folders()
         yield from self._wrong_sizes()
         yield from self._wrong_rollout()
         yield from self._wrong_model()
@@ -211,6 +212,13 @@ class RunConfig(
                 f"accept_changes names {', '.join(fixed)}, but a resumed run has the weights that its checkpoint began with: leave "
                 "out what changes them, or start another run with init_from."
             )
+
+    def _wrong_folders(self) -> Iterator[str]:
+        replaced = self.output_dir.expanduser().absolute()
+        for name in ("init_from", "teacher", "demonstrations") if self.overwrite else ():
+            given = getattr(self, name)
+            if given is not None and Path(given).expanduser().absolute().is_relative_to(replaced):
+                yield f"{name}={str(given)!r} lies in output_dir={str(self.output_dir)!r}, which overwrite=true replaces: choose another."
 
     def _wrong_sizes(self) -> Iterator[str]:
         group, length = self.group_size, self.max_output_tokens
@@ -309,16 +317,21 @@ class RunConfig(
             raise ConfigError(str(error)) from error
 
     def make_loss(
-        self, actor: TensorDictModuleBase, critic: TensorDictModuleBase | None = None
+        self,
+        actor: TensorDictModuleBase,
+        critic: TensorDictModuleBase | None = None,
+        joint: TensorDictModuleBase | None = None,
     ) -> objectives.TurnPolicyLoss:
         """The algorithm's loss with its value estimator; settings that are ``None`` keep the class's default.
 
         Args:
             actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
-            critic: LLMPPO's; the other algorithms leave it out.
+            critic, joint: LLMPPO's, see :class:`~torchrl_llm.objectives.LLMPPOLoss`; the other algorithms leave them out.
         """
-        networks = (actor, critic) if self.algo == "LLMPPO" else (actor,)
-        loss: Any = LOSSES[self.algo](*networks, **self.loss_options())
+        options = self.loss_options()
+        if self.algo == "LLMPPO":
+            options |= {"critic": critic, "joint": joint}
+        loss: Any = LOSSES[self.algo](actor, **options)
         return loss if self.estimator is None else loss.make_value_estimator(self.value_estimator())
 
     def loss_options(self, loss_class: type[objectives.TurnPolicyLoss] | None = None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from inspect import isfunction
 from pathlib import Path
@@ -66,6 +67,22 @@ def check_demonstrations(config: RunConfig) -> None:
             f"{', '.join(asked)}: for episodes that are played, and those of demonstrations={config.demonstrations!r} are given: "
             "leave it out."
         )
+
+
+def check_player(player: Player, config: RunConfig, env: GEMEnv) -> None:
+    """Raise if a player does not know the game, which it is asked to begin.
+
+    Raises:
+        ConfigError: the player refuses the first prompt.
+    """
+    prompt = str(env.formatter.tokenizer.decode(env.open(0, 0).ids))
+    try:
+        player(prompt, random.Random(0))
+    except ValueError as error:
+        raise ConfigError(
+            f"demonstrations is {config.demonstrations!r}, which cannot play env_name={config.env_name!r}: {error} "
+            "docs/warm_start.md lists who plays what."
+        ) from error
 
 
 def read_demonstrations(path: Path, env: GEMEnv, *, max_model_len: int) -> list[Episode]:

@@ -255,10 +255,8 @@ def score_after_update(trainer: Any, rows: TensorDictBase) -> dict[str, str]:
         return dict.fromkeys(_NEW, "the engine has the memory that scoring takes (sleep_mode)")
     loss = trainer.loss
     limit = trainer.config.micro_batch_tokens
-    # In a copy: an actor may write values too, and those in the rows are what their credit was made of.
     with trainer.accelerator.autocast():
-        scored = apply_in_micro_batches(loss.actor_network, rows.copy(), limit, prefix_cost(loss.actor_network))
-    rows.update(scored.select(*_NEW, strict=False))
+        apply_in_micro_batches(loss.actor_network, rows, limit, prefix_cost(loss.actor_network))
     turn_ids = rows[keys.TURN_IDS]
     old = rows.get(keys.OLD_LOG_PROB, rows[keys.SAMPLE_LOG_PROB])
     log_ratio = torch.where(turn_ids >= 0, rows[keys.LOG_PROB] - old, 0.0)

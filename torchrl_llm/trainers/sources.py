@@ -47,7 +47,13 @@ def load_tokenizer(config: RunConfig) -> Any:
         ConfigError: ``model_path``, ``tokenizer_path`` or ``init_from`` leads nowhere.
     """
     if config.init_from is not None:
-        _located("init_from", f"{config.init_from.expanduser().absolute()}")
+        folder = config.init_from.expanduser().absolute()
+        _located("init_from", str(folder))
+        if (folder / "checkpoints").is_dir() and not (folder / "actor").is_dir():
+            last = folder / "checkpoints" / "last"
+            raise ConfigError(
+                f"init_from is {str(folder)!r}, the folder of a run; expected one of its checkpoints, such as {last}."
+            )
     load_model_config(config)
     name = "model_path" if config.tokenizer_path is None else "tokenizer_path"
     given = getattr(config, name)
@@ -76,5 +82,5 @@ def _loaded(name: str, given: str, load: Callable[[], _T]) -> _T:
         # transformers' own traceback is about its cache and its hub, and as long as a page.
         raise ConfigError(
             f"{name} is {given!r}, which is no folder that transformers can load, and no model of a hub or cache that can be "
-            f"reached. It says: {said:.400}"
+            f"reached.{nearest(given, [*MODELS])} It says: {said:.400}"
         ) from None
