@@ -64,7 +64,7 @@ def draw(games: dict[str, list[dict]], path: Path) -> None:
                 [abs(rate - interval[end]) for rate, interval in zip(rates, bounds, strict=True)] for end in (0, 1)
             ]
             panel.errorbar(ends, rates, yerr=errors, color=color, marker="o", capsize=3, label=run["algo"])
-        panel.set(title=game, xlabel="games trained on", ylim=(0, 1.02))
+        panel.set(title=game, xlabel="episodes trained on", ylim=(0, 1.02))
         panel.grid(alpha=0.3)
         panel.legend(loc="lower right")
     panels[0][0].set_ylabel("win rate")

@@ -26,7 +26,7 @@ NO_ACTOR = TensorDictModule(nn.Identity(), in_keys=[keys.TOKENS], out_keys=[keys
 NO_CRITIC = TensorDictModule(nn.Identity(), in_keys=[keys.TOKENS], out_keys=[keys.STATE_VALUE, keys.BOOTSTRAP_VALUE])
 """The keys of actor and critic, and no weights: what a loss asks of them when it is made."""
 
-_DECIDED_BY_THE_RUN = ("actor", "critic", "single_turn", "partial")
+_DECIDED_BY_THE_RUN = ("actor", "critic", "joint", "single_turn", "partial")
 """Parameters of losses that are no settings."""
 
 _OTHER_HINTS: dict[str, Any] = {
