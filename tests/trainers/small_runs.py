@@ -35,6 +35,7 @@ class ModelStub:
 
     actor = TensorDictModule(lambda x: (x, x), in_keys=["tokens"], out_keys=["log_prob", "entropy"])
     critic = TensorDictModule(lambda x: (x, x), in_keys=["tokens"], out_keys=["state_value", "bootstrap_value"])
+    joint = None
 
 
 def small_config(tmp_path, algo="LLMREINFORCE", **settings) -> RunConfig:
