@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchrl_llm
 from torchrl_llm import cli
-from torchrl_llm.cli import COMMANDS
+from torchrl_llm.cli import COMMANDS, main
 from torchrl_llm.options import options_of
 from torchrl_llm.tiny import tiny_model_path
 from torchrl_llm.trainers import RunConfig
@@ -141,6 +141,14 @@ class TestWrongInput:
         done = command("eval", "copy", folder=tmp_path)
         assert done.returncode == 2
         assert "is not what was saved (its SHA-256 differs)" in done.stderr
+
+    @pytest.mark.parametrize("take", [lambda: bytearray(2**60), lambda: torch.empty(2**60, dtype=torch.uint8)])
+    def test_too_little_memory(self, take, monkeypatch, capsys):
+        monkeypatch.setattr("torchrl_llm.cli.doctor.run", lambda arguments: take())
+        assert main(["doctor"]) == 1
+        said = capsys.readouterr().err
+        assert said.startswith("torchrl-llm doctor: error: there is too little memory. ")
+        assert len(said.splitlines()) == 1
 
     def test_traceback_shows_where(self, tmp_path):
         done = command("eval", "nowhere", "--traceback", folder=tmp_path)

@@ -71,6 +71,16 @@ print(AutoConfig.from_pretrained(smollm2_model_path()).model_type)
 dist.destroy_process_group()
 """
 
+LITTLE = """
+import resource, sys
+import torchrl_llm.trainers, transformers.models.llama.modeling_llama, peft
+from torchrl_llm.cli import main
+pages = int(open("/proc/self/statm").read().split()[0])
+most = pages * resource.getpagesize() + 300 * 2**20  # the weights have 538 MB
+resource.setrlimit(resource.RLIMIT_AS, (most, most))
+sys.exit(main())
+"""
+
 
 class TestFiles:
     def test_ranks_that_make_it_at_once(self, path, tmp_path, monkeypatch):
@@ -81,6 +91,14 @@ class TestFiles:
         launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
         done = subprocess.run([*launch, str(tmp_path / "rank.py")], capture_output=True, text=True, timeout=1400)
         assert done.stdout.split() == ["llama", "llama"], done.stderr
+
+    def test_too_little_memory_is_a_sentence(self, path, tmp_path):
+        settings = Path(__file__).parents[2] / "examples" / "configs" / "smollm2_warmup.yaml"
+        command = ["warmup", "--config", str(settings), "--output-dir", str(tmp_path)]
+        done = subprocess.run([sys.executable, "-c", LITTLE, *command], capture_output=True, text=True, timeout=600)
+        assert done.returncode == 1, done.stderr
+        assert "error: there is too little memory." in done.stderr.splitlines()[-1]
+        assert "Traceback" not in done.stderr
 
     def test_float32_and_tied(self, model):
         assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}

@@ -39,6 +39,12 @@ COMMANDS = {
 _FAILED, _WRONG_INPUT, _INTERRUPTED, _NO_READER = 1, 2, 130, 141
 """Exit codes: the second is argparse's, the last two are 128 + the number of SIGINT and SIGPIPE."""
 
+_NO_MEMORY = (
+    "there is too little memory. For a run, a smaller max_tokens, num_envs or max_model_len takes less "
+    "(torchrl-llm doctor --config FILE estimates it, docs/memory.md has the rest), and --resume goes on from its last "
+    "checkpoint."
+)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Of several processes of one launch (``accelerate launch``) only the first writes to standard output.
@@ -108,7 +114,8 @@ def _run(name: str, given: Sequence[str]) -> int:
             raise
         if arguments.traceback:
             traceback.print_exc()
-        print(f"{parser.prog}: error: {printable(' '.join(str(error).split()))}", file=sys.stderr)
+        said = f"{_NO_MEMORY} {error}" if _is_out_of_memory(error) else str(error)
+        print(f"{parser.prog}: error: {printable(' '.join(said.split()))}", file=sys.stderr)
         return code
 
 
@@ -120,6 +127,8 @@ def _add_arguments(parser: ArgumentParser, module: Any) -> None:
 def _exit_code(error: Exception) -> int | None:
     """The exit code for an error whose message is written for people; ``None``: it is another one."""
     package = type(error).__module__
+    if _is_out_of_memory(error):
+        return _FAILED
     if isinstance(error, BrokenPipeError):  # of the reader of the output, or of a process that has died
         return None
     if package.startswith("torchrl.checkpoint"):
@@ -129,6 +138,12 @@ def _exit_code(error: Exception) -> int | None:
     if package.partition(".")[0] != torchrl_llm.__name__:
         return None
     return _WRONG_INPUT if isinstance(error, ValueError | ImportError) else _FAILED
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether there was too little memory: for Python, a GPU, or PyTorch on a CPU, whose errors are plain ``RuntimeError``s."""
+    no_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return no_memory or (isinstance(error, RuntimeError) and "allocate memory" in str(error))
 
 
 def _reader_has_gone() -> bool:
