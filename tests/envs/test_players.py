@@ -18,6 +18,7 @@ PENALIZED = (
     "entries but the code",
     "already guessed",
     "already been guessed",
+    "you tried to move",
 )
 
 SMALL = {"board_size": 3, "target_tile": 8, "max_turns": 5}
@@ -36,6 +37,9 @@ RATES = [
     ("game:Game2048-v0-easy", SMALL, "slide_at_random", 0.48),
     ("game:Game2048-v0-easy", SMALL, "slide_to_merge_half_the_time", 0.68),
     ("game:Game2048-v0-easy", SMALL, "slide_to_merge", 0.86),
+    ("game:TowerofHanoi-v0-easy", {}, "move_disks_at_random", 0.006),
+    ("game:TowerofHanoi-v0-easy", {}, "move_disks_half_right", 0.28),
+    ("game:TowerofHanoi-v0-easy", {}, "move_disks_right", 1.0),
     ("rg:aiw", {}, "count_at_random", 0.17),
     ("rg:aiw", {}, "count_half_right", 0.50),
     ("rg:aiw", {}, "count_right", 1.0),
@@ -78,6 +82,7 @@ class TestTheRealEnvironments:
             ("game:GuessTheNumber-v0-easy", ["11", "number"]),
             ("game:Mastermind-v0-easy", ["1 2 3", "1 7", "code"]),
             ("game:Game2048-v0-easy", ["north"]),
+            ("game:TowerofHanoi-v0-easy", ["D", "B A"]),
         ],
     )
     def test_illegal_turns_are_seen(self, tokenizer, env_id, answers):
@@ -93,7 +98,9 @@ class TestTheRealEnvironments:
 
 
 class TestWhatPlayersRead:
-    @pytest.mark.parametrize("name", ["guess_by_hints", "break_code_by_pegs", "slide_to_merge", "count_right"])
+    @pytest.mark.parametrize(
+        "name", ["guess_by_hints", "break_code_by_pegs", "slide_to_merge", "move_disks_right", "count_right"]
+    )
     def test_another_task_is_refused(self, name):
         with pytest.raises(ValueError, match="it was shown 'What is 2"):
             vars(players)[name]("What is 2 + 2?", random.Random(0))

@@ -203,6 +203,76 @@ def _merge(line: _Line) -> _Line:
     return merged + [0] * (len(line) - len(merged))
 
 
+# ---------------------------------------------------------------------- Tower of Hanoi
+
+_TOWER = re.compile(r"^([ABC]): \[([\d, ]*)\]$", re.MULTILINE)
+
+
+def move_disks_at_random(context: str, rng: random.Random) -> str:
+    """Plays GEM's TowerofHanoi legally: any move that may be made.
+
+    Examples:
+        >>> board = "A: [2]\\nB: [1]\\nC: []\\n"
+        >>> sorted({move_disks_at_random(board, random.Random(i)) for i in range(20)})
+        ['\\\\boxed{A C}', '\\\\boxed{B A}', '\\\\boxed{B C}']
+    """
+    return _move_disk(context, rng, skill=0.0)
+
+
+def move_disks_half_right(context: str, rng: random.Random) -> str:
+    """Plays GEM's TowerofHanoi: every other move as :func:`move_disks_right`, and the others as :func:`move_disks_at_random`.
+
+    Examples:
+        >>> board = "A: [2]\\nB: [1]\\nC: []\\n"
+        >>> sorted({move_disks_half_right(board, random.Random(i)) for i in range(20)})
+        ['\\\\boxed{A C}', '\\\\boxed{B A}', '\\\\boxed{B C}']
+    """
+    return _move_disk(context, rng, skill=0.5)
+
+
+def move_disks_right(context: str, rng: random.Random) -> str:
+    """Plays GEM's TowerofHanoi: the first move of the shortest way to tower C.
+
+    Examples:
+        >>> move_disks_right("A: [2]\\nB: [1]\\nC: []\\n", random.Random(0))
+        '\\\\boxed{A C}'
+    """
+    return _move_disk(context, rng, skill=1.0)
+
+
+def _move_disk(context: str, rng: random.Random, skill: float) -> str:
+    towers = {
+        name: [int(disk) for disk in re.findall(r"\d+", disks)] for name, disks in _TOWER.findall(context)
+    }  # the last
+    if len(towers) < 3:
+        raise ValueError(
+            f'The player knows TowerofHanoi, which shows towers as "A: [3, 2, 1]"; it was shown {context[:120]!r}.'
+        )
+    if rng.random() < skill:
+        source, target = _shortest_way(towers)
+    else:
+        source, target = rng.choice(
+            [
+                (a, b)
+                for a, b in permutations(towers, 2)
+                if towers[a] and (not towers[b] or towers[a][-1] < towers[b][-1])
+            ]
+        )
+    return f"\\boxed{{{source} {target}}}"
+
+
+def _shortest_way(towers: dict[str, list[int]]) -> tuple[str, str]:
+    """The first move of the shortest way to have all disks on tower C."""
+    place = {disk: name for name, disks in towers.items() for disk in disks}
+    move, target = ("A", "C"), "C"
+    for disk in sorted(place, reverse=True):
+        # The largest disk that is elsewhere has to get there, and before that all smaller ones to the third tower.
+        if place[disk] != target:
+            move = (place[disk], target)
+            (target,) = set("ABC") - set(move)
+    return move
+
+
 # ---------------------------------------------------------------------- reasoning_gym's "Alice in Wonderland"
 
 _WOMEN = re.compile(r"(\d+) (?:sisters|female friends|female colleagues)")
