@@ -12,7 +12,6 @@ import json
 from pathlib import Path
 
 import matplotlib
-import yaml
 from report import RESULTS, fill
 
 matplotlib.use("Agg")
@@ -24,11 +23,9 @@ COLORS = {"LLMREINFORCE": "#1f77b4", "LLMPPO": "#d95f02", "GRPO": "#1b9e77"}
 def read(folder: Path) -> dict:
     """The numbers of one run: its result, and the win rate of each training batch."""
     result = json.loads((folder / "result.json").read_text())
-    settings = yaml.safe_load((folder / "config.yaml").read_text())
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     return result | {
-        "batch_size": settings["batch_size"],
         "episodes_trained": [int(float(row["rollout/episodes"])) for row in rows],
         "batch_success": [float(row["rollout/success"]) for row in rows],
     }
@@ -36,8 +33,9 @@ def read(folder: Path) -> dict:
 
 def table(runs: list[dict]) -> str:
     """One line a run."""
+    (evaluated,) = {run["paired"]["episodes"] for run in runs}
     lines = [
-        "| algorithm, seed | games | before | after, of 256 | 95 % interval | gained, lost | McNemar p | penalized turns |",
+        f"| algorithm, seed | games | before | after, of {evaluated} | 95 % interval | gained, lost | McNemar p | penalized turns |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for run in runs:

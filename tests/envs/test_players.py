@@ -38,7 +38,7 @@ RATES = [
     ("game:Game2048-v0-easy", SMALL, "slide_to_merge_half_the_time", 0.68),
     ("game:Game2048-v0-easy", SMALL, "slide_to_merge", 0.86),
     ("game:TowerofHanoi-v0-easy", {}, "move_disks_at_random", 0.006),
-    ("game:TowerofHanoi-v0-easy", {}, "move_disks_half_right", 0.28),
+    ("game:TowerofHanoi-v0-easy", {}, "move_most_disks_right", 0.80),
     ("game:TowerofHanoi-v0-easy", {}, "move_disks_right", 1.0),
     ("rg:aiw", {}, "count_at_random", 0.17),
     ("rg:aiw", {}, "count_half_right", 0.50),

@@ -19,6 +19,7 @@ ALGORITHMS = {
         make_actor(), sampler_correction="truncate", sampler_bounds=2.0, entropy_coeff=0.01
     ),
     "reinforce_sum_ratio": lambda: LLMReinforceLoss(make_actor(), ratio_level="turn", ratio_reduction="sum"),
+    "reinforce_token_granularity": lambda: LLMReinforceLoss(make_actor(), granularity="token", kl_coeff=0.1),
     "grpo": lambda: LLMGRPOLoss(make_actor()),
     "gspo": lambda: LLMGRPOLoss(make_actor(), ratio_level="sequence", unit_weight="equal"),
     "cispo": lambda: LLMGRPOLoss(make_actor(), clipping="cispo", credit="turn", kl_in="reward"),

@@ -166,6 +166,37 @@ class TestReBN:
         close(out["turn", "value_target"], returns)
         close(out["turn", "advantage"], F.standardize(returns, acted))
 
+    @law(layouts())
+    def test_tokens(self, case):
+        """A token's return is its KL and the turn's reward at the turn's last token, and what follows; by the definition."""
+        layout, seed = case
+        rows, reward, mask, ids, _ = rows_and_parts(seed, layout)
+        step = F.token_rewards(reward, ids, mask) - 0.1 * (rows["old_log_prob"] - rows["ref_log_prob"])
+        expected = torch.zeros_like(step)
+        for b, row in enumerate(ids.tolist()):
+            after = 0.0
+            for i in reversed([i for i, k in enumerate(row) if k >= 0]):
+                after = expected[b, i] = step[b, i] + 0.7 * after
+        options = {"gamma": 0.7, "granularity": "token", "kl_coeff": 0.1}
+        out = ReBN(**options, normalize_over="none")(rows.clone())
+        close(out["value_target"], expected)
+        close(out["advantage"], expected)
+        close(out["turn", "advantage"], F.turn_first(expected, ids, mask.shape[1]))
+        plain = ReBN(gamma=0.7, granularity="token", normalize_over="none")(rows.clone())["advantage"]
+        spread = plain[ids >= 0].std() if (ids >= 0).sum() > 1 else torch.zeros(())
+        if spread > 1e-3:
+            close(ReBN(gamma=0.7, granularity="token")(rows)["advantage"], F.standardize(plain, ids >= 0))
+
+    def test_defaults_by_granularity(self):
+        assert (ReBN().gamma, ReBN().granularity) == (0.9, "turn")
+        assert (ReBN(granularity="token").gamma, ReBN(granularity="token", gamma=0.5).gamma) == (1.0, 0.5)
+        assert ReBN(granularity="auto", single_turn=True).granularity == "token"
+        assert ReBN(granularity="auto", single_turn=False).granularity == "turn"
+        with pytest.raises(ValueError, match="needs single_turn"):
+            ReBN(granularity="auto")
+        with pytest.raises(ValueError, match='set granularity to "auto"'):
+            ReBN(single_turn=True)
+
     def test_where_returns_do_not_differ_only_the_kl_is_left(self):
         rows, _, mask, ids, acted = rows_and_parts()
         rows["turn", "reward"] = torch.zeros_like(rows["turn", "reward"])
@@ -291,6 +322,7 @@ ALL = {
     "token": lambda **o: TurnGAE(**{"gamma": 0.9, "granularity": "token", "whiten": False} | o),
     "rebn": lambda **o: ReBN(**{"gamma": 0.9} | o),
     "returns": lambda **o: ReBN(**{"gamma": 0.9, "normalize_over": "none"} | o),
+    "return token": lambda **o: ReBN(**{"gamma": 0.9, "granularity": "token", "normalize_over": "none"} | o),
     "episode": lambda **o: GroupRelative(**{"gamma": 0.9} | o),
     "group turn": lambda **o: GroupRelative(**{"gamma": 0.9, "credit": "turn"} | o),
     "vtrace": lambda **o: TurnVTrace(**{"gamma": 0.9} | o),
@@ -316,7 +348,7 @@ class TestSharedOptions:
         expected = free.clone()
         for b, row in enumerate(ids.tolist()):
             for i, k in enumerate(row):
-                before = sum(j >= 0 for j in row[:i]) if name == "token" else int(mask[b, : max(k, 0)].sum())
+                before = sum(j >= 0 for j in row[:i]) if "token" in name else int(mask[b, : max(k, 0)].sum())
                 expected[b, i] *= 0.9**before
         close(ALL[name](discounted_objective=True)(rows.clone())["advantage"], expected)
         assert (free - expected).abs().max() > 1e-2

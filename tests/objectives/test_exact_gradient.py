@@ -137,6 +137,10 @@ class TestHolds:
     def test_reinforce_without_normalization(self, mdp, clipping):
         check(mdp.expected_gradient(STUDY.reinforce(clipping=clipping)), STUDY.truth(mdp))
 
+    @pytest.mark.parametrize("mdp", [CUT, WHOLE], ids=["cut", "whole"])
+    def test_reinforce_per_token(self, mdp):
+        check(mdp.expected_gradient(STUDY.reinforce(granularity="token")), STUDY.truth(mdp))
+
     def test_the_size_of_the_batch_does_not_matter(self):
         check(CUT.expected_gradient(STUDY.reinforce(), 2), STUDY.truth(CUT))
 
@@ -208,12 +212,15 @@ class TestHolds:
         per_turn = STUDY.grpo(gamma=gamma, credit="turn", discounted_objective=True)
         check(CUT.expected_gradient(per_turn, 2, same_task=True), STUDY.truth(CUT, gamma))
 
-    @pytest.mark.parametrize("name", ["reinforce", "grpo", "grpo per turn", "ppo", "ppo per token"])
+    @pytest.mark.parametrize(
+        "name", ["reinforce", "reinforce per token", "grpo", "grpo per turn", "ppo", "ppo per token"]
+    )
     def test_kl_in_the_reward(self, name):
         """The objective is the return minus the KL of the whole conversation."""
         kl = {"kl_coeff": KL, "kl_in": "reward"}
         policy_loss, size, mdp = {
             "reinforce": (lambda: STUDY.reinforce(**kl), 1, WHOLE),
+            "reinforce per token": (lambda: STUDY.reinforce(granularity="token", **kl), 1, WHOLE),
             "grpo": (lambda: STUDY.grpo(**kl), 2, CUT),
             "grpo per turn": (lambda: STUDY.grpo(credit="turn", **kl), 2, CUT),
             "ppo": (lambda: STUDY.ppo(**kl), 1, WHOLE),

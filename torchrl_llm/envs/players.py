@@ -1,7 +1,7 @@
 """Scripted players of games, to imitate: what ``demonstrations`` of a run may name.
 
 A player is a function ``(context, rng) -> text``: it reads the conversation as the model does, and takes all chance from ``rng``.
-Each task has one that plays legally at random, one of half the skill, and a good one. Imitate the second where reinforcement
+Each task has one that plays legally at random, one of some of the skill, and a good one. Imitate the second where reinforcement
 learning is to have something left to teach.
 """
 
@@ -219,15 +219,15 @@ def move_disks_at_random(context: str, rng: random.Random) -> str:
     return _move_disk(context, rng, skill=0.0)
 
 
-def move_disks_half_right(context: str, rng: random.Random) -> str:
-    """Plays GEM's TowerofHanoi: every other move as :func:`move_disks_right`, and the others as :func:`move_disks_at_random`.
+def move_most_disks_right(context: str, rng: random.Random) -> str:
+    """Plays GEM's TowerofHanoi: four moves of five as :func:`move_disks_right`, and the others as :func:`move_disks_at_random`.
 
     Examples:
         >>> board = "A: [2]\\nB: [1]\\nC: []\\n"
-        >>> sorted({move_disks_half_right(board, random.Random(i)) for i in range(20)})
+        >>> sorted({move_most_disks_right(board, random.Random(i)) for i in range(80)})
         ['\\\\boxed{A C}', '\\\\boxed{B A}', '\\\\boxed{B C}']
     """
-    return _move_disk(context, rng, skill=0.5)
+    return _move_disk(context, rng, skill=0.8)
 
 
 def move_disks_right(context: str, rng: random.Random) -> str:

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
-from torchrl_llm.objectives.estimators.critic import Granularity, TurnGAE
+from torchrl_llm.objectives.estimators.base import Granularity
+from torchrl_llm.objectives.estimators.critic import TurnGAE
 from torchrl_llm.objectives.loss import TurnPolicyLoss
 from torchrl_llm.options import NonNegative, Positive, Share
 

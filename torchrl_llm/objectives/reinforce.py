@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchrl_llm.objectives.estimators.base import Granularity
 from torchrl_llm.objectives.estimators.returns import Population, ReBN
 from torchrl_llm.objectives.loss import KLPlace, TurnPolicyLoss
 from torchrl_llm.options import NonNegative, Share
@@ -20,16 +21,21 @@ class LLMReinforceLoss(TurnPolicyLoss):
         actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
 
     Keyword Args:
-        gamma, normalize_over: see :class:`~torchrl_llm.objectives.ReBN`. Defaults: 0.9, ``"batch"``.
+        gamma, granularity, single_turn, normalize_over: see :class:`~torchrl_llm.objectives.ReBN`. Defaults: 0.9 (1.0 per
+            token), ``"turn"``, ``None``, ``"batch"``.
         kl_coeff: weight of the KL to the reference. Default: 0.01.
         kl_in: subtract the KL from the ``"reward"``, or add it to the ``"loss"``. Default: ``"reward"``.
         **options: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
     """
 
     default_value_estimator = ReBN
+    idle = (*TurnPolicyLoss.idle, *ReBN.idle)
 
-    gamma: Share = 0.9
+    gamma: Share | None = None
     """Discount per turn."""
+    granularity: Granularity = "turn"
+    """Credit per "turn" or per "token"."""
+    single_turn: bool | None = None
     normalize_over: Population = "batch"
     """Normalize returns over the "batch", or "none"."""
     kl_coeff: NonNegative = 0.01

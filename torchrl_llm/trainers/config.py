@@ -120,11 +120,12 @@ class RunConfig(
         Idle(("critic_warmup",), {"lr_critic": (0,)}, "give the critic a learning rate"),
         Idle(("critic_warmup",), {"lr_critic": (None,), "lr_actor": (0,)}, "give the critic a learning rate"),
         Idle(only_of("LLMREINFORCE"), {"algo": ("LLMPPO", "GRPO", "SFT")}, 'set algo to "LLMREINFORCE"'),
+        Idle(missing_in("GRPO"), {"algo": ("GRPO", "SFT")}, 'set algo to "LLMPPO" or "LLMREINFORCE"'),
         Idle(only_of("GRPO"), {"algo": ("LLMPPO", "LLMREINFORCE", "SFT")}, 'set algo to "GRPO"'),
         Idle((*only_of("SFT"), "demonstrations"), {"algo": ("LLMPPO", "LLMREINFORCE", "GRPO")}, 'set algo to "SFT"'),
         Idle(
             (
-                *missing_in("SFT"),
+                *(name for name in missing_in("SFT") if name not in missing_in("GRPO")),
                 "old_log_probs",
                 "target_kl",
                 "kl_decay_fraction",

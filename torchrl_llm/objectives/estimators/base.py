@@ -7,7 +7,7 @@ Estimators read and write rows (:mod:`torchrl_llm.keys`, row view): one episode 
 from __future__ import annotations
 
 from dataclasses import InitVar, dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,22 @@ from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.options import Checked, Count, Idle, NonNegative, Positive, Share
+
+Granularity = Literal["turn", "token", "auto"]
+"""What a step of credit is; "auto": a token in an environment of one turn, and a turn in all others."""
+
+
+def step_of(granularity: Granularity, single_turn: bool | None) -> Literal["turn", "token"]:
+    """The step that ``granularity`` means.
+
+    Raises:
+        ValueError: it is ``"auto"``, and ``single_turn`` is None.
+    """
+    if granularity != "auto":
+        return granularity
+    if single_turn is None:
+        raise ValueError('granularity="auto" needs single_turn: whether the environment only asks for one turn.')
+    return "token" if single_turn else "turn"
 
 
 class RowReader:

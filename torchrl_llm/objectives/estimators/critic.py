@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -12,10 +12,8 @@ from torch import Tensor
 
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
-from torchrl_llm.objectives.estimators.base import TurnEstimator
+from torchrl_llm.objectives.estimators.base import Granularity, TurnEstimator, step_of
 from torchrl_llm.options import Idle, NonNegative, Share
-
-Granularity = Literal["turn", "token", "auto"]
 
 
 class CriticEstimator(TurnEstimator):
@@ -110,12 +108,7 @@ class TurnGAE(CriticEstimator):
 
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
         super().__post_init__(value_network)
-        if self.granularity == "auto":
-            if self.single_turn is None:
-                raise ValueError(
-                    'granularity="auto" needs single_turn: whether the environment only asks for one turn.'
-                )
-            self.granularity = "token" if self.single_turn else "turn"
+        self.granularity = step_of(self.granularity, self.single_turn)
         if self.gamma is None:
             # Per token, 0.99 would leave 5 % of the credit 300 tokens before the reward.
             self.gamma = 1.0 if self.granularity == "token" else 0.99

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -11,8 +11,8 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm.objectives import functional as F
-from torchrl_llm.objectives.estimators.base import TurnEstimator
-from torchrl_llm.options import Count, Natural, NonNegative, Share
+from torchrl_llm.objectives.estimators.base import Granularity, TurnEstimator, step_of
+from torchrl_llm.options import Count, Idle, Natural, NonNegative, Share
 
 Population = Literal["batch", "none"]
 Credit = Literal["episode", "turn"]
@@ -30,7 +30,7 @@ class ReturnEstimator(TurnEstimator):
         return True
 
     def score(self, reward: Tensor, mask: Tensor, acted: Tensor) -> Tensor:
-        """The return to compare, of each turn ``[B, T]`` or each episode ``[B]``."""
+        """The return to compare, of each turn ``[B, T]`` (each token ``[B, L]``) or each episode ``[B]``."""
         raise NotImplementedError
 
     def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:
@@ -47,18 +47,21 @@ class ReturnEstimator(TurnEstimator):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class ReBN(ReturnEstimator):
-    """Return batch normalization: the discounted return of each turn, normalized over all turns of the batch.
+    """Return batch normalization: the discounted return of each turn, normalized over all turns of the batch; or of each token.
 
     There is no critic: the value after a truncated turn is 0. Reads ``("turn", reward / mask / terminated / truncated)``
     ``[B, T]`` and ``"turn_ids"`` ``[B, L]``; with ``kl_coeff`` also ``"ref_log_prob"`` and ``"old_log_prob"`` (or,
     without it, ``"sample_log_prob"``) ``[B, L]``. Writes ``"advantage"``, ``"value_target"`` ``[B, L]`` and
-    ``("turn", advantage / value_target)`` ``[B, T]``; the target is the return, KL penalty included.
+    ``("turn", advantage / value_target)`` ``[B, T]``; the target is the return, KL penalty included. At token granularity the
+    reward lies on the turn's last token, and the values of a turn are those of its first one.
 
     Keyword Args:
-        gamma: discount per turn. Default: 0.9.
+        gamma: discount per step, i.e. per turn or per action token. Default: 0.9 per turn, 1.0 per token.
+        granularity: what a step is. ``"auto"`` is ``"token"`` if ``single_turn``, else ``"turn"``. Default: ``"turn"``.
+        single_turn: whether episodes have one turn only; needed by (and only by) ``"auto"``.
         ddof: the variance divides by ``count - ddof``. Default: 1.
         eps: added to the standard deviation. Default: 1e-8.
-        normalize_over: ``"batch"``: all turns of the batch; ``"none"``: the plain returns (REINFORCE, Williams, 1992), without
+        normalize_over: ``"batch"``: all steps of the batch; ``"none"``: the plain returns (REINFORCE, Williams, 1992), without
             use of ``ddof`` and ``eps``. Default: ``"batch"``.
         kl_coeff, discounted_objective, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`.
 
@@ -73,13 +76,38 @@ class ReBN(ReturnEstimator):
                 [ 0.,  1.]])
     """
 
-    gamma: Share = 0.9
+    idle = (
+        *TurnEstimator.idle,
+        Idle(("discounted_objective",), {"granularity": ("token",), "gamma": (None,)}, "discount (gamma below 1)"),
+        Idle(("single_turn",), {"granularity": ("turn", "token")}, 'set granularity to "auto"'),
+    )
+
+    gamma: Share | None = None  # type: ignore[assignment]
+    granularity: Granularity = "turn"  # type: ignore[misc]
+    single_turn: bool | None = None
     ddof: Natural = 1
     eps: NonNegative = 1e-8
     normalize_over: Population = "batch"
 
+    def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
+        super().__post_init__(value_network)
+        self.granularity = step_of(self.granularity, self.single_turn)
+        if self.gamma is None:
+            self.gamma = 1.0 if self.granularity == "token" else 0.9
+
+    def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
+        if self.granularity == "turn":
+            return super().estimate(tensordict)
+        reward, mask, turn_ids, _ = self._turns(tensordict)
+        acted, rewards = turn_ids >= 0, F.token_rewards(reward, turn_ids, mask)
+        score, penalty = (self.score(r, acted, acted) for r in (rewards, self._kl_penalty(tensordict)))
+        advantage = self.compare(tensordict, score, penalty, acted)
+        written = {"advantage": torch.where(acted, advantage, 0.0), "value_target": score + penalty}
+        turns = {f"turn_{name}": F.turn_first(value, turn_ids, mask.shape[1]) for name, value in written.items()}
+        return written | turns
+
     def score(self, reward: Tensor, mask: Tensor, acted: Tensor) -> Tensor:
-        return F.turn_returns(reward, mask, self.gamma, acted=acted)
+        return F.turn_returns(reward, mask, cast(float, self.gamma), acted=acted)
 
     def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:
         if self.normalize_over == "none":
