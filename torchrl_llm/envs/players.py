@@ -7,6 +7,7 @@ learning is to have something left to teach.
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from itertools import permutations, product
@@ -241,23 +242,17 @@ def move_disks_right(context: str, rng: random.Random) -> str:
 
 
 def _move_disk(context: str, rng: random.Random, skill: float) -> str:
-    towers = {
-        name: [int(disk) for disk in re.findall(r"\d+", disks)] for name, disks in _TOWER.findall(context)
-    }  # the last
-    if len(towers) < 3:
+    shown = dict(_TOWER.findall(context)[-3:])
+    if set(shown) != {"A", "B", "C"}:
         raise ValueError(
             f'The player knows TowerofHanoi, which shows towers as "A: [3, 2, 1]"; it was shown {context[:120]!r}.'
         )
-    if rng.random() < skill:
-        source, target = _shortest_way(towers)
-    else:
-        source, target = rng.choice(
-            [
-                (a, b)
-                for a, b in permutations(towers, 2)
-                if towers[a] and (not towers[b] or towers[a][-1] < towers[b][-1])
-            ]
-        )
+    towers = {name: [int(disk) for disk in re.findall(r"\d+", disks)] for name, disks in shown.items()}
+    # An empty tower takes every disk, another one a smaller disk than its top.
+    moves = [
+        (a, b) for a, b in permutations(towers, 2) if towers[a] and towers[a][-1] < min(towers[b], default=math.inf)
+    ]
+    source, target = _shortest_way(towers) if rng.random() < skill else rng.choice(moves)
     return f"\\boxed{{{source} {target}}}"
 
 

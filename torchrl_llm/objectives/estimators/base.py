@@ -38,6 +38,13 @@ def step_of(granularity: Granularity, single_turn: bool | None) -> Literal["turn
     return "token" if single_turn else "turn"
 
 
+GRANULARITY_IDLE = (
+    Idle(("discounted_objective",), {"granularity": ("token",), "gamma": (None,)}, "discount (gamma below 1)"),
+    Idle(("single_turn",), {"granularity": ("turn", "token")}, 'set granularity to "auto"'),
+)
+"""Options that do nothing with some of ``granularity``, in estimators whose default of ``gamma`` is 1 per token."""
+
+
 class RowReader:
     """Base class of losses and estimators: reads rows ``[B]`` by the names in ``_AcceptedKeys``; errors name what is missing."""
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
-from torchrl_llm.objectives.estimators.base import Granularity, TurnEstimator, step_of
-from torchrl_llm.options import Idle, NonNegative, Share
+from torchrl_llm.objectives.estimators.base import GRANULARITY_IDLE, Granularity, TurnEstimator, step_of
+from torchrl_llm.options import NonNegative, Share
 
 
 class CriticEstimator(TurnEstimator):
@@ -93,11 +93,7 @@ class TurnGAE(CriticEstimator):
         tensor([[0.0000, 0.5000, 0.5000, 0.0000, 1.0000]])
     """
 
-    idle = (
-        *TurnEstimator.idle,
-        Idle(("discounted_objective",), {"granularity": ("token",), "gamma": (None,)}, "discount (gamma below 1)"),
-        Idle(("single_turn",), {"granularity": ("turn", "token")}, 'set granularity to "auto"'),
-    )
+    idle = (*TurnEstimator.idle, *GRANULARITY_IDLE)
 
     gamma: Share | None = None  # type: ignore[assignment]
     lmbda: Share = 0.95

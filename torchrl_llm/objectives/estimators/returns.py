@@ -11,8 +11,8 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm.objectives import functional as F
-from torchrl_llm.objectives.estimators.base import Granularity, TurnEstimator, step_of
-from torchrl_llm.options import Count, Idle, Natural, NonNegative, Share
+from torchrl_llm.objectives.estimators.base import GRANULARITY_IDLE, Granularity, TurnEstimator, step_of
+from torchrl_llm.options import Count, Natural, NonNegative, Share
 
 Population = Literal["batch", "none"]
 Credit = Literal["episode", "turn"]
@@ -76,11 +76,7 @@ class ReBN(ReturnEstimator):
                 [ 0.,  1.]])
     """
 
-    idle = (
-        *TurnEstimator.idle,
-        Idle(("discounted_objective",), {"granularity": ("token",), "gamma": (None,)}, "discount (gamma below 1)"),
-        Idle(("single_turn",), {"granularity": ("turn", "token")}, 'set granularity to "auto"'),
-    )
+    idle = (*TurnEstimator.idle, *GRANULARITY_IDLE)
 
     gamma: Share | None = None  # type: ignore[assignment]
     granularity: Granularity = "turn"  # type: ignore[misc]
