@@ -303,10 +303,6 @@ def train_one(arguments: argparse.Namespace, overrides: list[str]) -> None:
     """Train with one seed, and write ``result.json``."""
     import multiturn  # not needed by the process that only starts others
 
-    from torchrl_llm.envs import register_env_family
-    from torchrl_llm.testing.worlds import resolve_world
-
-    register_env_family("world", resolve_world)
     # A folder of its own for a world: benchmarks/report.py reads all results directly below runs/learning as one table.
     folder = Path("runs/learning") / ("" if arguments.world == "guess" else arguments.world)
     output = arguments.output_dir or folder / f"{arguments.algo}-{arguments.seed}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 from functools import partial
@@ -12,7 +13,15 @@ import cloudpickle
 import pytest
 
 from torchrl_llm import keys
-from torchrl_llm.envs import EnvSpec, GEMEnv, UnknownEnvironmentError, register_env_family, resolve_env, text_env
+from torchrl_llm.envs import (
+    EnvironmentUnavailableError,
+    EnvSpec,
+    GEMEnv,
+    UnknownEnvironmentError,
+    register_env_family,
+    resolve_env,
+    text_env,
+)
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.trainers import RunConfig, build_run
 
@@ -95,6 +104,59 @@ class TestFamily:
             [sys.executable, "-c", code, tmp_path / "make_env"], capture_output=True, text=True, cwd=ROOT, timeout=120
         )
         assert result.stdout.strip() == "('countdown:2',)", result.stderr[-2000:]
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package that is installed, in a folder of its own, and offers the families "yard" and "broken"."""
+    (tmp_path / "yards.py").write_text(
+        "from torchrl_llm.envs import EnvSpec\nfrom torchrl_llm.testing.worlds import Coins\n\n\n"
+        "def resolve(env_id):\n    return EnvSpec(env_id, Coins)\n"
+    )
+    info = tmp_path / "yards-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: yards\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[torchrl_llm.env_families]\nyard = yards:resolve\nbroken = no_yards:resolve\n"
+    )
+    monkeypatch.setattr(text_env, "_families", dict(text_env._families))
+    monkeypatch.syspath_prepend(tmp_path)
+    text_env.installed_families.cache_clear()
+    yield tmp_path
+    text_env.installed_families.cache_clear()
+    sys.modules.pop("yards", None)
+
+
+class TestInstalledFamily:
+    def test_its_ids_are_known_and_its_module_is_imported_for_them(self, package):
+        assert resolve_env("game:Sudoku-v0-easy").name == "game:Sudoku-v0-easy"
+        assert "yards" not in sys.modules
+        assert resolve_env("yard:small").name == "yard:small"
+        assert "yards" in sys.modules
+
+    def test_one_that_is_registered_comes_first(self, package):
+        register_env_family("yard", lambda env_id: EnvSpec("registered", Countdown))
+        assert resolve_env("yard:small").name == "registered"
+
+    def test_a_module_that_is_missing_is_named(self, package):
+        with pytest.raises(EnvironmentUnavailableError, match="'broken:x' cannot be made.*'no_yards:resolve'"):
+            resolve_env("broken:x")
+
+    def test_a_command_knows_it(self, package):
+        command = [sys.executable, "-m", "torchrl_llm", "eval", "tiny", "--env", "yard:small", "--episodes", "2"]
+        result = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            cwd=package,
+            env=os.environ | {"PYTHONPATH": str(package)},
+        )
+        assert result.returncode == 0, result.stderr[-2000:]
+        assert "yard:small" in result.stdout
+
+    def test_worlds_of_this_package(self):
+        assert resolve_env("world:coins").name == "world:coins"
 
 
 class TestErrors:

@@ -7,11 +7,7 @@ from small_runs import small_config
 from torchrl.record import CSVLogger
 
 from torchrl_llm import keys
-from torchrl_llm.envs import register_env_family
-from torchrl_llm.testing.worlds import resolve_world
 from torchrl_llm.trainers import Callback, build_run
-
-register_env_family("world", resolve_world)
 
 STAGES = {1: {"weights": (0, 1)}, 3: {"weights": (3, 1), "options": [{"moves": 2}, {}]}}
 """After an iteration, what changes."""

@@ -12,12 +12,9 @@ import pytest
 from small_runs import small_config
 
 from torchrl_llm import keys
-from torchrl_llm.envs import register_env_family
 from torchrl_llm.record.recording import read_recording
-from torchrl_llm.testing.worlds import Line, most_worth, resolve_world
+from torchrl_llm.testing.worlds import Line, most_worth
 from torchrl_llm.trainers import Callback, build_run, run_and_report
-
-register_env_family("world", resolve_world)
 
 
 class Regrets(Callback):

@@ -1,8 +1,8 @@
 """The protocol of text environments: :class:`TextEnv`, what it returns, how it fails, and where ids come from.
 
-Any object with ``reset`` and ``step`` is a text environment. An id such as ``"textworld:coin"`` names one, once its family is
-registered (:func:`register_env_family`). GEM is such a family (:mod:`~torchrl_llm.envs.gem_catalog`); this module does not
-know it.
+Any object with ``reset`` and ``step`` is a text environment. An id such as ``"world:coins"`` names one, if its family is
+registered (:func:`register_env_family`) or an installed package has it (:data:`FAMILY_GROUP`). GEM is such a family
+(:mod:`~torchrl_llm.envs.gem_catalog`); this module does not know it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
@@ -260,13 +262,25 @@ class EnvSpec:
 EnvSource = str | EnvSpec | Callable[..., TextEnv]
 """What names a text environment: an id, a factory, or an :class:`EnvSpec`."""
 
+FAMILY_GROUP = "torchrl_llm.env_families"
+"""The group of entry points by which installed packages, this one too, offer families: each is a family's name and resolver.
+
+A family's module is imported when the first of its ids is resolved."""
+
 _families: dict[str, Callable[[str], EnvSpec]] = {}
+
+
+@cache
+def installed_families() -> dict[str, EntryPoint]:
+    """The families that installed packages offer, by name; read once in a process."""
+    return {each.name: each for each in entry_points(group=FAMILY_GROUP)}
 
 
 def register_env_family(name: str, resolve: Callable[[str], EnvSpec]) -> None:
     """Let ids that begin with ``name:`` be environments, wherever an id is taken (``GEMEnv``, settings, command line).
 
-    Ids of no registered family are GEM's, so a family that is named as a part of GEM's ids (``"game"``) hides them.
+    Ids of no family are GEM's, so a family that is named as a part of GEM's ids (``"game"``) hides them. A package need not
+    call this: its entry points of the group ``torchrl_llm.env_families`` are found.
 
     Args:
         name: of the family, without a colon. A family of that name is replaced, with a warning.
@@ -293,7 +307,8 @@ def resolve_env(env: EnvSource) -> EnvSpec:
     """The environment that an id or a factory names.
 
     Raises:
-        MissingGEMError: it is an id of no registered family, and GEM cannot be imported.
+        MissingGEMError: it is an id of no family, and GEM cannot be imported.
+        EnvironmentUnavailableError: an installed package offers its family, and that cannot be imported.
         UnknownEnvironmentError: no environment has this id; close matches are named.
         TypeError: the family's resolver returned something else than an :class:`EnvSpec`.
     """
@@ -302,6 +317,13 @@ def resolve_env(env: EnvSource) -> EnvSpec:
     if not isinstance(env, str):
         return EnvSpec(getattr(env, "__name__", type(env).__name__), env, extras=getattr(env, "extras", {}))
     family = env.partition(":")[0]
+    if family not in _families and (offered := installed_families().get(family)):
+        try:
+            _families[family] = offered.load()
+        except (ImportError, AttributeError) as error:
+            raise EnvironmentUnavailableError(
+                env, f"Its family is {offered.value!r}, and is not there.", error
+            ) from error
     spec = _families.get(family, _families["gem"])(env)
     if not isinstance(spec, EnvSpec):
         raise TypeError(f"The environment family {family!r} resolved {env!r} to {spec!r:.80}; expected an EnvSpec.")

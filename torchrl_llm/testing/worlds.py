@@ -403,7 +403,7 @@ OPTIMA: dict[str, Callable[[], float]] = {"coins": coins_optimum, "key-and-door"
 
 
 def resolve_world(env_id: str) -> EnvSpec:
-    """The world of an id: ``register_env_family("world", resolve_world)`` makes ``"world:coins"`` one in settings.
+    """The world of an id, such as ``"world:coins"``: the family that this package offers by an entry point.
 
     Raises:
         UnknownEnvironmentError: no world has this id.
