@@ -139,7 +139,7 @@ class TestInstalledFamily:
         assert resolve_env("yard:small").name == "registered"
 
     def test_a_module_that_is_missing_is_named(self, package):
-        with pytest.raises(EnvironmentUnavailableError, match="'broken:x' cannot be made.*'no_yards:resolve'"):
+        with pytest.raises(EnvironmentUnavailableError, match=r"'broken:x' cannot be made.*'no_yards:resolve'"):
             resolve_env("broken:x")
 
     def test_a_command_knows_it(self, package):
