@@ -61,7 +61,10 @@ def draw(games: dict[str, list[dict]], path: Path) -> None:
             errors = [
                 [abs(rate - interval[end]) for rate, interval in zip(rates, bounds, strict=True)] for end in (0, 1)
             ]
-            panel.errorbar(ends, rates, yerr=errors, color=color, marker="o", capsize=3, label=run["algo"])
+            first = run["algo"] not in {each["algo"] for each in runs[: runs.index(run)]}
+            style = {"marker": "o"} if first else {"marker": "s", "linestyle": "--"}
+            label = f"{run['algo']}, seed {run['seed']}"
+            panel.errorbar(ends, rates, yerr=errors, color=color, capsize=3, label=label, **style)
         panel.set(title=game, xlabel="episodes trained on", ylim=(0, 1.02))
         panel.grid(alpha=0.3)
         panel.legend(loc="lower right")
