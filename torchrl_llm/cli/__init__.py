@@ -27,6 +27,7 @@ __all__ = ["COMMANDS", "command_parser", "main"]
 COMMANDS = {
     "train": "train a model: evaluate, train, evaluate, report",
     "warmup": "teach a model a game by demonstrations, before train: supervised fine-tuning on episodes",
+    "tune": "search settings with a population, early stopping or random search, on Ray Tune",
     "eval": "evaluate a checkpoint in an environment",
     "play": "watch an episode turn by turn, or be the player or the environment",
     "chat": "talk to a checkpoint",

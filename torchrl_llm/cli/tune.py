@@ -1,0 +1,73 @@
+"""Search settings of a run on Ray Tune: a population (PBT), early stopping (ASHA) or random search.
+
+    torchrl-llm tune --config examples/configs/tiny_tuning.yaml --output-dir runs/tuning
+    torchrl-llm tune --config examples/configs/tiny_tuning.yaml --output-dir runs/tuning --resume
+
+A trial is an ordinary run in OUTPUT_DIR/trials, with the settings of base and values drawn from space. At the end there is a
+table of the trials, tuning.json, and the report of the best one: its page, and an evaluation on tasks that nothing else uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from argparse import Namespace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.logging import disable_progress_bar
+
+from torchrl_llm.arguments import ArgumentParser
+from torchrl_llm.options import ConfigError, describe, meanings, options_of
+from torchrl_llm.trainers.settings_file import read_value
+from torchrl_llm.tuning import TuningConfig, report_best, summary, tune
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the settings of a search, and how it is run."""
+    parser.usage, parser.noun = "%(prog)s [--config FILE] [--FIELD VALUE ...]", "setting"
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a YAML file of the fields below")
+    parser.add_argument("--resume", action="store_true", default=False, help="continue the search in output_dir")
+    parser.add_argument("--address", help="of a Ray cluster, such as auto (default: a Ray on this machine)")
+    parser.add_argument("--json", action="store_true", default=False, help="print tuning.json, and all else to stderr")
+    group, meaning = parser.add_argument_group("settings of the search"), meanings(TuningConfig)
+    for name, option in options_of(TuningConfig).items():
+        default = "" if name in ("base", "space") else f"; default: {option.default}"
+        said = f"{meaning[name]} (type: {describe(option.hint)}{default})".replace("%", "%%")
+        group.add_argument(f"--{name}", action=_Flag, metavar="VALUE", help=said)
+
+
+def run(arguments: Namespace) -> int:
+    """Search, and report."""
+    given = {name: value for name, value in vars(arguments).items() if name in options_of(TuningConfig)}
+    if "config" in arguments:
+        tuning = TuningConfig.from_yaml(arguments.config, **given)
+    else:
+        missing = [f"--{name}" for name in ("base", "space") if name not in given]
+        if missing:
+            raise ConfigError(f"Nothing says what to search: give --config FILE, or {' and '.join(missing)}.")
+        tuning = TuningConfig(**given)
+    disable_progress_bar()
+    say: Any = partial(print, flush=True, file=sys.stderr if arguments.json else sys.stdout)
+    grid = tune(tuning, resume=arguments.resume, address=getattr(arguments, "address", None))
+    trials = summary(tuning, grid)
+    if any(not each["finished"] and each["error"] is None for each in trials):
+        say(f"The search in {tuning.output_dir} was stopped: the same command with --resume continues it.")
+        raise KeyboardInterrupt
+    found = report_best(tuning, trials, say)
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+    return 0
+
+
+class _Flag(argparse.Action):
+    """One field of the settings."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        try:
+            value = read_value(str(option_string), values, options_of(TuningConfig)[self.dest].hint)
+        except ConfigError as error:
+            parser.error(str(error))
+        setattr(namespace, self.dest, value)
