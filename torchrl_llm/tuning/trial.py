@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchrl_llm.files import write_text
 from torchrl_llm.options import ConfigError
 from torchrl_llm.trainers import CheckpointStore, build_run, verify
 from torchrl_llm.trainers.folder_lock import LOCK
@@ -54,10 +55,16 @@ def train_generation(
         result |= {"iterations": run.trainer.iteration, "episodes": run.trainer.episodes, "turns": run.trainer.steps}
     finally:
         run.close()
-    with (folder / GENERATIONS).open("a", encoding="utf-8") as file:
-        line = {"generation": generation, "trial": folder.name, "settings": dict(sampled), **result}
-        file.write(json.dumps(line) + "\n")
+    _note(folder, {"generation": generation, "trial": folder.name, "settings": dict(sampled), **result})
     return result
+
+
+def _note(folder: Path, line: Mapping[str, Any]) -> None:
+    """Write the line of a generation, in place of that of the same generation before the trial was killed."""
+    file = folder / GENERATIONS
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    kept = [each for each in lines if json.loads(each)["generation"] < line["generation"]]
+    write_text(file, "\n".join([*kept, json.dumps(line)]) + "\n")
 
 
 def _iteration(folder: Path) -> int:
