@@ -123,7 +123,9 @@ class TestGames:
 
 
 class TestCommandsOfTheInterpreter:
-    @pytest.mark.parametrize("command", ["save", "script", "restart", "quit", "RESTORE", "restrict commands", "tw-print x"])
+    @pytest.mark.parametrize(
+        "command", ["save", "script", "restart", "quit", "RESTORE", "restrict commands", "tw-print x"]
+    )
     def test_they_are_not_passed_on(self, command, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
         env = game()
@@ -172,8 +174,8 @@ class TestExtras:
         env = GEMEnv(spec, tokenizer=tokenizer, max_model_len=4096, max_output_tokens=16, max_turns=2)
         policy = ScriptedPolicy(lambda *_: boxed("look"), tokenizer=tokenizer, max_output_tokens=16)
         rollout = env.rollout(2, policy)
-        assert rollout["next", keys.turn_extra("max_score")].flatten().tolist() == [1, 1]
-        first, second = rollout["next", keys.turn_extra("location")].flatten().tolist()
+        assert rollout[("next", *keys.extra("max_score"))].flatten().tolist() == [1, 1]
+        first, second = rollout[("next", *keys.extra("location"))].flatten().tolist()
         assert first == second != 0
 
 
@@ -291,7 +293,9 @@ class TestOptions:
             family.TextWorldGame(name, **options)
 
     def test_unknown_options(self):
-        with pytest.raises(TypeError, match=r"no option 'levle'; expected one of \['max_turns', .* Did you mean 'level'"):
+        with pytest.raises(
+            TypeError, match=r"no option 'levle'; expected one of \['max_turns', .* Did you mean 'level'"
+        ):
             family.TextWorldGame("coin_collector", levle=3)
 
     @pytest.mark.parametrize("level", [1, 100, 101, 150, 201, 233])
@@ -336,6 +340,8 @@ def settings(path, **options):
         max_model_len=2048,
         max_output_tokens=16,
         lora_r=0,
+        evaluation_interval=0,
+        final_episodes=4,
         output_dir=path,
         progress=False,
         **options,

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 from torchrl_llm.envs.extras import ExtraKinds
 from torchrl_llm.envs.isolation import IsolatedEnv, kept_global_rng
@@ -213,7 +213,9 @@ def _start(game: CompiledGame) -> tuple[Any, Any]:
     names = ("feedback", "description", "inventory", "objective", "score", "max_score", "won", "lost", "facts", "verbs")
     infos = textworld.EnvInfos(**dict.fromkeys((*names, "admissible_commands", "policy_commands"), True))
     with TemporaryDirectory(prefix="textworld-") as folder:
-        path = Path(folder, "tw-game.z8")  # the interpreter knows TextWorld's games by "tw-" and else prints its status line
+        path = Path(
+            folder, "tw-game.z8"
+        )  # the interpreter knows TextWorld's games by "tw-" and else prints its status line
         path.write_bytes(game.program)
         path.with_suffix(".json").write_bytes(game.data)
         env = textworld.start(str(path), infos)
@@ -361,7 +363,9 @@ def _tidy(text: str) -> str:
 # ---------------------------------------------------------------------- demonstrations
 
 
-def demonstrations(env_id: str, seeds: Iterable[int], *, skill: float = 1.0, **options: Any) -> Iterator[dict[str, Any]]:
+def demonstrations(
+    env_id: str, seeds: Iterable[int], *, skill: float = 1.0, **options: Any
+) -> Iterator[dict[str, Any]]:
     """Episodes that follow the walkthrough, as the lines of a file of messages (:func:`~torchrl_llm.data.read_transcripts`).
 
     A player of :mod:`torchrl_llm.envs.players` reads what the model reads, and walkthroughs are hidden from that. So the
@@ -382,7 +386,7 @@ def demonstrations(env_id: str, seeds: Iterable[int], *, skill: float = 1.0, **o
         raise ValueError(f"skill={skill}; expected a probability in [0, 1].")
     spec = resolve_textworld(env_id)
     for seed in seeds:
-        game = spec.make(**options)
+        game = cast(TextWorldGame, spec.make(**options))
         yield _demonstration(IsolatedEnv(lambda game=game: game, env_id, extras=spec.extras), game, seed, skill)
         game.close()
 
@@ -414,14 +418,12 @@ def resolve_textworld(env_id: str) -> EnvSpec:
     Examples:
         >>> resolve_textworld("textworld:chess")
         Traceback (most recent call last):
-        torchrl_llm.envs.text_env.UnknownEnvironmentError: There is no game 'textworld:chess'; expected one of ['textworld:coin_collector', 'textworld:treasure_hunter', 'textworld:simple', 'textworld:cooking', 'textworld:custom'].
+        torchrl_llm.envs.text_env.UnknownEnvironmentError: There is no game 'textworld:chess'; expected one of [...]. Did you mean ...?
     """
     name = env_id.removeprefix("textworld:")
     if name not in GAMES:
         known = [f"textworld:{each}" for each in GAMES]
-        raise UnknownEnvironmentError(
-            f"There is no game {env_id!r}; expected one of {known}.{nearest(env_id, known)}"
-        )
+        raise UnknownEnvironmentError(f"There is no game {env_id!r}; expected one of {known}.{nearest(env_id, known)}")
     # TextWorld seeds its own generator from numpy's when it is imported.
     with kept_global_rng():
         _textworld()
