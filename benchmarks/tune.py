@@ -85,7 +85,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/tune"))
     parser.add_argument("--seeds", type=int, nargs="+", required=True)
     arguments = parser.parse_args()
-    results = [search(arguments.output.absolute(), name, seed) for seed in arguments.seeds for name in ("pbt", "random")]
+    results = [
+        search(arguments.output.absolute(), name, seed) for seed in arguments.seeds for name in ("pbt", "random")
+    ]
     medians = {
         name: median(each["win_rate"] for each in results if each["scheduler"] == name) for name in ("pbt", "random")
     }

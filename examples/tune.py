@@ -4,15 +4,14 @@
     python examples/tune.py --output-dir runs/tuning
     python examples/tune.py --output-dir runs/tuning --resume
 
-It is ``torchrl-llm tune`` written out. The settings of the search are those of ``examples/configs/tiny_tuning.yaml``, and flags
-change them: ``--scheduler asha``, ``--trials 8``.
+The settings of the search are those of ``examples/configs/tiny_tuning.yaml``. ``torchrl-llm tune`` does the same, and takes each
+of them as a flag.
 """
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
-from torchrl_llm.cli import main as command
 from torchrl_llm.tuning import TuningConfig, report_best, summary, tune
 
 CONFIG = Path(__file__).parent / "configs" / "tiny_tuning.yaml"
@@ -24,9 +23,15 @@ def main(tuning: TuningConfig, *, resume: bool = False) -> dict:
     lines = (tuning.output_dir / found["best"]["folder"] / "generations.jsonl").read_text().splitlines()
     print("\nthe best trial's weights were trained by")
     for line in map(json.loads, lines):
-        print(f"  generation {line['generation']}, in trial {line['trial']}: {line['settings']}, win rate {line['success']:.3f}")
+        print(
+            f"  generation {line['generation']}, in trial {line['trial']}: {line['settings']}, win rate {line['success']:.3f}"
+        )
     return found
 
 
 if __name__ == "__main__":
-    raise SystemExit(command(["tune", "--config", str(CONFIG), *sys.argv[1:]]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--resume", action="store_true", help="continue the search in this folder")
+    arguments = parser.parse_args()
+    main(TuningConfig.from_yaml(CONFIG, output_dir=arguments.output_dir), resume=arguments.resume)

@@ -22,6 +22,7 @@ from torchrl_llm.envs import (
     resolve_env,
     text_env,
 )
+from torchrl_llm.optional import MissingExtraError
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.trainers import RunConfig, build_run
 
@@ -187,3 +188,25 @@ class TestErrors:
             register_env_family("countdown", lambda env_id: EnvSpec("other", Countdown))
         assert "'countdown' is registered again" in caplog.text
         assert resolve_env("countdown:3").name == "other"
+
+
+class TestFamiliesOfThisPackage:
+    """Without the packages that they need; with them: tests/families."""
+
+    @pytest.mark.parametrize(
+        ("env_id", "package"),
+        [
+            ("textworld:coin_collector", "textworld"),
+            ("openenv:http://localhost:1", "openenv"),
+            ("openenv:a.b:C", "openenv"),
+        ],
+    )
+    def test_a_missing_package_is_a_sentence(self, monkeypatch, env_id, package):
+        for name in (package, f"{package}.challenges", f"{package}.core"):
+            monkeypatch.setitem(sys.modules, name, None)
+        with pytest.raises(MissingExtraError, match=rf"pip install 'torchrl-llm\[{package}\]'"):
+            resolve_env(env_id)
+
+    def test_an_unknown_game_is_a_sentence(self):
+        with pytest.raises(UnknownEnvironmentError, match="no game 'textworld:chess'; expected one of"):
+            resolve_env("textworld:chess")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gigpo import GiGPO
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -61,6 +62,17 @@ def spell(task: int, said: tuple[tuple[int, ...], ...]) -> Step:
 
 LONG = EnumerableMDP(spell, tasks=1)
 """31 conversations of one turn."""
+
+
+def walk(task: int, said: tuple[tuple[int, ...], ...]) -> Step:
+    """Steps of one letter: 0 goes on, 1 and 2 stay at different costs; so states are met again, at other turns too."""
+    place = sum(each == (0,) for each in said)
+    reward = (0.5 + place, -0.5, 0.25)[said[-1][0]] if said else 0.0
+    return Step(reward, (place,), 1 if len(said) < 3 else None)
+
+
+WALK = EnumerableMDP(walk, tasks=1)
+"""9 conversations of two turns."""
 
 
 class Study:
@@ -129,6 +141,12 @@ def check(actual: Tensor, expected: Tensor) -> None:
     assert relative_error(actual, expected) <= EXACT
 
 
+def prefix_parity(rows: TensorDict) -> Tensor:
+    """Whether the tokens before each turn add up to an even number, ``[B, T]`` int64: a poor state."""
+    before = rows[keys.TOKENS].cumsum(1) - rows[keys.TOKENS]
+    return F.turn_first(before, rows[keys.TURN_IDS], rows[keys.TURN_MASK].shape[1]).long() % 2 + 1
+
+
 class TestHolds:
     """Unbiased: the expected gradient is the true one."""
 
@@ -148,6 +166,18 @@ class TestHolds:
     @pytest.mark.parametrize(("mdp", "size"), [(CUT, 2), (WHOLE, 2), (ONE, 3)], ids=["cut-2", "whole-2", "one task-3"])
     def test_leave_one_out(self, mdp, size, credit):
         check(mdp.expected_gradient(STUDY.grpo(credit=credit), size, same_task=True), STUDY.truth(mdp))
+
+    @pytest.mark.parametrize("alone", ["turn", "return"])
+    @pytest.mark.parametrize("state", ["prefix", "observation", "parity"])
+    @pytest.mark.parametrize(
+        ("mdp", "size"), [(CUT, 2), (WALK, 3), (WALK.uncut, 2)], ids=["cut-2", "walk-3", "longer walk-2"]
+    )
+    def test_states_of_other_episodes(self, mdp, size, state, alone):
+        """Whatever a state is: the parity of the tokens before a turn throws together what has nothing in common."""
+        rows = mdp.rows(STUDY.actor)
+        rows[keys.turn_extra("parity")] = prefix_parity(rows)
+        policy_loss = STUDY.grpo(credit="state", state=state, alone=alone)
+        check(mdp.expected_gradient(policy_loss, size, same_task=True, rows=rows), STUDY.truth(mdp))
 
     @pytest.mark.parametrize("credit", ["episode", "turn"])
     @pytest.mark.parametrize(("mdp", "size"), [(CUT, 2), (ONE, 3)], ids=["cut-2", "one task-3"])
@@ -346,6 +376,16 @@ def discounted(gamma: float) -> Measure:
     return lambda study: (WHOLE.expected_gradient(study.reinforce(gamma=gamma)), study.truth(WHOLE, gamma))
 
 
+def gigpo(scale: str) -> Measure:
+    """Against twice the true gradient, for the advantages of the episode and of the turn are added."""
+
+    def measure(study: Study) -> tuple[Tensor, Tensor]:
+        policy_loss = study.grpo(baseline="mean", scale=scale).make_value_estimator(GiGPO)
+        return WALK.expected_gradient(policy_loss, 3, same_task=True), 2 * study.truth(WALK)
+
+    return measure
+
+
 BIASES = {
     "value `last`, perfect critic": Bias(reduced("last", exact=True), 0.9908, 0.8324),
     "value `mean`, perfect critic": Bias(reduced("mean", exact=True), 0.9981, 0.9141),
@@ -363,6 +403,8 @@ BIASES = {
     "group standard deviation, groups of 2, two tasks": Bias(group_std(2), 0.2837, 0.2709),
     "group standard deviation, groups of 3, two tasks": Bias(group_std(3), 0.2870, 0.4076),
     "group standard deviation, groups of 2, one task": Bias(group_std(2, ONE), 0.9996, 0.2404),
+    "GiGPO without standard deviations, groups of 3, one task": Bias(gigpo("none"), 0.9999, 0.6219),
+    "GiGPO, groups of 3, one task": Bias(gigpo("std"), 0.9996, 0.3688),
     "ReBN, batches of 2": Bias(normalized(2, lambda study: study.reinforce(normalize_over="batch")), 0.8344, 0.4376),
     "ReBN, batches of 3": Bias(normalized(3, lambda study: study.reinforce(normalize_over="batch")), 0.8875, 0.5028),
     "whitening, batches of 2": Bias(normalized(2, lambda study: study.ppo(whiten=True)), 0.9501, 0.4140),

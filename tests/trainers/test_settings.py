@@ -50,6 +50,7 @@ from torchrl_llm.trainers import ConfigError, RunConfig, build_run
 EVALUATED = {"evaluation_interval": 1}
 SAVED = {"save_checkpoints": True, "checkpoint_interval": 1}
 KL = {"kl_coeff": 0.1}
+OTHERS = {"baseline": "leave_one_out", "scale": "none"}
 GAP = {"top_p": 0.8, "sampler_correction": "truncate", "sampler_bounds": 1.5}
 MIXED = {"env": [Guess, Other]}
 SHORT = {"max_output_tokens": 5, "batch_size": 16}
@@ -218,7 +219,9 @@ LAW: dict[str, list[Case]] = {
     "value_reduction": [works("mean", "LLMPPO"), idle("mean")],
     "whiten": [works(False, "LLMPPO"), idle(True)],
     "normalize_over": [works("none"), idle("none", "LLMPPO"), idle("none", "SFT")],
-    "credit": [works("turn", "GRPO", env=Guess), idle("turn")],
+    "credit": [works("turn", "GRPO", env=Guess), works("state", "GRPO", env=Guess, **OTHERS), idle("turn")],
+    "state": [works("observation", "GRPO", env=Guess, credit="state", **OTHERS), idle("observation", "GRPO")],
+    "alone": [works("return", "GRPO", env=Guess, credit="state", **OTHERS), idle("return", "GRPO")],
     "baseline": [works("leave_one_out", "GRPO", scale="none", max_grad_norm=1e3, env=Guess), idle("leave_one_out")],
     "scale": [
         works("batch", "GRPO", batch_size=8, env=Guess),

@@ -42,5 +42,7 @@ def small_search(folder: Path, *, base=(), **changes) -> TuningConfig:
 if __name__ == "__main__":
     from torchrl_llm.tuning import report_best, summary, tune
 
-    tuning = small_search(Path(sys.argv[1]), **{name: yaml.safe_load(v) for name, v in (a.split("=") for a in sys.argv[2:])})
+    tuning = small_search(
+        Path(sys.argv[1]), **{name: yaml.safe_load(v) for name, v in (a.split("=") for a in sys.argv[2:])}
+    )
     report_best(tuning, summary(tuning, tune(tuning, resume=True)), print)

@@ -98,7 +98,10 @@ class TestTrial:
         }
 
     def test_exploits_the_bytes_of_the_donor(self, tmp_path):
-        tuning, donor, other, plain = small_search(tmp_path, episodes=8), *(tmp_path / name for name in ("0", "1", "plain"))
+        tuning, donor, other, plain = (
+            small_search(tmp_path, episodes=8),
+            *(tmp_path / name for name in ("0", "1", "plain")),
+        )
         settings = {"lr_actor": 1e-3, "epochs": 2}
         first = train_generation(tuning, donor, settings, 1)
         train_generation(tuning, other, {"lr_actor": 1e-2, "epochs": 1}, 1)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 
 from torch.utils.data import Subset
 
+from torchrl_llm.envs.gem_words import READS_WORDS, SHIPPED, check_lengths, class_reading, read_words
 from torchrl_llm.envs.tasks import Stream, rows_of
 from torchrl_llm.envs.text_env import (
     EnvironmentUnavailableError,
@@ -135,9 +136,13 @@ def _registered(env_id: str) -> Any:
     return registry[env_id]
 
 
+def _maker_name(env_id: str) -> str:
+    return str(_registered(env_id).entry_point).rpartition(":")[2]
+
+
 def gem_class(env_id: str) -> GEMClass:
     """What is known of the class that GEM makes for an id."""
-    return GEM_CLASSES.get(str(_registered(env_id).entry_point).rpartition(":")[2], GEMClass(None))
+    return GEM_CLASSES.get(_maker_name(env_id), GEMClass(None))
 
 
 def _resolve(env_id: str) -> EnvSpec:
@@ -154,7 +159,7 @@ register_env_family("gem", _resolve)
 
 
 def _make(env_id: str, **options: Any) -> TextEnv:
-    """Make a GEM environment, with options of ``gem.make``.
+    """Make a GEM environment, with options of ``gem.make``; games of words also take ``word_list`` (:func:`read_words`).
 
     Raises:
         EnvironmentUnavailableError: it cannot be made; the message says what it lacks.
@@ -163,12 +168,26 @@ def _make(env_id: str, **options: Any) -> TextEnv:
     """
     gem = import_gem(env_id)
     try:
+        if "word_list" in options and _maker_name(env_id) in READS_WORDS:
+            return _make_with_words(env_id, **options)
         _check_names(env_id, options)
         return cast(TextEnv, gem.make(env_id, **options))
     except ConfigError:
         raise
     except Exception as error:
         raise EnvironmentUnavailableError(env_id, _needs(env_id, error), error) from error
+
+
+def _make_with_words(env_id: str, word_list: str, **options: Any) -> TextEnv:
+    """As ``gem.make``, with another word list."""
+    words = read_words(word_list)
+    _check_names(env_id, options)
+    spec = _registered(env_id)
+    given = {**spec.kwargs, **options}
+    check_lengths(words, _maker_name(env_id), given.get("word_length"), word_list)
+    env = class_reading(words, spec.entry_point)(**given)
+    env.env_id, env.entry_point = env_id, spec.entry_point
+    return cast(TextEnv, env)
 
 
 def _check_names(env_id: str, options: Mapping[str, Any]) -> None:
@@ -195,7 +214,8 @@ def _needs(env_id: str, error: Exception) -> str:
     if isinstance(error, LookupError) and "NLTK" in str(error):
         return (
             'It reads NLTK\'s word list: nltk.download("words") fetches it once; without a network put it below a folder '
-            "of NLTK_DATA as corpora/words/en, one word a line."
+            "of NLTK_DATA as corpora/words/en, one word a line, or give the environment the option word_list, a file of words or "
+            f"{SHIPPED!r}, a list that is installed with GEM."
         )
     if isinstance(error, ImportError):
         named = getattr(error.__context__, "name", None) or error.name or "the package named below"

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from peft import PeftModel
 from torch import nn
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 logger = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ def _forward(layer_type: Any) -> Callable[..., Any]:
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # The policy runs the same layers with a cache; its shapes change with every token.
-        if kwargs.get("past_key_values") is not None:
+        if any(isinstance(value, Cache) for value in kwargs.values()):
             return eager(self, *args, **kwargs)
         # PyTorch's own limit is 8, beyond which fullgraph=True raises.
         with torch.compiler.config.patch(recompile_limit=_MAX_GRAPHS):  # type: ignore[attr-defined]

@@ -65,6 +65,11 @@ def backbone(model: nn.Module) -> Any:
     return next((child for child in lm.children() if isinstance(child, PreTrainedModel)), found)
 
 
+def cache_argument(decoder: nn.Module) -> str:
+    """The argument of a forward that takes cached keys and values: transformers 5.24 renamed ``past_key_values`` ``cache``."""
+    return "cache" if "cache" in signature(decoder.forward).parameters else "past_key_values"
+
+
 def hidden_states(model: nn.Module, tokens: Tensor, lengths: Tensor | None = None) -> Tensor:
     """Last hidden states ``[B, L, H]`` of right-padded ``tokens`` ``[B, L]``, each row as if it were alone.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrl_llm.objectives import functional as F
-from torchrl_llm.objectives.estimators.returns import Credit, GroupRelative
+from torchrl_llm.objectives.estimators.returns import STATE_IDLE, Credit, GroupRelative
 from torchrl_llm.objectives.loss import TurnPolicyLoss
 from torchrl_llm.options import Count, NonNegative, Share
 
@@ -26,18 +26,23 @@ class LLMGRPOLoss(TurnPolicyLoss):
         actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
 
     Keyword Args:
-        gamma, credit, baseline, scale, group_size, partial: see :class:`~torchrl_llm.objectives.GroupRelative`.
-            Defaults: 1.0, ``"episode"``, ``"mean"``, ``"std"``, ``None``, ``"error"``.
+        gamma, credit, state, alone, baseline, scale, group_size, partial: see :class:`~torchrl_llm.objectives.GroupRelative`.
+            Defaults: 1.0, ``"episode"``, ``"prefix"``, ``"turn"``, ``"mean"``, ``"std"``, ``None``, ``"error"``.
         kl_coeff: weight of the KL to the reference. Default: 5e-4.
         **options: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
     """
 
     default_value_estimator = GroupRelative
+    idle = (*TurnPolicyLoss.idle, STATE_IDLE)
 
     gamma: Share = 1.0
     """Discount per turn."""
     credit: Credit = "episode"
-    """Compare the returns of the "episode", or those from each "turn" on."""
+    """Compare the returns of the "episode", those from each "turn" on, or those from each "state" on."""
+    state: str = "prefix"
+    """With credit="state", what turns share: the "prefix", the "observation", or the text of an extra, by its name."""
+    alone: F.Alone = "turn"
+    """A turn whose state no other episode was in is compared with the others at the same "turn", or keeps its "return"."""
     baseline: F.Baseline = "mean"
     """The group's "mean", or "leave_one_out" (with scale="none")."""
     scale: F.Scale = "std"

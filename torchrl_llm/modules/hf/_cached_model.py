@@ -61,6 +61,7 @@ class CachedModel:
         self._fingerprint: tuple[Any, Tensor] | None = None
         self._fused: FusedLora | None = None
         self._backbone: Any = None
+        self._cache_argument = ""
         self._logits: Any = None
         _check_family(model)
         config = lm.causal_lm(model).config.get_text_config()
@@ -105,6 +106,7 @@ class CachedModel:
                 use_adapter(self.model, self.adapter),
             ):
                 self._backbone, self._logits = lm.backbone(self.model), lm.logits_function(self.model)
+                self._cache_argument = lm.cache_argument(self._backbone)
                 # A forward of the scorer may have left dynamic RoPE at the scaling of a longer input.
                 lm.reset_ropes(self._backbone)
                 # Before fusing: stale weights drop the fused layers too.
@@ -304,8 +306,8 @@ class CachedModel:
             input_ids=ids,
             position_ids=positions,
             attention_mask=self._masks(positions, width),
-            past_key_values=self.cache,
             use_cache=True,
+            **{self._cache_argument: self.cache},
         )
         return out.last_hidden_state[:, -1]
 

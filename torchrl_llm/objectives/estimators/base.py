@@ -114,6 +114,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         success: NestedKey = keys.TURN_SUCCESS
         mask: NestedKey = keys.TURN_MASK
         turn_ids: NestedKey = keys.TURN_IDS
+        tokens: NestedKey = keys.TOKENS
         group_id: NestedKey = keys.GROUP_ID
         turn_value: NestedKey = keys.TURN_VALUE
         turn_advantage: NestedKey = keys.TURN_ADVANTAGE

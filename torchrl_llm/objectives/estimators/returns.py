@@ -10,12 +10,15 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
+from torchrl_llm import keys
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.estimators.base import GRANULARITY_IDLE, Granularity, TurnEstimator, step_of
-from torchrl_llm.options import Count, Natural, NonNegative, Share
+from torchrl_llm.options import Count, Idle, Natural, NonNegative, Share
 
 Population = Literal["batch", "none"]
-Credit = Literal["episode", "turn"]
+Credit = Literal["episode", "turn", "state"]
+STATE_IDLE = Idle(("state", "alone"), {"credit": ("episode", "turn")}, 'set credit to "state"')
+"""What only counts where states are compared."""
 
 
 class ReturnEstimator(TurnEstimator):
@@ -113,17 +116,23 @@ class ReBN(ReturnEstimator):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class GroupRelative(ReturnEstimator):
-    """Group-relative returns, of the whole episode or from each turn on.
+    """Group-relative returns, of the whole episode, from each turn on, or from each state on.
 
     Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]`` and ``"group_id"``
-    ``[B]``. Writes ``"advantage"``, ``"value_target"`` ``[B, L]`` and ``("turn", advantage / value_target)``
+    ``[B]``; for states also ``"tokens"`` ``[B, L]`` or ``("turn", "extra", state)`` ``[B, T]``. Writes ``"advantage"``, ``"value_target"`` ``[B, L]`` and ``("turn", advantage / value_target)``
     ``[B, T]``; the target is the return that was compared.
 
     Keyword Args:
         gamma: discount per turn. Default: 1.0.
         credit: ``"episode"`` compares the returns of whole episodes, and every turn of a row gets the same advantage;
             ``"turn"`` compares, turn by turn, the returns from there on, so that a turn is not credited with what came
-            before it. An episode that has ended by then counts with 0. Default: ``"episode"``.
+            before it. An episode that has ended by then counts with 0. ``"state"`` compares the returns from a state on
+            with those of other episodes of the group that were in the same state, at whichever turn; it needs
+            ``baseline="leave_one_out", scale="none"``, for with either of the others it is biased. Default: ``"episode"``.
+        state: when turns are in the same state: ``"prefix"``: all tokens before them are equal; ``"observation"``: those
+            since the last action token are; or the name of an extra that the environment declares as text. Default: ``"prefix"``.
+        alone: what a turn is compared with whose state no other episode of the group was in: the others at the same
+            ``"turn"``, or nothing: it keeps its ``"return"``. Default: ``"turn"``.
         baseline: ``"mean"`` of the group, or ``"leave_one_out"``: the mean of the others. Default: ``"mean"``.
         scale: divide by the standard deviation of the group (``"std"``), of the batch (``"batch"``), or not (``"none"``).
             Default: ``"std"``.
@@ -132,7 +141,7 @@ class GroupRelative(ReturnEstimator):
         group_size: episodes in a group; ``None``: as many as in the largest group of the batch.
         partial: a group of another size is an ``"error"``, or ``"allow"``-ed. Default: ``"error"``.
         kl_coeff, discounted_objective, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`;
-            ``discounted_objective`` is for ``credit="turn"``.
+            ``discounted_objective`` is for ``credit="turn"`` and ``"state"``.
 
     Examples:
         >>> import torch
@@ -145,9 +154,12 @@ class GroupRelative(ReturnEstimator):
                 [ 0.,  1.]])
     """
 
+    idle = (*ReturnEstimator.idle, STATE_IDLE)
     _reads = (*ReturnEstimator._reads, "group_id")
 
     credit: Credit = "episode"
+    state: str = "prefix"
+    alone: F.Alone = "turn"
     baseline: F.Baseline = "mean"
     scale: F.Scale = "std"
     ddof: Natural = 1
@@ -159,7 +171,13 @@ class GroupRelative(ReturnEstimator):
         super().__post_init__(value_network)
         if self.discounted_objective and self.credit == "episode":
             raise ValueError(
-                'credit="episode" is discounted from the first turn on; discounted_objective is for credit="turn".'
+                'credit="episode" is discounted from the first turn on; discounted_objective is for credit="turn" '
+                'and "state".'
+            )
+        if self.credit == "state" and (self.baseline, self.scale) != ("leave_one_out", "none"):
+            raise ValueError(
+                f'credit="state" with baseline="{self.baseline}" and scale="{self.scale}" is biased; give '
+                'baseline="leave_one_out" and scale="none".'
             )
         # A wrong option is an error now, not after the first rollout.
         F.group_relative(torch.empty(0), torch.empty(0, dtype=torch.int64), **self.options)
@@ -173,16 +191,50 @@ class GroupRelative(ReturnEstimator):
     def score(self, reward: Tensor, mask: Tensor, acted: Tensor) -> Tensor:
         if self.credit == "episode":
             return F.episode_return(reward, mask, self.gamma)
+        if self.credit == "state":
+            return F.turn_returns(reward, mask, self.gamma, acted=acted)
         # Without acted: where an episode has a turn without a response, the others are compared with its return there,
         # and not with 0.
         return F.turn_returns(reward, mask, self.gamma)
 
     def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:
+        group_id = self._get(tensordict, "group_id")
+        if self.credit == "state":
+            return F.state_relative(
+                score + penalty,
+                self.states(tensordict),
+                group_id,
+                acted,
+                self.alone,
+                group_size=self.group_size,
+                partial=self.partial,
+            )
         return F.group_relative(
             score,
-            self._get(tensordict, "group_id"),
+            group_id,
             **self.options,
             penalty=penalty,
             mask=acted if score.ndim == 2 else None,
             process_group=self.process_group,
         )
+
+    def states(self, tensordict: TensorDictBase) -> Tensor:
+        """The state before each turn, as a number ``[B, T]`` int64 that is equal for turns in the same state.
+
+        Raises:
+            KeyError: the rows have no extra of that name.
+            TypeError: the extra is a number.
+        """
+        num_turns = self._get(tensordict, "mask").shape[1]
+        numbered = {"prefix": F.prefix_states, "observation": F.observation_states}.get(self.state)
+        if numbered is not None:
+            return numbered(self._get(tensordict, "tokens"), self._get(tensordict, "turn_ids"), num_turns)
+        extras = keys.turn_extras(tensordict)
+        if self.state not in extras:
+            raise KeyError(
+                f"state={self.state!r} is no extra of these rows, which have {sorted(extras)}: give one that the environment "
+                'declares as text, "prefix" or "observation".'
+            )
+        if extras[self.state].is_floating_point():
+            raise TypeError(f"The extra {self.state!r} is a number; expected a text (declared as str) as the state.")
+        return extras[self.state]

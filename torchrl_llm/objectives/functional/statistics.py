@@ -108,7 +108,7 @@ def standardize(
     return masked(centered / torch.where(spread, std + eps, 1.0), mask)
 
 
-def _check_groups(labels: Tensor, counts: Tensor, group_size: int | None) -> None:
+def check_groups(labels: Tensor, counts: Tensor, group_size: int | None) -> None:
     expected = int(counts.max()) if group_size is None else group_size
     wrong = counts != expected
     if bool(wrong.any()):
@@ -195,7 +195,7 @@ def group_relative(
         return score
     labels, index, counts = group_id.unique(return_inverse=True, return_counts=True)
     if partial == "error":
-        _check_groups(labels, counts, group_size)
+        check_groups(labels, counts, group_size)
     size = counts.to(score.dtype).view(-1, *[1] * (score.ndim - 1))
     centered, std, spread = _center(score, penalty, bind(_group_statistics, index=index, size=size, ddof=ddof))
     if baseline == "leave_one_out":

@@ -1,0 +1,132 @@
+"""States of turns, and returns compared among them, against their definitions written as loops."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tensordict import TensorDict
+from torch import Tensor
+
+from torchrl_llm import keys
+from torchrl_llm.objectives import GroupRelative
+from torchrl_llm.objectives import functional as F
+
+TURNS = 3
+
+
+@st.composite
+def conversations(draw) -> tuple[Tensor, Tensor]:
+    """Tokens and turn ids ``[B, L]`` of few letters, so that prefixes are often equal; some turns have no token."""
+    rows = draw(
+        st.lists(
+            st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), min_size=TURNS, max_size=TURNS),
+            min_size=1,
+            max_size=5,
+        )
+    )
+    length = 4 * TURNS
+    tokens, turn_ids = torch.zeros(len(rows), length, dtype=torch.int64), torch.full((len(rows), length), -1)
+    letters = st.lists(st.integers(0, 1), min_size=length, max_size=length)
+    for row, turns in enumerate(rows):
+        tokens[row] = torch.tensor(draw(letters))
+        at = 0
+        for turn, (observed, said) in enumerate(turns):
+            at += observed
+            turn_ids[row, at : at + said] = turn
+            at += said
+    return tokens, turn_ids
+
+
+def prefixes(tokens: Tensor, turn_ids: Tensor) -> list[list[tuple | None]]:
+    found = []
+    for words, ids in zip(tokens.tolist(), turn_ids.tolist(), strict=True):
+        found.append([tuple(words[: ids.index(turn)]) if turn in ids else None for turn in range(TURNS)])
+    return found
+
+
+def observations(tokens: Tensor, turn_ids: Tensor) -> list[list[tuple | None]]:
+    found = prefixes(tokens, turn_ids)
+    for ids, row in zip(turn_ids.tolist(), found, strict=True):
+        for turn, prefix in enumerate(row):
+            if prefix is not None:
+                acted = [at + 1 for at in range(len(prefix)) if ids[at] >= 0]
+                row[turn] = prefix[acted[-1] if acted else 0 :]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("numbered", "definition"), [(F.prefix_states, prefixes), (F.observation_states, observations)]
+)
+@given(conversations())
+def test_numbers_are_equal_where_the_texts_are(numbered, definition, drawn):
+    states, texts = numbered(*drawn, TURNS).flatten().tolist(), [text for row in definition(*drawn) for text in row]
+    pairs = [(s, t) for s, t in zip(states, texts, strict=True) if t is not None]
+    for state, text in pairs:
+        assert [s == state for s, _ in pairs] == [t == text for _, t in pairs]
+        assert state >= 0
+
+
+@pytest.mark.parametrize("alone", ["turn", "return"])
+@given(st.data())
+def test_a_turn_is_compared_with_the_other_episodes_in_its_state(alone, data):
+    size = data.draw(st.integers(1, 6))
+
+    def drawn(numbers: st.SearchStrategy) -> list[list]:
+        return data.draw(st.lists(st.lists(numbers, min_size=TURNS, max_size=TURNS), min_size=size, max_size=size))
+
+    score = torch.tensor(drawn(st.integers(-4, 4)), dtype=torch.float64)
+    state, acted = drawn(st.integers(0, 2)), drawn(st.booleans())
+    group = data.draw(st.lists(st.integers(5, 6), min_size=size, max_size=size))
+    expected = torch.zeros_like(score)
+    for i in range(size):
+        others = [j for j in range(size) if j != i and group[j] == group[i]]
+        for k in range(TURNS):
+            if acted[i][k]:
+                same = [score[j, t] for j in others for t in range(TURNS) if acted[j][t] and state[j][t] == state[i][k]]
+                at_turn = [score[j, k] if acted[j][k] else 0.0 for j in others] if alone == "turn" else []
+                compared = same or at_turn
+                expected[i, k] = score[i, k] - (sum(compared) / len(compared) if compared else 0.0)
+    mask = torch.tensor(acted)
+    score[~mask] = torch.nan  # never read
+    result = F.state_relative(score, torch.tensor(state), torch.tensor(group), mask, alone, partial="allow")
+    torch.testing.assert_close(result, expected)
+
+
+def rows(**extra: Tensor) -> TensorDict:
+    yes, no = torch.ones(2, 2, dtype=torch.bool), torch.zeros(2, 2, dtype=torch.bool)
+    turn = {"reward": torch.tensor([[0.0, 1.0], [0.0, 3.0]]), "mask": yes, "terminated": yes, "truncated": no}
+    turn |= {"extra": extra} if extra else {}
+    made = {"tokens": torch.zeros(2, 3, dtype=torch.int64), "turn_ids": torch.tensor([[-1, 0, 1]] * 2), "turn": turn}
+    return TensorDict({**made, "group_id": torch.tensor([4, 4])}, [2])
+
+
+STATES = {"credit": "state", "baseline": "leave_one_out", "scale": "none"}
+
+
+class TestEstimator:
+    def test_an_extra_of_text_is_a_state(self):
+        estimator = GroupRelative(**STATES, state="room", alone="return")
+        alone = estimator(rows(room=torch.tensor([[1, 2], [3, 4]])))[keys.TURN_ADVANTAGE]
+        assert alone.tolist() == [[1.0, 1.0], [3.0, 3.0]]
+        crossed = estimator(rows(room=torch.tensor([[1, 2], [2, 4]])))[keys.TURN_ADVANTAGE]
+        assert crossed.tolist() == [[1.0, -2.0], [2.0, 3.0]]
+
+    def test_what_is_no_state_is_refused(self):
+        with pytest.raises(KeyError, match=r"rooom.* is no extra of these rows, which have .*room"):
+            GroupRelative(**STATES, state="rooom")(rows(room=torch.ones(2, 2, dtype=torch.int64)))
+        with pytest.raises(TypeError, match="'room' is a number"):
+            GroupRelative(**STATES, state="room")(rows(room=torch.ones(2, 2)))
+
+    @pytest.mark.parametrize("options", [{}, {"baseline": "leave_one_out"}, {"scale": "none"}])
+    def test_biased_options_are_refused(self, options):
+        with pytest.raises(ValueError, match='give baseline="leave_one_out" and scale="none"'):
+            GroupRelative(credit="state", **options)
+
+    def test_groups_must_be_whole(self):
+        with pytest.raises(ValueError, match="Expected 3 episodes in every group"):
+            GroupRelative(**STATES, group_size=3)(rows())
+
+    def test_rows_may_be_none(self):
+        assert GroupRelative(**STATES)(rows()[:0])[keys.TURN_ADVANTAGE].shape == (0, 2)
