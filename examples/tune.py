@@ -4,7 +4,7 @@
     python examples/tune.py --output-dir runs/tuning
     python examples/tune.py --output-dir runs/tuning --resume
 
-The settings of the search are those of ``examples/configs/tiny_tuning.yaml``. ``torchrl-llm tune`` does the same, and takes each
+The settings of the search are those of ``examples/configs/tuning_tiny.yaml``. ``torchrl-llm tune`` does the same, and takes each
 of them as a flag.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torchrl_llm.tuning import TuningConfig, report_best, summary, tune
 
-CONFIG = Path(__file__).parent / "configs" / "tiny_tuning.yaml"
+CONFIG = Path(__file__).parent / "configs" / "tuning_tiny.yaml"
 
 
 def main(tuning: TuningConfig, *, resume: bool = False) -> dict:

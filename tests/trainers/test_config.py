@@ -20,7 +20,7 @@ from torchrl_llm.trainers import (
 from torchrl_llm.trainers.config import LOSSES
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "configs"
-CONFIGS = sorted(path for path in SHIPPED.glob("*.yaml") if not path.stem.startswith("accelerate_"))
+CONFIGS = sorted(path for path in SHIPPED.glob("*.yaml") if not path.stem.startswith(("accelerate_", "tuning_")))
 
 
 class TestRunConfig:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from small_searches import SPACE, small_search
+from small_searches import small_search
 
 ray = pytest.importorskip("ray", reason="needs Ray Tune: run make test-tune")
 pytest.importorskip("ray.tune", reason="needs Ray Tune: run make test-tune")
@@ -139,12 +139,15 @@ class TestPopulation:
 
 class TestHalving:
     def test_stops_the_worse_early_and_varies_what_a_resume_cannot(self, tmp_path):
-        space = {**SPACE, "lora_r": {"choice": [2, 4]}}
-        tuning = small_search(tmp_path, scheduler="asha", trials=4, generations=4, episodes=8, space=space)
+        # A rate of 1 ruins the model in one step, so that its trial is worse than the others beyond chance.
+        space = {"lr_actor": {"choice": [1e-5, 1.0]}, "lora_r": {"choice": [2, 4]}}
+        base = {"evaluation_episodes": 64}
+        tuning = small_search(tmp_path, base=base, scheduler="asha", trials=6, generations=3, episodes=8, space=space)
         found = report_best(tuning, summary(tuning, tune(tuning)), lambda text: None)
         ended = [each["generations"] for each in found["trials"]]
         assert all(each["finished"] for each in found["trials"])
-        assert max(ended) == 4 > min(ended), ended
+        assert max(ended) == 3 > min(ended), ended
+        assert {each["settings"]["lr_actor"] for each in found["trials"] if each["generations"] < 3} == {1.0}
         assert {each["settings"]["lora_r"] for each in found["trials"]} <= {2, 4}
 
 

@@ -74,13 +74,13 @@ class TestSpace:
         small_search(tmp_path, trials=1, scheduler="random")
 
     def test_of_the_example_holds_its_base(self):
-        tuning = TuningConfig.from_yaml(EXAMPLES / "tiny_tuning.yaml", trials=3)
+        tuning = TuningConfig.from_yaml(EXAMPLES / "tuning_tiny.yaml", trials=3)
         assert (tuning.base, tuning.trials) == (EXAMPLES / "tiny_reinforce_llm.yaml", 3)
 
     def test_a_resume_has_the_same_settings(self, tmp_path):
         before = json.loads(json.dumps(identity(small_search(tmp_path))))
         check_same(small_search(tmp_path, max_failures=7), before)
-        with pytest.raises(ConfigError, match="trials was 2, is 3; kl_coeff was 0.0, is 0.1"):
+        with pytest.raises(ConfigError, match=r"trials was 2, is 3; kl_coeff was 0.0, is 0.1"):
             check_same(small_search(tmp_path, trials=3, base={"kl_coeff": 0.1}), before)
 
 
@@ -136,7 +136,7 @@ class TestTrial:
 
     def test_that_ends_too_early_says_so(self, tmp_path):
         tuning = small_search(tmp_path, base={"max_steps": 10})
-        with pytest.raises(ConfigError, match="max_steps=10 turns played.*raise max_steps"):
+        with pytest.raises(ConfigError, match=r"max_steps=10 turns played.*raise max_steps"):
             train_generation(tuning, tmp_path / "0", {}, 1)
 
 
