@@ -12,13 +12,15 @@ import typing
 from collections.abc import Mapping
 from functools import cached_property, partial
 from importlib import import_module
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 from torchrl_llm.envs.text_env import EnvironmentUnavailableError, EnvSpec, UnknownEnvironmentError
 from torchrl_llm.optional import import_extra
 from torchrl_llm.options import ConfigError
+
+__all__ = ["Backend", "OpenEnvironment", "resolve_openenv"]
 
 _SCHEMES = ("http", "https", "ws", "wss")
 _OWN = ("metadata", "done", "reward")
@@ -61,6 +63,29 @@ def _check_required(schema: Mapping[str, Any], sent: set[str], env_id: str) -> N
         )
 
 
+class Backend(Protocol):
+    """What an :class:`OpenEnvironment` talks to: an environment in this process, or a session of a server.
+
+    Attributes:
+        thread_safe: see :class:`~torchrl_llm.envs.TextEnv`.
+        schemas: JSON schemas of its ``"action"`` and its ``"observation"``.
+    """
+
+    thread_safe: bool
+
+    @property
+    def schemas(self) -> Mapping[str, Any]: ...
+
+    def reset(self, seed: int | None) -> tuple[Mapping[str, Any], float | None, bool]:
+        """Start an episode; return the observation's fields, the reward and whether it is done."""
+
+    def step(self, fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], float | None, bool]:
+        """Send an action, given by its fields; return the same."""
+
+    def close(self) -> None:
+        """End it. Safe to call twice."""
+
+
 class OpenEnvironment:
     """An environment of OpenEnv as a text environment.
 
@@ -69,7 +94,7 @@ class OpenEnvironment:
 
     Args:
         env_id: the id, for messages.
-        backend: an environment with ``reset`` and ``step``, and the schemas of its actions and observations.
+        backend: what it talks to.
         action: name of the action's field that is the response; default its only text field.
         observation: name of the observation's field that is the message; default its only text field.
         action_fields: constants for the action's other fields. Default none.
@@ -81,7 +106,7 @@ class OpenEnvironment:
     def __init__(
         self,
         env_id: str,
-        backend: _InProcess | _Session,
+        backend: Backend,
         *,
         action: str | None = None,
         observation: str | None = None,
@@ -212,7 +237,7 @@ def _make(
         **options: arguments of the class in this process.
     """
     address = env_id.removeprefix("openenv:")
-    backend: _InProcess | _Session
+    backend: Backend
     if urlsplit(address).scheme in _SCHEMES:
         if options:
             raise ConfigError(

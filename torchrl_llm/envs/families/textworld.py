@@ -21,6 +21,8 @@ from torchrl_llm.envs.text_env import EnvSpec, UnknownEnvironmentError
 from torchrl_llm.optional import import_extra
 from torchrl_llm.options import nearest
 
+__all__ = ["GAMES", "TextWorldGame", "demonstrations", "resolve_textworld"]
+
 FORMAT_ERROR_REWARD = -0.1
 """Of a response without a command, which ends the episode: as in GEM's games."""
 
