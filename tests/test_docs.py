@@ -18,6 +18,7 @@ import pytest
 from torchrl_llm import keys
 from torchrl_llm.cli import command_parser
 from torchrl_llm.trainers import RunConfig
+from torchrl_llm.tuning import TuningConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 FOUND = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "recipes").glob("*.md")]
@@ -256,7 +257,7 @@ class TestMigratingFromAgileRL:
     page = (ROOT / "docs" / "migrating_from_agilerl.md").read_text()
 
     def test_bare_names_in_the_column_ours_are_settings(self):
-        known = {field.name for field in fields(RunConfig)}
+        known = {field.name for settings in (RunConfig, TuningConfig) for field in fields(settings)}
         named = [name for table in tables(self.page) for row in table for name in settings_named(row.get("ours", ""))]
         assert len(named) > 40
         assert set(named) <= known

@@ -263,17 +263,20 @@ def _make(
 
 
 def _class_of(env_id: str) -> type:
+    refused = UnknownEnvironmentError(
+        f"{env_id!r} names no environment of OpenEnv; expected openenv:package.module:Class, a subclass of its Environment, "
+        "or openenv:http://host:port, a server."
+    )
     module_name, _, name = env_id.removeprefix("openenv:").partition(":")
+    if not (module_name and name):
+        raise refused
     openenv = import_extra("openenv.core", extra="openenv", what="An environment of openenv:")
     try:
-        found = getattr(import_module(module_name), name) if name else None
+        found = getattr(import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UnknownEnvironmentError(f"{env_id!r} names no class that can be imported: {error}.") from error
     if not (isinstance(found, type) and issubclass(found, openenv.Environment)):
-        raise UnknownEnvironmentError(
-            f"{env_id!r} names no environment of OpenEnv; expected openenv:package.module:Class, a subclass of its Environment, "
-            "or openenv:http://host:port, a server."
-        )
+        raise refused
     return found
 
 
@@ -285,10 +288,13 @@ def resolve_openenv(env_id: str) -> EnvSpec:
         MissingExtraError: OpenEnv is not installed.
 
     Examples:
-        >>> resolve_openenv("openenv:http://localhost:8000").name
-        'openenv:http://localhost:8000'
+        >>> resolve_openenv("openenv:chess")
+        Traceback (most recent call last):
+            ...
+        torchrl_llm.envs.text_env.UnknownEnvironmentError: 'openenv:chess' names no environment of OpenEnv; ...
     """
-    import_extra("openenv.core", extra="openenv", what="An environment of openenv:")
-    if urlsplit(env_id.removeprefix("openenv:")).scheme not in _SCHEMES:
+    if urlsplit(env_id.removeprefix("openenv:")).scheme in _SCHEMES:
+        import_extra("openenv.core", extra="openenv", what="An environment of openenv:")
+    else:
         _class_of(env_id)
     return EnvSpec(env_id, partial(_make, env_id))
