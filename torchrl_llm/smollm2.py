@@ -28,6 +28,7 @@ from torchrl_llm.options import ConfigError
 
 __all__ = ["smollm2_model_path"]
 
+
 class ConversionError(RuntimeError):
     """The conversion ended without a model; the last line of what it wrote is in the message, all of it in the notes."""
 
