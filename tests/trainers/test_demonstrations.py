@@ -311,6 +311,17 @@ class TestRuns:
         run.trainer.train()
         assert digest(run) == digest(whole)
 
+    def test_resumed_with_other_episodes_says_so(self, tmp_path, caplog):
+        given = {"demonstrations": transcripts(tmp_path / "a.jsonl"), "save_checkpoints": True}
+        build_run(small_config(tmp_path, "SFT", **given, max_iterations=1)).trainer.train()
+        more = {"resume": True, "accept_changes": ["max_iterations"], "max_iterations": 2}
+        for change, warned in (("5", False), ("6", True)):
+            file = tmp_path / "a.jsonl"
+            file.write_text(file.read_text().replace('"content": "5"', f'"content": "{change}"'))
+            with caplog.at_level(logging.WARNING):
+                build_run(small_config(tmp_path, "SFT", **given, **more)).close()
+            assert ("not those that the checkpoint was made with" in caplog.text) == warned
+
     def test_a_report_is_written_of_it(self, tmp_path):
         """Its episodes have no log-probs of who wrote them."""
         config = small_config(tmp_path, "SFT", demonstrations="guess_by_hints", max_iterations=2, record_interval=1)
