@@ -15,7 +15,7 @@ import pytest
 
 from torchrl_llm import smollm2
 from torchrl_llm.optional import MissingExtraError
-from torchrl_llm.smollm2 import GGUF, SHA256, smollm2_model_path
+from torchrl_llm.smollm2 import GGUF, SHA256, ConversionError, smollm2_model_path
 from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.trainers import ConfigError, RunConfig
 from torchrl_llm.trainers.saved import find_saved_model
@@ -108,8 +108,24 @@ class TestRefused:
         assert "conversion.json is missing or damaged: remove" in refusal()
 
     def test_a_conversion_that_fails(self, tmp_path):
-        with pytest.raises(RuntimeError, match=r"Converting .*no\.gguf has failed \(exit status 1\): "):
+        with pytest.raises(
+            ConversionError, match=r"no\.gguf has failed \(exit status 1\): \w+Error: .*1\.5 GB of mem"
+        ) as error:
             smollm2._convert(tmp_path / "no.gguf", tmp_path)
+        assert "\n" not in str(error.value)
+        assert "Traceback" in error.value.__notes__[0]
+
+    def test_one_that_takes_too_long(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(smollm2, "_SECONDS", 0.01)
+        with pytest.raises(ConversionError, match=r"has taken more than 0\.01 seconds"):
+            smollm2._convert(tmp_path / "no.gguf", tmp_path)
+
+    def test_no_folder_for_the_cache(self, monkeypatch):
+        for name in ("HOME", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(name, raising=False)
+        # A user of whom the system knows nothing.
+        monkeypatch.setattr(os, "getuid", lambda: 2**31 - 7)
+        assert refusal().startswith("SmolLM2 is converted into a cache, and there is none (Could not determine home")
 
     def test_too_little_memory(self, cache, package, convert, monkeypatch):
         monkeypatch.setattr(smollm2, "free_memory", lambda: 1_100_000_000)

@@ -28,6 +28,11 @@ from torchrl_llm.options import ConfigError
 
 __all__ = ["smollm2_model_path"]
 
+
+class ConversionError(RuntimeError):
+    """The conversion ended without a model; the last line of what it wrote is in the message, all of it in the notes."""
+
+
 logger = logging.getLogger(__name__)
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -64,13 +69,14 @@ def smollm2_model_path() -> Path:
     Raises:
         MissingExtraError: it is not in the cache, and the packages are not installed.
         ConfigError: the file of the package, or the folder in the cache, is not as it was published or made; or there is too
-            little memory or disk space.
+            little memory or disk space, or no folder for the cache.
+        ConversionError: the conversion failed otherwise.
 
     Examples:
         >>> from transformers import AutoModelForCausalLM
         >>> model = AutoModelForCausalLM.from_pretrained(smollm2_model_path())  # doctest: +SKIP
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute()
+    cache = _cache()
     folder = cache / "torchrl_llm" / f"SmolLM2-135M-Instruct-Q4_1-{SHA256[:8]}"
     if not folder.is_dir():
         source = _find_gguf()
@@ -78,6 +84,15 @@ def smollm2_model_path() -> Path:
         _make(source, _new_folder(folder), folder)
     _check_files(folder)
     return folder
+
+
+def _cache() -> Path:
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute()
+    except RuntimeError as error:  # a user without an entry in the system's list, as in many containers, and no HOME
+        raise ConfigError(
+            f"SmolLM2 is converted into a cache, and there is none ({error}): set XDG_CACHE_HOME to a folder."
+        ) from error
 
 
 def _find_gguf() -> Path:
@@ -145,9 +160,19 @@ def _convert(source: Path, folder: Path) -> None:
     # In a process of its own: transformers saves a model on the first rank alone where torch.distributed runs, and each rank
     # may be the one whose folder counts.
     command = [sys.executable, "-m", __name__, str(source), str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise ConversionError(f"Converting {source} has taken more than {_SECONDS} seconds, and was ended.") from error
     if done.returncode or not {*_NEEDED} <= {file.name for file in folder.iterdir()}:
-        raise RuntimeError(f"Converting {source} has failed (exit status {done.returncode}): {done.stderr[-2000:]}")
+        # -9: killed, which is what systems do that run out of memory.
+        said = (done.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
+        error = ConversionError(
+            f"Converting {source} has failed (exit status {done.returncode}): {said:.500} It takes {_MEMORY / 1e9:.1f} GB of memory "
+            f"and {_DISK / 1e9:.1f} GB of disk space."
+        )
+        error.add_note(done.stderr)
+        raise error
 
 
 def _convert_here(source: Path, folder: Path) -> None:

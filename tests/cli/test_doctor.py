@@ -15,7 +15,7 @@ from torchrl_llm.cli._fit import fit
 from torchrl_llm.cli._installation import check_extra, check_requirements
 from torchrl_llm.host import host_memory
 from torchrl_llm.modules import load_actor_critic
-from torchrl_llm.testing.tiny import load_tiny_tokenizer
+from torchrl_llm.testing.tiny import load_tiny_tokenizer, random_model
 from torchrl_llm.tiny import tiny_model_path
 from torchrl_llm.trainers import RunConfig
 from torchrl_llm.trainers.build import make_lora
@@ -94,6 +94,8 @@ class TestDoctor:
         [
             (["--env=game:Wordl-v0"], "environment", "GEM has no environment 'game:Wordl-v0'"),
             (["--model-path=./nowhere"], "tokenizer", "there is no such folder"),
+            (["--max-model-len=5000"], "model", "max_model_len is 5000, and the model 'tiny' has 4096 positions"),
+            (["--teacher=larger", "--kl-coeff=0.1"], "teacher", "teacher='larger' has another tokenizer"),
             (["--max-model-len=30"], "prompt", "does not fit into max_model_len=30"),
             (["--tokenizer-path=forgetful"], "template", "append"),
             (["--tokenizer-path=larger"], "model", "but the model tiny embeds only 515 tokens"),
@@ -108,11 +110,33 @@ class TestDoctor:
         larger = load_tiny_tokenizer()
         larger.add_tokens(["<more>"])
         larger.save_pretrained(tmp_path / "larger")
+        random_model(larger).save_pretrained(tmp_path / "larger")
         done = command("doctor", "--config", CONFIG, "--device=null", *settings, "--json", folder=tmp_path)
         assert done.returncode == 1, done.stderr
         state, text = findings(done)[name]
         assert state == "fails"
         assert said in text
+
+
+@pytest.mark.parametrize(
+    ("given", "state", "said"),
+    [
+        ("talks.jsonl", "ok", "1 episodes in"),
+        ("bad.jsonl", "fails", "line 1: its roles are"),
+        ("nobody", "fails", "no file or folder, and no player"),
+        ("guess_by_hints", "ok", "guess_by_hints can begin"),
+        ("break_code_by_pegs", "fails", "which cannot play env_name"),
+    ],
+)
+def test_of_demonstrations(tmp_path, monkeypatch, given, state, said):
+    monkeypatch.chdir(tmp_path)
+    for name, role in (("talks", "assistant"), ("bad", "bot")):
+        messages = [{"role": "user", "content": "Guess."}, {"role": role, "content": "5"}]
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": messages}))
+    config = RunConfig(model_path="tiny", lora_r=0, algo="SFT", demonstrations=given)
+    found = {finding.name: finding for finding in fit(config)}
+    assert found["demonstrations"].state == state
+    assert said in found["demonstrations"].text
 
 
 def test_a_bound_above_the_memory_stops_no_run():

@@ -111,6 +111,8 @@ WRONG = {
     "a reward of yes": ({"messages": [ASKED, SAID], "reward": True}, "expected a number as reward"),
     "a reward of NaN": ({"messages": [ASKED, SAID], "reward": float("nan")}, "expected a number as reward"),
     "an endless reward": ({"messages": [ASKED, SAID], "reward": float("inf")}, "expected a number as reward"),
+    "a reward of 400 digits": (f'{{"messages": {json.dumps([ASKED, SAID])}, "reward": {"1" * 400}}}', "too large"),
+    "brackets without end": ("[" * 100_000, "recursion depth"),
     "a success of 1": ({"messages": [ASKED, SAID], "success": 1}, "true or false as success"),
     "nobody": ({"messages": []}, r"its roles are \[\]; expected user and assistant in turns"),
     "only a user": ({"messages": spoken("user")}, r"its roles are \['user'\]"),
@@ -149,6 +151,11 @@ class TestErrors:
         file.write_text(text)
         with pytest.raises(TranscriptError, match=r"a\.jsonl has no line: expected one conversation a line"):
             read_transcripts(file, ChatFormatter(tokenizer))
+
+    def test_a_byte_order_mark_is_none(self, tokenizer, tmp_path):
+        file = tmp_path / "a.jsonl"
+        file.write_text(json.dumps({"messages": [ASKED, SAID]}), encoding="utf-8-sig")
+        assert len(read_transcripts(file, ChatFormatter(tokenizer))) == 1
 
     def test_bytes_that_are_no_text(self, tokenizer, tmp_path):
         file = tmp_path / "a.jsonl"

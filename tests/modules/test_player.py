@@ -11,7 +11,7 @@ import torch
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
 from torchrl_llm.envs import ChatFormatter, ControlTokenError, GEMEnv
-from torchrl_llm.modules import PlayerPolicy
+from torchrl_llm.modules import PlayerError, PlayerPolicy
 from torchrl_llm.testing.environments import Echo, StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 
@@ -76,13 +76,13 @@ class TestAnswers:
     @pytest.mark.parametrize("text", ["x" * 12, "x" * 30])
     def test_one_that_is_too_long_is_not_cut(self, make, text):
         match = rf"answer '{text}' has {len(text) + 1} tokens.*1 to max_output_tokens=12"
-        with pytest.raises(ValueError, match=match):
+        with pytest.raises(PlayerError, match=match):
             answers(make(lambda *_: text), [(0, 0)])
         assert answers(make(lambda *_: "x" * 11), [(0, 0)]) == ["x" * 11 + "<|im_end|>"]
 
     def test_one_without_a_token_is_refused(self, tokenizer):
         policy = PlayerPolicy(lambda *_: "", tokenizer, tokenizer.encode, max_output_tokens=4)
-        with pytest.raises(ValueError, match="answer '' has 0 tokens"):
+        with pytest.raises(PlayerError, match="answer '' has 0 tokens"):
             answers(policy, [(0, 0)])
 
     def test_a_special_token_is_refused(self, make):

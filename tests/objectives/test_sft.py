@@ -12,8 +12,8 @@ from torch.nn.functional import cross_entropy
 
 from torchrl_llm import keys
 from torchrl_llm.modules import TokenScorer
-from torchrl_llm.objectives import ImitationWeights, LLMSFTLoss, TurnPolicyLoss
-from torchrl_llm.options import options_of
+from torchrl_llm.objectives import GroupRelative, ImitationWeights, LLMSFTLoss, NoCredit, ReBN, TurnGAE, TurnPolicyLoss
+from torchrl_llm.options import ConfigError, options_of
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import word_tokenizer
 
@@ -133,6 +133,13 @@ class TestLoss:
         with pytest.raises(ValueError, match=match):
             LLMSFTLoss(table_actor(), **options)
 
+    @pytest.mark.parametrize("chosen", [ReBN, GroupRelative, NoCredit, TurnGAE], ids=lambda each: each.__name__)
+    def test_advantages_are_no_weights(self, chosen):
+        with pytest.raises(
+            ValueError, match=f"The estimator {chosen.__name__} writes advantages, and LLMSFTLoss takes weights"
+        ):
+            LLMSFTLoss(table_actor()).make_value_estimator(chosen)
+
     def test_its_options_are_its_estimators(self):
         loss = LLMSFTLoss(table_actor(), imitate="return", min_return=0.5, gamma=0.9)
         estimator = loss.value_estimator
@@ -189,7 +196,7 @@ class TestImitationWeights:
     @pytest.mark.parametrize("gamma", [1.0, 0.5])
     def test_a_negative_return_is_no_weight(self, gamma):
         rows = finished(["won", "lost"], [[1.0, 1.0], [0.0, -0.5]], [[-1, 0, 1], [-1, 0, 1]])
-        with pytest.raises(ValueError, match=r'imitate="return" weighs by returns, and one is -0\.5: .*min_return'):
+        with pytest.raises(ConfigError, match=r'imitate="return" weighs by returns, and one is -0\.5: .*min_return'):
             ImitationWeights(imitate="return", gamma=gamma)(rows)
         assert weights_of(rows, imitate="return", gamma=gamma, min_return=0.0) == [[1 + gamma, 1], [0, 0]]
 

@@ -18,7 +18,7 @@ from small_runs import EVERY_ALGORITHM, weights
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchrl_llm.envs import GEMEnv
-from torchrl_llm.objectives import ReBN
+from torchrl_llm.objectives import ImitationWeights, ReBN
 from torchrl_llm.record.recording import read_recording
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 from torchrl_llm.trainers import RunConfig, build, build_run, loggers
@@ -103,6 +103,15 @@ class Halved(ReBN):
 
     def compare(self, *args):
         return super().compare(*args) / 2
+
+
+class Lighter(ImitationWeights):
+    """Weights from outside the package."""
+
+    def estimate(self, tensordict):
+        found = super().estimate(tensordict)
+        weight = found["turn_advantage"]
+        return found | {"turn_advantage": weight / torch.arange(1, weight.shape[1] + 1)}
 
 
 @dataclass(frozen=True)

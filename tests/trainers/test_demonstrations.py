@@ -160,6 +160,29 @@ class TestRecordings:
         ):
             read_demonstrations(path, env, max_model_len=longest - 1)
 
+    def test_an_answer_that_could_not_be_sampled_is_refused(self, env, tmp_path):
+        messages = [{"role": "user", "content": "Guess."}, {"role": "assistant", "content": "Perhaps it is 7?"}]
+        (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}))
+        length = len(env.formatter.answer("Perhaps it is 7?"))
+        for most in (length, length - 1):
+            made = GEMEnv(StopOrGo, tokenizer=load_tiny_tokenizer(), max_output_tokens=most)
+            if most == length:
+                assert len(read_demonstrations(tmp_path / "a.jsonl", made, max_model_len=1024)) == 1
+                continue
+            with pytest.raises(
+                ConfigError, match=rf"an answer has {length} tokens.*expected are 1 to max_output_tokens={most}: raise"
+            ):
+                read_demonstrations(tmp_path / "a.jsonl", made, max_model_len=1024)
+
+    def test_so_is_one_without_a_token(self, tmp_path):
+        messages = [{"role": "user", "content": "Guess."}, {"role": "assistant", "content": ""}]
+        (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}))
+        tokenizer = load_tiny_tokenizer()
+        tokenizer.eos_token = None
+        made = GEMEnv(StopOrGo, tokenizer=tokenizer, template="raw")
+        with pytest.raises(ConfigError, match="an answer has 0 tokens, its end of the turn included"):
+            read_demonstrations(tmp_path / "a.jsonl", made, max_model_len=1024)
+
     def test_other_files_are_refused_and_nobody_is_told_to_delete_them(self, env, tmp_path):
         for name in ("mine.json", "mine.txt", "mine.safetensors", "mine.jsonl"):
             (tmp_path / name).write_text("{}")
@@ -200,6 +223,21 @@ class TestRuns:
         ):
             build_run(small_config(tmp_path, "SFT", **settings))
 
+    def test_so_is_one_whose_answer_is_too_long(self, tmp_path):
+        settings = {"demonstrations": "guess_by_hints", "max_output_tokens": 2}
+        with pytest.raises(ConfigError, match=r"whose answer .* has 4 tokens.*: raise max_output_tokens, which is 2\."):
+            build_run(small_config(tmp_path, "SFT", **settings))
+
+    def test_its_own_episodes_are_chosen_among(self, tmp_path):
+        """All that a model samples teaches it nothing."""
+        settings = {"demonstrations": None, "model_path": "/no/such/model"}
+        with pytest.raises(
+            ConfigError, match=r"without demonstrations would imitate all.*give demonstrations, or choose"
+        ):
+            small_config(tmp_path, "SFT", **settings)
+        for chosen in ({"imitate": "success"}, {"imitate": "return"}, {"min_return": 0.5}):
+            assert small_config(tmp_path, "SFT", **settings, **chosen).demonstrations is None
+
     @pytest.mark.parametrize("given", [{"collector": "async"}, {"group_size": 2}, {"adaptive_mixture": True}], ids=str)
     def test_settings_of_what_is_played_do_not_go_with_given_episodes(self, tmp_path, given):
         ((name, value),) = given.items()
@@ -224,6 +262,7 @@ class TestRuns:
             epochs=2,
             minibatch_size=4,
             record_interval=1,
+            min_return=None if given else -100.0,
         )
         run = build_run(config)
         before = weights(run)
@@ -271,6 +310,17 @@ class TestRuns:
         assert run.trainer.iteration == 1
         run.trainer.train()
         assert digest(run) == digest(whole)
+
+    def test_resumed_with_other_episodes_says_so(self, tmp_path, caplog):
+        given = {"demonstrations": transcripts(tmp_path / "a.jsonl"), "save_checkpoints": True}
+        build_run(small_config(tmp_path, "SFT", **given, max_iterations=1)).trainer.train()
+        more = {"resume": True, "accept_changes": ["max_iterations"], "max_iterations": 2}
+        for change, warned in (("5", False), ("6", True)):
+            file = tmp_path / "a.jsonl"
+            file.write_text(file.read_text().replace('"content": "5"', f'"content": "{change}"'))
+            with caplog.at_level(logging.WARNING):
+                build_run(small_config(tmp_path, "SFT", **given, **more)).close()
+            assert ("not those that the checkpoint was made with" in caplog.text) == warned
 
     def test_a_report_is_written_of_it(self, tmp_path):
         """Its episodes have no log-probs of who wrote them."""

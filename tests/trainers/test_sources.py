@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import torchrl_llm
-from torchrl_llm.trainers import ConfigError, RunConfig, build_run
+from torchrl_llm.trainers import ConfigError, RunConfig, build, build_run
+from torchrl_llm.trainers.sources import check_length, load_tokenizer
 
 
 class TestPaths:
@@ -37,6 +38,28 @@ class TestPaths:
         last.mkdir(parents=True)
         with pytest.raises(ConfigError, match=rf"the folder of a run; expected one of its checkpoints, such as {last}"):
             build_run(RunConfig(model_path="tiny", init_from=tmp_path / "run", output_dir=tmp_path / "out"))
+
+    @pytest.mark.parametrize("place", ["", "checkpoints/last/actor"])
+    def test_a_folder_without_an_actor_is_nothing_to_start_from(self, tmp_path, place):
+        folder = tmp_path / "run" / place
+        folder.mkdir(parents=True)
+        with pytest.raises(
+            ConfigError, match=rf"init_from is '{folder}', which has no folder actor; expected a checkpoint"
+        ):
+            build_run(RunConfig(model_path="tiny", init_from=folder, output_dir=tmp_path / "out"))
+
+    def test_a_tokenizer_has_the_names_of_models(self):
+        own = load_tokenizer(RunConfig(model_path="tiny"))
+        assert load_tokenizer(RunConfig(model_path="tiny", tokenizer_path="tiny")).get_vocab() == own.get_vocab()
+
+    def test_contexts_longer_than_the_models_are_refused_before_it_is_loaded(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(build, "load_models", None)
+        with pytest.raises(
+            ConfigError, match="max_model_len is 4097, and the model 'tiny' has 4096 positions: lower it"
+        ):
+            build_run(RunConfig(model_path="tiny", max_model_len=4097, output_dir=tmp_path))
+        check_length(RunConfig(model_path="tiny"), 4096)
+        check_length(RunConfig(model_path="tiny", policy="vllm"), 4097)
 
     def test_the_folder_beside_it_is_named(self, tmp_path):
         (tmp_path / "smollm2").mkdir()

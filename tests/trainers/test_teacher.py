@@ -11,7 +11,7 @@ from torchrl_llm.modules import TokenScorer
 from torchrl_llm.options import ConfigError, IdleError
 from torchrl_llm.testing.tiny import load_tiny_tokenizer, random_model
 from torchrl_llm.testing.tokenizers import byte_tokenizer
-from torchrl_llm.trainers import RunConfig, build_run
+from torchrl_llm.trainers import RunConfig, build, build_run
 
 DISTILL = {"estimator": "NoCredit", "kl_coeff": 1.0, "kl_kind": "k2", "kl_in": "loss"}
 
@@ -63,14 +63,20 @@ def test_a_run_with_adapters_teaches_its_own_start(tmp_path):
     assert all(metrics["credit/largest"] == 0 for metrics in history)  # the rewards taught nothing
 
 
-def test_a_teacher_of_other_tokens_is_refused(tmp_path):
+def test_a_teacher_of_other_tokens_is_refused(tmp_path, monkeypatch):
     tokenizer, path = byte_tokenizer(), tmp_path / "teacher"
     random_model(tokenizer).save_pretrained(path)
     tokenizer.save_pretrained(path)
+    monkeypatch.setattr(build, "load_models", None)  # before a model is loaded
     with pytest.raises(
         ConfigError, match=r"has another tokenizer: \d+ tokens, and the student's has \d+, of which \d+"
     ):
         build_run(small_config(tmp_path, teacher=str(path), **DISTILL))
+
+
+def test_a_teacher_of_shorter_contexts_is_refused(tmp_path, teacher):
+    with pytest.raises(ConfigError, match=r"^teacher='.*': max_model_len is 257, and the model .* has 256 positions"):
+        build_run(small_config(tmp_path, teacher=str(teacher), **DISTILL, max_model_len=257))
 
 
 @pytest.mark.parametrize(
@@ -87,5 +93,5 @@ def test_settings_that_leave_it_without_effect(settings, said):
 
 
 def test_one_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match="there is no such folder"):
+    with pytest.raises(ConfigError, match=r"^teacher='.*nobody': .*there is no such folder"):
         build_run(small_config(tmp_path, teacher=str(tmp_path / "nobody"), **DISTILL))

@@ -17,9 +17,15 @@ from torchrl_llm.modules.checks import check_size
 from torchrl_llm.modules.lm import embedding_of
 from torchrl_llm.trainers import build
 from torchrl_llm.trainers.config import RunConfig
-from torchrl_llm.trainers.demonstrations import check_player, find_demonstrations
+from torchrl_llm.trainers.demonstrations import (
+    check_demonstrations,
+    check_player,
+    find_demonstrations,
+    read_demonstrations,
+)
 from torchrl_llm.trainers.memory import choose_max_tokens, empty_model, memory_estimate, trainer_memory
-from torchrl_llm.trainers.sources import load_tokenizer
+from torchrl_llm.trainers.sources import check_length, load_tokenizer
+from torchrl_llm.trainers.teacher import check_teacher
 
 _T = TypeVar("_T")
 _TASKS = 32
@@ -52,6 +58,8 @@ def fit(config: RunConfig) -> Iterator[Finding]:
     model, finding = _tried("model", lambda: _checked_model(config, tokenizer), _describe)
     yield finding
     if model is not None:
+        if config.teacher is not None:
+            yield _tried("teacher", lambda: check_teacher(config, tokenizer), lambda _: "has the model's tokenizer")[1]
         yield from _environment(config, tokenizer)
         yield from _memory(config, model, device)
 
@@ -82,6 +90,7 @@ def _engine(config: RunConfig) -> Iterator[Finding]:
 
 def _checked_model(config: RunConfig, tokenizer: Any) -> Any:
     model = empty_model(config)
+    check_length(config, config.max_model_len)
     check_size(tokenizer, embedding_of(model).shape[0], config.model_path)
     return model
 
@@ -104,13 +113,19 @@ def _environment(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
     try:
         yield _stops(config, env)
         yield _tried("prompt", lambda: _longest_prompt(env), lambda length: _room(config, length))[1]
-        player = None if config.demonstrations is None else find_demonstrations(config.demonstrations)
-        if player is not None and not isinstance(player, Path):
-            yield _tried(
-                "player", lambda: check_player(player, config, env), lambda _: f"{config.demonstrations} can begin"
-            )[1]
+        if config.demonstrations is not None:
+            yield _tried("demonstrations", lambda: _demonstrations(config, env), str)[1]
     finally:
         env.close(raise_if_closed=False)
+
+
+def _demonstrations(config: RunConfig, env: GEMEnv) -> str:
+    check_demonstrations(config)
+    found = find_demonstrations(str(config.demonstrations))
+    if isinstance(found, Path):
+        return f"{len(read_demonstrations(found, env, max_model_len=config.max_model_len)):,} episodes in {config.demonstrations}"
+    check_player(found, config, env)
+    return f"{config.demonstrations} can begin"
 
 
 def _template(config: RunConfig) -> str:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import random
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +15,8 @@ from torchrl_llm.collectors._queue import EpisodeQueue, RolloutExecutor
 from torchrl_llm.collectors.collector import EpisodeCollector
 from torchrl_llm.episode import Episode
 from torchrl_llm.modules.policy import TurnPolicy
+
+logger = logging.getLogger(__name__)
 
 
 class RecordedCollector(EpisodeCollector):
@@ -58,7 +63,31 @@ class RecordedCollector(EpisodeCollector):
         super().__init__(env, policy, **kwargs)
         if self.group_size != 1:
             raise ValueError(f"The group size is {self.group_size}; expected 1: recorded episodes are of any tasks.")
+        self._digest = _digest_of(episodes)
         self._executor = RecordedExecutor(self.env, self._queue, episodes, policy, seed)
+
+    def state_dict(self) -> OrderedDict:
+        """As any collector's, and the digest of the episodes."""
+        return OrderedDict(super().state_dict(), episodes=self._digest)
+
+    def load_state_dict(self, state_dict: OrderedDict, **kwargs: Any) -> None:
+        """Continue; a warning says if the episodes are others, for the run does not end in the same bytes then."""
+        if state_dict.get("episodes", self._digest) != self._digest:
+            logger.warning(
+                "The recorded episodes are not those that the checkpoint was made with: the run goes on with the new ones, and does "
+                "not end as it would have with the old ones."
+            )
+        super().load_state_dict(state_dict, **kwargs)
+
+
+def _digest_of(episodes: Sequence[Episode]) -> str:
+    digest = hashlib.sha256()
+    for episode in episodes:
+        actions = [(turn.segment, turn.start, len(turn.tokens)) for turn in episode.turns]
+        digest.update(repr((actions, episode.rewards, bool(episode.success), bool(episode.truncated))).encode())
+        for context in episode.contexts:
+            digest.update(context.astype("int64").tobytes())
+    return digest.hexdigest()
 
 
 class RecordedExecutor(RolloutExecutor):

@@ -86,9 +86,10 @@ def read_transcripts(path: Path, formatter: ChatFormatter) -> list[Episode]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    given = _checked(json.loads(line.decode()))
+                    given = _checked(json.loads(line.decode("utf-8-sig")))
                     episodes.append(episode_from_messages(formatter=formatter, index=len(episodes), **given))
-                except ValueError as error:
+                # The last two: a number of 400 digits, brackets 100,000 deep.
+                except (ValueError, OverflowError, RecursionError) as error:
                     raise TranscriptError(f"{path}, line {number}: {error}") from error
     if not episodes:
         raise TranscriptError(f"{path} has no line: expected one conversation a line.")

@@ -14,7 +14,7 @@ from torchrl_llm.modules.critic import TurnCritic
 from torchrl_llm.modules.engine import EngineError, InferenceEngine, TurnRequest, TurnResponse, WeightSyncError
 from torchrl_llm.modules.hf import HFPolicy
 from torchrl_llm.modules.lm import lm_logits
-from torchrl_llm.modules.player import Player, PlayerPolicy
+from torchrl_llm.modules.player import Player, PlayerError, PlayerPolicy
 from torchrl_llm.modules.policy import Generation, TurnPolicy
 from torchrl_llm.modules.positions import RowError
 from torchrl_llm.modules.prefix_attention import PrefixSharing, enable_prefix_sharing
@@ -33,6 +33,7 @@ __all__ = [
     "LoraTargetError",
     "MissingVLLMError",
     "Player",
+    "PlayerError",
     "PlayerPolicy",
     "PrefixSharing",
     "RandomForwardError",

@@ -36,6 +36,18 @@ def embedding_of(model: nn.Module) -> Tensor:
     return causal_lm(model).get_input_embeddings().weight
 
 
+def max_positions(config: Any) -> float:
+    """The longest context of a text configuration; infinite where it does not say.
+
+    Rope variants that depend on the batch's longest row count up to where scaling begins.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    rope, original = getattr(config, "rope_parameters", None) or {}, "original_max_position_embeddings"
+    if rope.get("rope_type") in MOVING_ROPES:
+        longest = rope.get(original) or getattr(config, original, None) or longest
+    return float("inf") if longest is None else longest
+
+
 def vocabulary_of(model: nn.Module) -> int:
     """Number of logits; the head may have more rows than the tokenizer has tokens."""
     return int(causal_lm(model).get_output_embeddings().weight.shape[0])

@@ -17,6 +17,10 @@ Player = Callable[[str, random.Random], str]
 its template included; ``rng`` is all the chance that a player may use."""
 
 
+class PlayerError(ValueError):
+    """An answer of a player that cannot be imitated."""
+
+
 class PlayerPolicy(TurnPolicy):
     """Lets a :data:`Player` play, for demonstrations to imitate (:class:`~torchrl_llm.objectives.LLMSFTLoss`).
 
@@ -32,7 +36,7 @@ class PlayerPolicy(TurnPolicy):
         trained: the policy whose versions the tokens are stamped with; ``None``: 0 for all.
 
     Raises:
-        ValueError: an answer is longer (when it is played): a cut answer would be imitated.
+        PlayerError: an answer is longer (when it is played): a cut answer would be imitated.
 
     Examples:
         >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
@@ -83,7 +87,7 @@ class PlayerPolicy(TurnPolicy):
         answer = self.player(text, random.Random(f"{self.seed} {episode} {turn}"))
         ids, limit = self.encode(answer), self.sampling.max_output_tokens
         if not 0 < len(ids) <= limit:
-            raise ValueError(
+            raise PlayerError(
                 f"The player's answer {answer[:80]!r} has {len(ids)} tokens, its end of the turn included; expected 1 to "
                 f"max_output_tokens={limit}."
             )

@@ -109,7 +109,11 @@ def read_adapter(path: Path) -> Adapter:
         WeightsError: the folder does not hold one.
     """
     if not holds_adapter(path):
-        whole = " It holds the weights of a whole model: pass it as `model` instead." if has_weights(path) else ""
+        whole = (
+            " It holds the weights of a whole model: pass it as the model (model_path) instead."
+            if has_weights(path)
+            else ""
+        )
         raise WeightsError(f"{path} holds no LoRA adapter: it has no {_CONFIG}.{whole}")
     config = PeftConfig.from_pretrained(str(path))
     if not isinstance(config, LoraConfig):

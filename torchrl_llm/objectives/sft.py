@@ -11,7 +11,9 @@ from torch import Tensor
 
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
-from torchrl_llm.objectives.estimators.imitation import Imitated, ImitationWeights
+from torchrl_llm.objectives.estimators import CriticEstimator
+from torchrl_llm.objectives.estimators.imitation import Imitated, ImitationWeights, NoCredit
+from torchrl_llm.objectives.estimators.returns import ReturnEstimator
 from torchrl_llm.objectives.loss import Clipping, KLPlace, TurnPolicyLoss, UnitWeight
 from torchrl_llm.options import Finite, Idle, Share
 
@@ -102,6 +104,16 @@ class LLMSFTLoss(TurnPolicyLoss):
     def _old_log_prob(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         advantage = self._frozen(tensordict, "advantage")
         return torch.zeros_like(advantage), torch.ones_like(advantage)
+
+    def _check_estimator(self) -> None:
+        super()._check_estimator()
+        if isinstance(self.value_estimator, (CriticEstimator, NoCredit, ReturnEstimator)):
+            name = type(self.value_estimator).__name__
+            raise ValueError(
+                f"The estimator {name} writes advantages, and LLMSFTLoss takes weights: where they are negative, text would be made "
+                "less likely without bound, and where they are 0, nothing is imitated. Use ImitationWeights or one of your own (the "
+                "option estimator), or an algorithm of reinforcement learning."
+            )
 
     @torch.no_grad()
     def _diagnose(

@@ -264,6 +264,12 @@ class RunConfig(
             yield "weight_sync='adapter' sends an adapter, and lora_r=0 has none: leave it out."
         if self.collector == "ray" and self.demonstrations is not None:
             yield f"demonstrations={self.demonstrations!r} are collected in this process: leave collector='ray' out."
+        chosen = (self.demonstrations, self.min_return, self.estimator, None if self.imitate == "all" else self.imitate)
+        if self.algo == "SFT" and chosen == (None,) * len(chosen):
+            yield (
+                "algo='SFT' without demonstrations would imitate all that the model itself says, which teaches nothing: give "
+                'demonstrations, or choose among its own episodes with imitate="success", imitate="return" or min_return.'
+            )
         if self.dynamic_sampling and self.algo == "SFT":
             yield f"dynamic_sampling={self.dynamic_sampling} compares the episodes of a group, and SFT does not: leave it out."
         if self.collector == "ray" and self.sleep_mode:

@@ -73,16 +73,22 @@ def check_player(player: Player, config: RunConfig, env: GEMEnv) -> None:
     """Raise if a player does not know the game, which it is asked to begin.
 
     Raises:
-        ConfigError: the player refuses the first prompt.
+        ConfigError: the player refuses the first prompt, or its answer is longer than ``max_output_tokens``.
     """
     prompt = str(env.formatter.tokenizer.decode(env.open(0, 0).ids))
     try:
-        player(prompt, random.Random(0))
+        answer = player(prompt, random.Random(0))
     except ValueError as error:
         raise ConfigError(
             f"demonstrations is {config.demonstrations!r}, which cannot play env_name={config.env_name!r}: {error} "
             "docs/warm_start.md lists who plays what."
         ) from error
+    length = len(env.formatter.answer(answer))
+    if length > config.max_output_tokens:
+        raise ConfigError(
+            f"demonstrations is {config.demonstrations!r}, whose answer {answer!r:.80} has {length} tokens, its end of the turn "
+            f"included: raise max_output_tokens, which is {config.max_output_tokens}."
+        )
 
 
 def read_demonstrations(path: Path, env: GEMEnv, *, max_model_len: int) -> list[Episode]:
@@ -95,7 +101,8 @@ def read_demonstrations(path: Path, env: GEMEnv, *, max_model_len: int) -> list[
         max_model_len: longest row in tokens.
 
     Raises:
-        ConfigError: there are none, they were recorded with another tokenizer, or one is longer.
+        ConfigError: there are none, they were recorded with another tokenizer, one is longer, or an answer has more tokens than
+            ``env.max_output_tokens``, or none.
     """
     try:
         episodes = _read(path, env)
@@ -107,6 +114,12 @@ def read_demonstrations(path: Path, env: GEMEnv, *, max_model_len: int) -> list[
             f"demonstrations={str(path)!r}: an episode has {longest} tokens, and max_model_len is {max_model_len}: raise it, or "
             "leave out the long ones."
         )
+    for length in (len(turn.tokens) for episode in episodes for turn in episode.turns):
+        if not 0 < length <= env.max_output_tokens:
+            raise ConfigError(
+                f"demonstrations={str(path)!r}: an answer has {length} tokens, its end of the turn included, and expected are 1 to "
+                f"max_output_tokens={env.max_output_tokens}: raise it, or leave out such answers."
+            )
     return episodes
 
 

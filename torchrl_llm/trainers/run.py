@@ -37,8 +37,8 @@ from torchrl_llm.trainers.memory import with_max_tokens
 from torchrl_llm.trainers.recorder import RolloutRecorder
 from torchrl_llm.trainers.resume import Opening, accept_changes, find_start
 from torchrl_llm.trainers.run_folder import RunFolder
-from torchrl_llm.trainers.sources import load_tokenizer
-from torchrl_llm.trainers.teacher import load_teacher
+from torchrl_llm.trainers.sources import check_length, load_tokenizer
+from torchrl_llm.trainers.teacher import check_teacher, load_teacher
 from torchrl_llm.trainers.trainer import LLMTrainer
 from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
 
@@ -228,6 +228,8 @@ def _build(
     python_parts = names_of_parts(env=env, make_env=make_env, make_loss=make_loss)
     start = distributed.on_main(lambda: find_start(config, folder, python_parts))  # before the models are loaded
     tokenizer = load_tokenizer(config)
+    check_length(config, config.max_model_len)
+    check_teacher(config, tokenizer)
     saved = None if start is None else start.manifest["metadata"]["config"]
     config = with_max_tokens(config, saved, accelerator.device, distributed)
     shard = {"worker": distributed.rank, "num_workers": distributed.world_size} if distributed.world_size > 1 else {}
@@ -249,7 +251,7 @@ def _build(
     loss = (make_loss or build.make_objective)(config, models)
     if not isinstance(loss, TurnPolicyLoss):
         raise ConfigError(f"make_loss(config, models) returned a {type(loss).__name__}; expected a TurnPolicyLoss.")
-    reference = models.reference if config.teacher is None else load_teacher(config, tokenizer, sampling)
+    reference = models.reference if config.teacher is None else load_teacher(config, sampling)
     policy, weight_sync = build.make_policy(config, tokenizer, sampling, models)
     opened.callback(policy.close)
     if weight_sync is not None:

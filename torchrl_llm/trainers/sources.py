@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from transformers import AutoConfig, AutoTokenizer
 
+from torchrl_llm.modules.lm import max_positions
 from torchrl_llm.options import ConfigError, nearest
 from torchrl_llm.smollm2 import smollm2_model_path
 from torchrl_llm.tiny import tiny_model_path
@@ -26,8 +27,7 @@ def model_path(config: RunConfig) -> str:
         ConfigError: ``config.model_path`` is a path without a folder; or ``"smollm2"``, and its files are damaged.
         MissingExtraError: it is ``"smollm2"``, which is not installed.
     """
-    name = config.model_path
-    return str(MODELS[name]()) if name in MODELS else _located("model_path", name)
+    return _source("model_path", config.model_path)
 
 
 def load_model_config(config: RunConfig) -> Any:
@@ -40,6 +40,24 @@ def load_model_config(config: RunConfig) -> Any:
     return _loaded("model_path", config.model_path, lambda: AutoConfig.from_pretrained(path, **options))
 
 
+def check_length(config: RunConfig, length: int) -> None:
+    """Raise if contexts may be longer than the model has positions.
+
+    Args:
+        config: names the model.
+        length: the ``max_model_len`` of the run.
+
+    Raises:
+        ConfigError: it is more. An engine of vLLM, which knows more kinds of positions, says so itself.
+    """
+    most = max_positions(load_model_config(config).get_text_config())
+    if config.policy == "hf" and length > most:
+        raise ConfigError(
+            f"max_model_len is {length}, and the model {config.model_path!r} has {most} positions: lower it, or take "
+            "a model with more."
+        )
+
+
 def load_tokenizer(config: RunConfig) -> Any:
     """The tokenizer of ``config``; the model's own settings are read too, so that a wrong path is one sentence.
 
@@ -47,19 +65,33 @@ def load_tokenizer(config: RunConfig) -> Any:
         ConfigError: ``model_path``, ``tokenizer_path`` or ``init_from`` leads nowhere.
     """
     if config.init_from is not None:
-        folder = config.init_from.expanduser().absolute()
-        _located("init_from", str(folder))
-        if (folder / "checkpoints").is_dir() and not (folder / "actor").is_dir():
-            last = folder / "checkpoints" / "last"
-            raise ConfigError(
-                f"init_from is {str(folder)!r}, the folder of a run; expected one of its checkpoints, such as {last}."
-            )
+        _check_init_from(config.init_from.expanduser().absolute())
     load_model_config(config)
     name = "model_path" if config.tokenizer_path is None else "tokenizer_path"
     given = getattr(config, name)
-    source = model_path(config) if config.tokenizer_path is None else _located(name, given)
+    source = _source(name, given)
     trusted = config.trust_remote_code
     return _loaded(name, given, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=trusted))
+
+
+def _check_init_from(folder: Path) -> None:
+    _located("init_from", str(folder))
+    if (folder / "actor").is_dir():
+        return
+    last = folder / "checkpoints" / "last"
+    if (folder / "checkpoints").is_dir():
+        raise ConfigError(
+            f"init_from is {str(folder)!r}, the folder of a run; expected one of its checkpoints, such as {last}."
+        )
+    raise ConfigError(
+        f"init_from is {str(folder)!r}, which has no folder actor; expected a checkpoint of a run, or what "
+        "ActorCritic.save_pretrained wrote. A whole model is what model_path takes."
+    )
+
+
+def _source(name: str, given: str) -> str:
+    """What transformers loads from: a folder, or an id of a hub."""
+    return str(MODELS[given]()) if given in MODELS else _located(name, given)
 
 
 def _located(name: str, given: str) -> str:

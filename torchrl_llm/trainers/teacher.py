@@ -1,4 +1,4 @@
-"""The teacher of on-policy distillation: :func:`load_teacher`."""
+"""The teacher of on-policy distillation: :func:`check_teacher`, :func:`load_teacher`."""
 
 from __future__ import annotations
 
@@ -9,26 +9,45 @@ from torchrl_llm.modules import SamplingConfig, TokenScorer, enable_prefix_shari
 from torchrl_llm.options import ConfigError
 from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.saved import SavedModel, find_saved_model, load_saved_model
-from torchrl_llm.trainers.sources import MODELS
+from torchrl_llm.trainers.sources import MODELS, check_length, load_tokenizer
 
 
-def load_teacher(config: RunConfig, tokenizer: Any, sampling: SamplingConfig) -> TokenScorer:
-    """The frozen scorer of ``config.teacher``, which the KL of the run is to.
+def load_teacher(config: RunConfig, sampling: SamplingConfig) -> TokenScorer:
+    """The frozen scorer of ``config.teacher``, which the KL of the run is to; :func:`check_teacher` goes before.
+
+    Args:
+        config: the settings of the run.
+        sampling: how the student samples; the teacher's distribution is changed alike (temperature and so on).
+
+    Raises:
+        ConfigError: there is no such model.
+        CheckpointError, WeightsError: the files are damaged, or of another model.
+    """
+    loaded = load_saved_model(*find_teacher(config))
+    model: Any = loaded.models.model
+    sharing = enable_prefix_sharing(model) if config.share_prefixes and not config.compile else None
+    return TokenScorer(model, sampling, adapter=loaded.models.adapter, frozen=True, prefixes=sharing)
+
+
+def check_teacher(config: RunConfig, tokenizer: Any) -> None:
+    """Raise what is wrong with the setting ``teacher``, if there is one, before weights are loaded.
 
     Args:
         config: the settings of the run.
         tokenizer: the student's.
-        sampling: how the student samples; the teacher's distribution is changed alike (temperature and so on).
 
     Raises:
-        ConfigError: there is no such model, or its tokenizer is another: its log-probs would be of other text.
-        CheckpointError, WeightsError: the files are damaged, or of another model.
+        ConfigError: there is no such model, its tokenizer is another, or it has fewer positions than ``max_model_len``.
     """
-    loaded = load_saved_model(*find_teacher(config))
-    _check_tokenizer(config, tokenizer, loaded.tokenizer)
-    model: Any = loaded.models.model
-    sharing = enable_prefix_sharing(model) if config.share_prefixes and not config.compile else None
-    return TokenScorer(model, sampling, adapter=loaded.models.adapter, frozen=True, prefixes=sharing)
+    if config.teacher is None:
+        return
+    try:
+        settings = find_teacher(config)[1]
+        check_length(settings, config.max_model_len)
+        own = load_tokenizer(settings)
+    except ConfigError as error:
+        raise ConfigError(f"teacher={config.teacher!r}: {error}") from error
+    _check_tokenizer(config, tokenizer, own)
 
 
 def find_teacher(config: RunConfig) -> tuple[SavedModel, RunConfig]:

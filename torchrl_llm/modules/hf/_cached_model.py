@@ -66,7 +66,7 @@ class CachedModel:
         _check_family(model)
         config = lm.causal_lm(model).config.get_text_config()
         self._windows = _attention_windows(config)
-        self.max_positions = _max_positions(config)
+        self.max_positions = lm.max_positions(config)
         # Inference mode is faster, but rope variants that rewrite their own buffers would leave inference tensors there.
         self._no_graph = torch.no_grad if lm.moving_ropes(model) else torch.inference_mode
         # Windows are tried out when the first context is longer: at 4096 tokens that takes as long as a long prompt.
@@ -417,15 +417,6 @@ def _attention_windows(config: Any) -> dict[str, int | None]:
     default = "full_attention" if window is None else "sliding_attention"
     kinds = getattr(config, "layer_types", None) or [default]
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
-
-
-def _max_positions(config: Any) -> float:
-    """The longest context. Rope variants that depend on the batch's longest row count up to where scaling begins."""
-    longest = getattr(config, "max_position_embeddings", None)
-    rope, original = getattr(config, "rope_parameters", None) or {}, "original_max_position_embeddings"
-    if rope.get("rope_type") in lm.MOVING_ROPES:
-        longest = rope.get(original) or getattr(config, original, None) or longest
-    return float("inf") if longest is None else longest
 
 
 def _first_equal(prompts: Ints, lengths: Ints) -> Ints:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.estimators.base import TurnEstimator
-from torchrl_llm.options import Finite, Share
+from torchrl_llm.options import ConfigError, Finite, Share
 
 Imitated = Literal["all", "success", "return"]
 
@@ -33,7 +33,7 @@ class ImitationWeights(TurnEstimator):
         gamma: discount per turn, of returns. Default: 1.0.
 
     Raises:
-        ValueError: ``imitate="return"`` and a return is negative: its text would be made less likely without bound.
+        ConfigError: ``imitate="return"`` and a return is negative: its text would be made less likely without bound.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -68,7 +68,7 @@ class ImitationWeights(TurnEstimator):
     def _check(weight: Tensor, acted: Tensor) -> None:
         lowest = weight[acted].min().item() if bool(acted.any()) else 0.0
         if lowest < 0:
-            raise ValueError(
+            raise ConfigError(
                 f'imitate="return" weighs by returns, and one is {lowest:.3g}: what has a negative weight would be made less likely '
                 'without bound. Leave such turns out with min_return=0, use imitate="success", or an algorithm of reinforcement '
                 "learning."
