@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import sys
+import tomllib
 from dataclasses import fields
 from importlib import import_module
 from inspect import signature
@@ -123,6 +124,23 @@ COMMANDS = [
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     for words in commands(page.read_text())
 ]
+
+
+def test_contributors_find_every_target_that_checks_something():
+    named = set(
+        re.findall(r"[a-z-]+", " ".join(re.findall(r"`make ([a-z -]+)`", (ROOT / "CONTRIBUTING.md").read_text())))
+    )
+    checks = {
+        each for each in TestCommands.targets if each.startswith(("test", "check", "lint", "type", "bench", "docs"))
+    }
+    assert checks - named == set()
+    assert named <= TestCommands.targets
+
+
+def test_the_quick_start_names_every_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    section = (ROOT / "docs/quickstart.md").read_text().split("The extras:")[1].split("##")[0]
+    assert {*extras} <= {*re.findall(r"`([a-z-]+)`", section)}
 
 
 class TestCommands:
