@@ -9,15 +9,22 @@ import os
 import re
 import shlex
 import sys
+import tomllib
 from dataclasses import fields
+from importlib import import_module
+from inspect import signature
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
+import peft
 import pytest
 
 from torchrl_llm import keys
 from torchrl_llm.cli import command_parser
-from torchrl_llm.trainers import RunConfig
+from torchrl_llm.objectives import functional
+from torchrl_llm.options import options_of
+from torchrl_llm.trainers import Run, RunConfig
 from torchrl_llm.tuning import TuningConfig
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -117,6 +124,23 @@ COMMANDS = [
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
     for words in commands(page.read_text())
 ]
+
+
+def test_contributors_find_every_target_that_checks_something():
+    named = set(
+        re.findall(r"[a-z-]+", " ".join(re.findall(r"`make ([a-z -]+)`", (ROOT / "CONTRIBUTING.md").read_text())))
+    )
+    checks = {
+        each for each in TestCommands.targets if each.startswith(("test", "check", "lint", "type", "bench", "docs"))
+    }
+    assert checks - named == set()
+    assert named <= TestCommands.targets
+
+
+def test_the_quick_start_names_every_extra():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    section = (ROOT / "docs/quickstart.md").read_text().split("The extras:")[1].split("##")[0]
+    assert {*extras} <= {*re.findall(r"`([a-z-]+)`", section)}
 
 
 class TestCommands:
@@ -262,12 +286,49 @@ class TestMigratingFromAgileRL:
         assert len(named) > 40
         assert set(named) <= known
 
-    @pytest.mark.parametrize("section", ["constructors", "methods", "wrapper", "gym", "finetune", "vllm"])
+    @pytest.mark.parametrize("section", ["constructors", "methods", "wrapper", "gym", "finetune", "vllm", "helpers"])
     def test_every_name_of_theirs_is_mapped(self, section):
-        theirs = {
-            name for table in tables(self.page) for row in table for name in re.findall(r"\w+", row.get("AgileRL", ""))
-        }
-        assert set(AGILERL[section].split()) <= theirs
+        parts = re.split(r"^## (.*)$", self.page, flags=re.MULTILINE)
+        under = dict(zip(parts[1::2], parts[2::2], strict=True))
+        found = "".join(under[heading] for heading in SECTIONS[section])
+        theirs = {name for table in tables(found) for row in table for name in re.findall(r"\w+", row["AgileRL"])}
+        assert set(AGILERL[section].split()) - theirs == set()
+
+    def test_nothing_is_put_off(self):
+        assert not re.search(r"not yet|planned", self.page, re.IGNORECASE)
+
+    def test_python_objects_are_there(self):
+        named = re.findall(r"\{py:\w+\}`(?:[^`<]*<)?~?(torchrl_llm[\w.]*)>?`", self.page)
+        assert len(named) > 40
+        for name in named:
+            resolve_name(name)
+
+    def test_keyword_arguments_of_ours_are_there(self):
+        ours = [cell for table in tables(self.page) for row in table for name, cell in row.items() if name != "AgileRL"]
+        calls = [each for cell in ours for each in re.findall(r"([A-Za-z]\w+)\(([^`()]*=[^`()]*)\)", cell)]
+        assert len(calls) > 20
+        for name, arguments in calls:
+            known = options_of(called(name)) if isinstance(called(name), type) else signature(called(name)).parameters
+            assert {*re.findall(r"(\w+) ?=", arguments)} <= {*known}, name
+
+
+def called(name: str) -> Any:
+    """A class or function of the package or of PEFT, or a method of a run."""
+    parts = ("collectors", "data", "envs", "modules", "objectives", "trainers", "weight_update")
+    owners = [import_module(f"torchrl_llm.{part}") for part in parts] + [functional, Run, peft]
+    return next(getattr(owner, name) for owner in owners if hasattr(owner, name))
+
+
+SECTIONS = {
+    "constructors": ["Parameters of LLMPPO, LLMREINFORCE and GRPO"],
+    "methods": ["Methods of the algorithms", "Checkpoints"],
+    "wrapper": ["TokenObservationWrapper and SyncMultiTurnVecEnv"],
+    "gym": ["ReasoningGym and its kin"],
+    "finetune": ["finetune_llm_multiturn and its kin"],
+    "vllm": ["VLLMConfig"],
+    "helpers": ["Helpers"],
+}
+"""Where the page has the names of a section of :data:`AGILERL`."""
 
 
 AGILERL = {
@@ -283,6 +344,16 @@ AGILERL = {
         update_epochs use_fused_linear_logprobs use_kl_advantage_shaping use_liger_loss use_memory_efficient_params
         use_separate_reference_adapter use_sequence_packing use_vllm vf_coef vllm_config
         vllm_importance_sampling_cap vllm_importance_sampling_correction whiten_advantages wrap
+        name use_value_head
+        CosineLRScheduleConfig config create_warmup_cosine_scheduler max_lr min_lr num_epochs optimizer warmup_proportion
+        HyperparameterConfig RLParameter dtype grow_factor items max min mutate names sample shrink_factor value
+        INIT_HP action_space agent_wrapper algo algo_kwargs create_population critic_network net_config num_envs
+        observation_space population_size tokenizer wrapper_kwargs
+        TournamentSelection elitism env_name eval_loop language_model population save_elite elite_path
+        save_population_checkpoint select tournament tournament_selection_and_mutation tournament_size
+        Mutations activation activation_mutation activation_selection architecture architecture_mutate individual
+        mutate_elite mutation mutation_sd new_layer_prob no_mutation parameter_mutation parameters pre_training_mut
+        rand_seed rl_hp rl_hyperparam_mutation
     """,
     "methods": """
         add_scores aux_metric_name clean_up clone copy_attributes evolvable_attributes finalize_training_step fitness
@@ -291,27 +362,49 @@ AGILERL = {
         register_mutation_hook register_network_group reinit_optimizers save_checkpoint scores select_adapter
         set_reference_policy set_training_mode steps test to_device unwrap_models update_lr use_adapter wrap_models
         lora_only save_optimizer load_optimizer overwrite_reference_adapter overwrite_critic_adapter merge_lora_configs
+        accelerator action_space adapter_name agent checkpoint_path clone device env experiences group hook input_args_only
+        loop lr networks_only obs observation observation_space optimizer path reference_update_tracker repeat_prompts
+        resume_from_checkpoint sampling_logps save_llm_checkpoint scheduler_config size training turn_ids wrap wrapper_cls
+        wrapper_kwargs
     """,
     "wrapper": """
         apply_chat_template build_model_prompt_fields close enable_sliding_window env env_config env_factory
         get_debug_info get_episode_data get_trajectories max_model_len max_output_tokens max_turns pad_id reset step
         strict_chat_template_boundary tokenizer
+        SyncMultiTurnVecEnv batch_size completion_ids full_completion_ids group_size max_prompt_tokens seed
+        Trajectory TrajectoryBuffer add_trajectory batch_idx clear done env_idx get_active_trajectories get_prompts group_idx
+        has_active is_initialized key prompt reset_trajectory sort sorted_by_index trajectory
+        FormatRewardWrapper SearchTool action execute_action format_bonus instruction_string num_workers search_url timeout
+        topk
     """,
     "gym": """
         accelerator conversation_template create_collate_fn data_batch_size_per_gpu eval_mode max_context_length
         min_completion_length reset return_raw_completions reward_fn seed step test_dataset tokenizer train_dataset
+        HuggingFaceGym IterablePromptBatchGym PreferenceGym SFTGym answer apply_chat_template completions question
+        reset_dataloaders response_column
     """,
     "finetune": """
         accelerator checkpoint_path checkpoint_steps elite_path env env_config env_factory env_fn evaluation_interval
         evo_steps init_hp log_csv max_reward max_steps max_turns max_wall_seconds mutation num_epochs pop save_elite
         selection_strategy tensorboard tensorboard_log_dir tournament verbose wandb_api_key wandb_entity wandb_kwargs
         wandb_project wandb_run_name wb
+        DPO SFT finetune_llm_multiturn finetune_llm_preference finetune_llm_reasoning finetune_llm_sft nll_alpha
     """,
     "vllm": """
         dtype enforce_eager frequency_penalty gpu_memory_utilization kv_cache_dtype kv_cache_memory_bytes
         lora_staging_dir max_lora_rank max_loras max_num_batched_tokens max_num_seqs presence_penalty quantization
         sleep_mode sleep_mode_level stop_sequences strip_multimodal_towers swap_space tensor_parallel_size
         vllm_model_name_or_path
+        VLLMConfig
+    """,
+    "helpers": """
+        AutoModelForCausalLMWithValueHead ConditionalTargetEnv ConstantTargetEnv GridNavigationEnv
+        MultiInputConditionalEnv PPOValueHead add_value_head agent aggregate_metrics_across_gpus axis base_accelerator
+        calculate_k3_kl clone_llm compare_responses create_llm_accelerator create_model_from_name_or_path deepspeed_plugin
+        do_sample env gather_if_zero3 gather_tensor get_llm_accelerator get_state_dict idx init_wandb is_peft_model log_p
+        log_q mask masked_mean masked_var masked_whiten max_new_tokens model model_config model_name_or_path modifier_rank n
+        num_turns original_model params pool_by_turns reduction sample_eval_prompts samples seed shift_mean show_base_model
+        skip_special_tokens state_dict temperature token_values tokenizer turn_ids unbiased use_accelerator values zero_stage
     """,
 }
 """Public parameters and methods of AgileRL 2.7.0 and 2.9.1, by section of the page."""

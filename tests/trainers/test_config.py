@@ -203,7 +203,7 @@ class TestRunConfig:
             }
 
         settings = options_of(RunConfig)
-        different = ("clip_value", "kl_kind", "granularity")  # 0 is off; the settings offer fewer choices
+        different = ("clip_value", "kl_kind")  # 0 is off; the settings offer fewer choices
         for cls in (SamplingConfig, TrainerConfig, *LOSSES.values()):
             for name, option in options_of(cls).items():
                 if name in settings and name not in different:

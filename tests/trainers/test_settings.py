@@ -219,7 +219,7 @@ LAW: dict[str, list[Case]] = {
     "lmbda": [works(0.3, "LLMPPO"), idle(0.3), idle(7, "LLMPPO")],
     "critic_coeff": [works(5.0, "LLMPPO", max_grad_norm=1e3), idle(0.3)],
     "clip_value": [works(1e-3, "LLMPPO"), works(0.0, "LLMPPO", clip_value=1e-3), idle(0.3)],
-    "granularity": [works("token", "LLMPPO"), works("token"), idle("token", "GRPO")],
+    "granularity": [works("token", "LLMPPO"), works("token"), idle("token", "GRPO"), idle("auto", "GRPO")],
     "value_reduction": [works("mean", "LLMPPO"), idle("mean")],
     "whiten": [works(False, "LLMPPO"), idle(True)],
     "normalize_over": [works("none"), idle("none", "LLMPPO"), idle("none", "SFT")],

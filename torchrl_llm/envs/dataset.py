@@ -353,7 +353,7 @@ class PromptDatasetEnv(GEMEnv):
         wanted = WantedColumns.of(reward_fn, batched=batched)
         rows = _rows_of(dataset, stream, {"question": question, "answer": answer, "wanted": wanted})
         grader = Grader(reward_fn, rows, batched=batched, timeout=reward_timeout)
-        env = EnvSpec(type(self).__name__, partial(Question, grader))
+        env = EnvSpec(type(self).__name__, partial(Question, grader), single_turn=True)
         super().__init__(env, tokenizer=tokenizer, num_envs=num_envs, stream=stream, **rendering, **options)
         # GEMEnv's constructor has made these two for environments of several turns.
         self.formatter = formatter

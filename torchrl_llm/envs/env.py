@@ -239,6 +239,11 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         return self.task_sampler.group_size
 
     @property
+    def single_turn(self) -> tuple[bool | None, ...]:
+        """Of each environment of the mixture, whether its episodes end with their first response; ``None``: not known."""
+        return tuple(True if self.max_turns == 1 else spec.single_turn for spec in self._specs)
+
+    @property
     def success_reward(self) -> float:
         """The reward from which on an episode that terminates is a success."""
         return self._success.threshold

@@ -57,26 +57,28 @@ class GEMClass(NamedTuple):
         pays_progress: whether it pays each step towards the goal with its share of 1, so that an episode that is won has a
             return of 1, and no reward of 1.
         packages: what it imports, and neither GEM's distribution nor this one brings.
+        single_turn: whether it grades one response, and ends; ``None``: not known.
     """
 
     hidden: Callable[[Any], Any] | None
     pays_progress: bool = False
     packages: tuple[str, ...] = ()
+    single_turn: bool | None = False
 
 
 GEM_CLASSES: dict[str, GEMClass] = {
-    "CodeEnv": GEMClass(_nothing, packages=("datasets",)),
+    "CodeEnv": GEMClass(_nothing, packages=("datasets",), single_turn=True),
     "CrosswordsEnv": GEMClass(attrgetter("max_turns", "board", "solution"), True, ("pandas",)),
     "FifteenPuzzleEnv": GEMClass(attrgetter("max_turns", "board")),
     "Game2048Env": GEMClass(attrgetter("max_turns", "target_tile", "board"), True),
     "GuessTheNumberEnv": GEMClass(attrgetter("max_turns", "min_number", "max_number", "game_number")),
     "HangmanEnv": GEMClass(attrgetter("max_turns", "secret_word"), True),
     "MastermindEnv": GEMClass(attrgetter("max_turns", "num_numbers", "game_code"), True),
-    "MathEnv": GEMClass(_nothing, packages=("datasets", "pylatexenc")),
-    "MathVisualEnv": GEMClass(None, packages=("datasets", "pylatexenc")),  # its questions are images
+    "MathEnv": GEMClass(_nothing, packages=("datasets", "pylatexenc"), single_turn=True),
+    "MathVisualEnv": GEMClass(None, packages=("datasets", "pylatexenc"), single_turn=True),  # its questions are images
     "MinesweeperEnv": GEMClass(_generators, True),
-    "QaEnv": GEMClass(_nothing, packages=("datasets",)),
-    "ReasoningGymEnv": GEMClass(_nothing),
+    "QaEnv": GEMClass(_nothing, packages=("datasets",), single_turn=True),
+    "ReasoningGymEnv": GEMClass(_nothing, single_turn=True),
     "SokobanEnv": GEMClass(lambda env: (env.max_turns, env.room_fixed.tolist(), env.room_state.tolist())),
     "SudokuEnv": GEMClass(attrgetter("max_turns", "board"), True),
     "TowerofHanoiEnv": GEMClass(attrgetter("max_turns", "board")),
@@ -142,16 +144,18 @@ def _maker_name(env_id: str) -> str:
 
 def gem_class(env_id: str) -> GEMClass:
     """What is known of the class that GEM makes for an id."""
-    return GEM_CLASSES.get(_maker_name(env_id), GEMClass(None))
+    return GEM_CLASSES.get(_maker_name(env_id), GEMClass(None, single_turn=None))
 
 
 def _resolve(env_id: str) -> EnvSpec:
     env_id = env_id.removeprefix("gem:")
+    known = gem_class(env_id)
     return EnvSpec(
         env_id,
         partial(_make, env_id),
-        success_by="return" if gem_class(env_id).pays_progress else "last",
+        success_by="return" if known.pays_progress else "last",
         divide=not env_id.startswith("eval:"),  # these are held out as they are
+        single_turn=known.single_turn,
     )
 
 

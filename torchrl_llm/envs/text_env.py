@@ -42,7 +42,8 @@ class TextEnv(Protocol):
     such as the secret word and the rules; ``None`` says that nothing is hidden.
 
     A class may declare ``extras = {"regret": float, "state": str}``: numbers and texts that it returns in the ``info`` of every
-    step, and that reach rows and reports (:mod:`~torchrl_llm.envs.extras`).
+    step, and that reach rows and reports (:mod:`~torchrl_llm.envs.extras`). It may declare ``single_turn = True`` (or
+    ``False``): whether every episode ends with its first response, which the setting ``granularity="auto"`` asks.
     """
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
@@ -244,9 +245,11 @@ class EnvSpec:
         divide: whether the streams of training and evaluation use different rows of its data.
         extras: what it returns in the ``info`` of every step, see :mod:`~torchrl_llm.envs.extras`; default nothing. Of a class
             that is given as a factory, its own attribute ``extras``.
+        single_turn: whether every episode ends with its first response, whatever that is; ``None``: it is not known. Of a
+            class that is given as a factory, its own attribute ``single_turn``.
 
     Raises:
-        TypeError: ``extras`` is no mapping from names to ``float`` or ``str``.
+        TypeError: ``extras`` is no mapping from names to ``float`` or ``str``, or ``single_turn`` is no boolean.
     """
 
     name: str
@@ -254,9 +257,12 @@ class EnvSpec:
     success_by: SuccessBy = "last"
     divide: bool = False
     extras: ExtraKinds = field(default_factory=dict, hash=False)
+    single_turn: bool | None = None
 
     def __post_init__(self) -> None:
         check_kinds(self.extras, self.name)
+        if self.single_turn not in (None, True, False):
+            raise TypeError(f"{self.name}: single_turn is {self.single_turn!r:.80}; expected True, False or None.")
 
 
 EnvSource = str | EnvSpec | Callable[..., TextEnv]
@@ -315,7 +321,8 @@ def resolve_env(env: EnvSource) -> EnvSpec:
     if isinstance(env, EnvSpec):
         return env
     if not isinstance(env, str):
-        return EnvSpec(getattr(env, "__name__", type(env).__name__), env, extras=getattr(env, "extras", {}))
+        declared = {"extras": getattr(env, "extras", {}), "single_turn": getattr(env, "single_turn", None)}
+        return EnvSpec(getattr(env, "__name__", type(env).__name__), env, **declared)
     family = env.partition(":")[0]
     if family not in _families and (offered := installed_families().get(family)):
         try:

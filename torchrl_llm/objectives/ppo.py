@@ -62,7 +62,7 @@ class LLMPPOLoss(TurnPolicyLoss):
     lmbda: Share = 0.95
     """Lambda of the turn-level GAE."""
     granularity: Granularity = "turn"
-    """Credit per "turn" or per "token"."""
+    """Credit per "turn" or per "token"; "auto" is per token where the environment ends every episode with its first response."""
     single_turn: bool | None = None
     value_reduction: F.ValueReduction = "first"
     """The value of a turn: "first" (unbiased), "mean" or "last"."""

@@ -34,7 +34,7 @@ class LLMReinforceLoss(TurnPolicyLoss):
     gamma: Share | None = None
     """Discount per turn."""
     granularity: Granularity = "turn"
-    """Credit per "turn" or per "token"."""
+    """Credit per "turn" or per "token"; "auto" is per token where the environment ends every episode with its first response."""
     single_turn: bool | None = None
     normalize_over: Population = "batch"
     """Normalize returns over the "batch", or "none"."""

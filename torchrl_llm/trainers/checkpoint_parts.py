@@ -195,6 +195,7 @@ def config_changes(
     """The settings that differ: name -> (saved, present). A setting that only one of them has counts as ``None``.
 
     ``max_tokens=None`` differs from no number: one was chosen when the saved run was built, and ``build_run`` takes it again.
+    ``granularity="auto"`` is compared by its meaning, when the environment is known.
 
     Examples:
         >>> config_changes({"seed": 1, "output_dir": "a"}, {"seed": 2, "output_dir": "b"}, ignore=["output_dir"])
@@ -202,6 +203,7 @@ def config_changes(
         >>> config_changes({"max_tokens": 4096}, {"max_tokens": None})
         {}
     """
-    same = [*ignore, "max_tokens"] if present.get("max_tokens") is None else ignore
+    decided_later = {"max_tokens": None, "granularity": "auto"}
+    same = [*ignore, *(name for name, value in decided_later.items() if present.get(name) == value)]
     names = [name for name in {**saved, **present} if name not in same]
     return {name: (saved.get(name), present.get(name)) for name in names if saved.get(name) != present.get(name)}

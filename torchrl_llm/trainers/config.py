@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Self
@@ -316,8 +316,10 @@ class RunConfig(
 
     def _check_loss(self) -> None:
         """Raise what the loss and its estimator say of their options, before models are loaded for them."""
+        # What "auto" means, and whether the settings fit that, is known when the run is built.
+        checked = replace(self, granularity="turn") if self.granularity == "auto" else self
         try:
-            self.make_loss(NO_ACTOR, NO_CRITIC)
+            checked.make_loss(NO_ACTOR, NO_CRITIC)
         except ConfigError:
             raise
         except ValueError as error:

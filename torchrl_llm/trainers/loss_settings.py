@@ -31,7 +31,6 @@ _DECIDED_BY_THE_RUN = ("actor", "critic", "joint", "single_turn", "partial")
 
 _OTHER_HINTS: dict[str, Any] = {
     "kl_kind": Literal["k2", "k3"],  # as a loss "k1" has no gradient in expectation
-    "granularity": Literal["turn", "token"],  # "auto" needs to know whether the environment has one turn
     "clip_value": NonNegative,  # None is the loss's default here, so that 0 has to mean no bound
 }
 """Annotations of settings that differ from those of the losses."""

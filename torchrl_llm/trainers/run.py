@@ -31,6 +31,7 @@ from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.demonstrations import check_demonstrations
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
+from torchrl_llm.trainers.granularity import with_granularity
 from torchrl_llm.trainers.health import HealthWatch
 from torchrl_llm.trainers.loggers import MetricsTable
 from torchrl_llm.trainers.memory import with_max_tokens
@@ -51,7 +52,8 @@ class Run:
     """The parts of a run, made by :func:`build_run`.
 
     Attributes:
-        config: the settings, with the ``max_tokens`` that was chosen if none was given.
+        config: the settings, with the ``max_tokens`` that was chosen if none was given, and with what ``granularity="auto"``
+            means.
         tokenizer: the model's.
         models: actor, critic and reference.
         policy: samples; shares the actor's weights, or gets them from ``weight_sync``.
@@ -237,6 +239,7 @@ def _build(
     make_train_env = partial(make_env, stream="train", group_size=config.group_size)
     train_env = make_train_env()
     opened.callback(train_env.close, raise_if_closed=False)
+    config = with_granularity(config, saved, train_env)
     evaluation_env = make_env(stream="eval")
     opened.callback(evaluation_env.close, raise_if_closed=False)
     given = [name for name in ("adaptive_mixture", "env_weights") if getattr(config, name)]

@@ -429,4 +429,6 @@ def resolve_textworld(env_id: str) -> EnvSpec:
     # TextWorld seeds its own generator from numpy's when it is imported.
     with kept_global_rng():
         _textworld()
-    return EnvSpec(env_id, partial(TextWorldGame, name), success_by="return", extras=TextWorldGame.extras)
+    return EnvSpec(
+        env_id, partial(TextWorldGame, name), success_by="return", extras=TextWorldGame.extras, single_turn=False
+    )
