@@ -167,12 +167,12 @@ def _convert(source: Path, folder: Path) -> None:
     if done.returncode or not {*_NEEDED} <= {file.name for file in folder.iterdir()}:
         # -9: killed, which is what systems do that run out of memory.
         said = (done.stderr.strip().splitlines() or ["it wrote nothing"])[-1]
-        error = ConversionError(
+        failed = ConversionError(
             f"Converting {source} has failed (exit status {done.returncode}): {said:.500} It takes {_MEMORY / 1e9:.1f} GB of memory "
             f"and {_DISK / 1e9:.1f} GB of disk space."
         )
-        error.add_note(done.stderr)
-        raise error
+        failed.add_note(done.stderr)
+        raise failed
 
 
 def _convert_here(source: Path, folder: Path) -> None:
