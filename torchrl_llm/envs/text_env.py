@@ -321,8 +321,8 @@ def resolve_env(env: EnvSource) -> EnvSpec:
     if isinstance(env, EnvSpec):
         return env
     if not isinstance(env, str):
-        declared = {"extras": getattr(env, "extras", {}), "single_turn": getattr(env, "single_turn", None)}
-        return EnvSpec(getattr(env, "__name__", type(env).__name__), env, **declared)
+        name = getattr(env, "__name__", type(env).__name__)
+        return EnvSpec(name, env, extras=getattr(env, "extras", {}), single_turn=getattr(env, "single_turn", None))
     family = env.partition(":")[0]
     if family not in _families and (offered := installed_families().get(family)):
         try:

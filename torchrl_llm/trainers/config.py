@@ -317,7 +317,8 @@ class RunConfig(
     def _check_loss(self) -> None:
         """Raise what the loss and its estimator say of their options, before models are loaded for them."""
         # What "auto" means, and whether the settings fit that, is known when the run is built.
-        checked = replace(self, granularity="turn") if self.granularity == "auto" else self
+        known: dict[str, Any] = {"granularity": "turn"} if self.granularity == "auto" else {}
+        checked = replace(self, **known) if known else self
         try:
             checked.make_loss(NO_ACTOR, NO_CRITIC)
         except ConfigError:

@@ -30,7 +30,7 @@ def with_granularity(config: RunConfig, saved: Mapping[str, Any] | None, env: GE
     """
     if config.granularity != "auto":
         return config
-    meant: str = _meaning(env)
+    meant: Any = _meaning(env)
     if saved is not None and "granularity" not in config.accept_changes:
         before = saved.get("granularity")
         if meant != (before or options_of(LOSSES[config.algo])["granularity"].default):
@@ -39,7 +39,8 @@ def with_granularity(config: RunConfig, saved: Mapping[str, Any] | None, env: GE
                 "to that, or name granularity in accept_changes."
             )
         meant = before  # so that the settings are the checkpoint's to the letter
-    return replace(config, granularity=meant)
+    settled: dict[str, Any] = {"granularity": meant}
+    return replace(config, **settled)
 
 
 def _meaning(env: GEMEnv) -> Literal["turn", "token"]:
