@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,9 +22,11 @@ import torch
 from gigpo import GiGPO
 from hgpo import HGPO
 from mt_grpo import MTGRPO
+from published_objectives import DPPO, GMPO, IPO, SAPO
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from torchrl_llm import keys
 from torchrl_llm.modules import TokenScorer, TurnCritic
@@ -108,9 +111,9 @@ class Study:
         self.critic = TurnCritic(tiny_lm(1002))
         nn.init.normal_(self.critic.value_head.weight, generator=torch.Generator().manual_seed(0))
 
-    def reinforce(self, **options) -> LLMReinforceLoss:
+    def reinforce(self, kind: type[LLMReinforceLoss] = LLMReinforceLoss, **options) -> LLMReinforceLoss:
         default = {"gamma": 1.0, "kl_coeff": 0.0, "normalize_over": "none"}
-        return LLMReinforceLoss(self.actor, **PLAIN | default | options)
+        return kind(self.actor, **PLAIN | default | options)
 
     def grpo(self, **options) -> LLMGRPOLoss:
         default = {"kl_coeff": 0.0, "baseline": "leave_one_out", "scale": "none"}
@@ -340,6 +343,10 @@ class TestHolds:
         check(gradient, STUDY.truth(mdp) - KL * STUDY.kl_gradient(mdp))
         assert relative_error(gradient, STUDY.truth(mdp)) > 0.05
 
+    @pytest.mark.parametrize("kind", [SAPO, DPPO, IPO, GMPO])
+    def test_published_objectives(self, kind):
+        check(CUT.expected_gradient(STUDY.reinforce(kind)), STUDY.truth(CUT))
+
     @pytest.mark.parametrize("reduction", ["sum", "mean"])
     def test_pooled_ratios(self, reduction):
         """At ratio 1 a unit's gradient is the sum of its tokens', if they share the advantage."""
@@ -480,6 +487,29 @@ def over_two_groups(**options: object) -> Measure:
     return measure
 
 
+def after_steps(kind: type[LLMReinforceLoss] = LLMReinforceLoss, **options: object) -> Measure:
+    """Episodes of the policy, and the gradient further up along the true one, where tokens have moved by 0.05 nats (KL)."""
+
+    def measure(study: Study) -> tuple[Tensor, Tensor]:
+        rows, chance = study.rows(WHOLE), WHOLE.log_probability(study.actor).exp().detach()
+        shares = chance.unsqueeze(1) * (rows[keys.TURN_IDS] >= 0)
+        start, direction = parameters_to_vector(study.actor.parameters()).detach(), study.truth(WHOLE)
+        moved, gap, steps = Study(0), 0.0, 0
+        moved.actor = deepcopy(study.actor)
+        while gap < 0.05:
+            steps += 1
+            with torch.no_grad():
+                vector_to_parameters(start + 0.1 * steps * direction / direction.norm(), moved.actor.parameters())
+                now = moved.actor(rows.clone())[keys.LOG_PROB]
+            gap = float((shares * F.kl_estimate(rows[keys.SAMPLE_LOG_PROB], now)).sum() / shares.sum())
+        policy_loss = moved.reinforce(kind, **options)
+        batch = write_loss_weights(policy_loss.value_estimator(rows), policy_loss)
+        batch[keys.LOSS_WEIGHT] = len(rows) * batch[keys.LOSS_WEIGHT].double() * chance.unsqueeze(1)
+        return -flat_gradient(total(policy_loss(batch)), moved.actor), moved.truth(WHOLE)
+
+    return measure
+
+
 def maximum_likelihood(study: Study) -> tuple[Tensor, Tensor]:
     gradient = PAIR.expected_gradient(study.grpo(baseline="mean", scale="mean"), 3, same_task=True)
     return gradient, study.truth(PAIR)
@@ -524,6 +554,13 @@ BIASES = {
     "ReBN, batches of 3": Bias(normalized(3, lambda study: study.reinforce(normalize_over="batch")), 0.8875, 0.5028),
     "whitening, batches of 2": Bias(normalized(2, lambda study: study.ppo(whiten=True)), 0.9501, 0.4140),
     "whitening, batches of 3": Bias(normalized(3, lambda study: study.ppo(whiten=True)), 0.9735, 0.5037),
+    "0.05 nats later, no clip": Bias(after_steps(clipping="none"), 0.9858, 0.6305),
+    "0.05 nats later, PPO's clip (0.2)": Bias(after_steps(), -0.6867, 0.4708),
+    "0.05 nats later, CISPO (1.0, 0.28)": Bias(after_steps(clipping="cispo", clip_epsilon=(1.0, 0.28)), 0.9827, 0.5977),
+    "0.05 nats later, SAPO (1.0, 1.05)": Bias(after_steps(SAPO), 0.9853, 0.6045),
+    "0.05 nats later, DPPO's mask (0.2)": Bias(after_steps(DPPO), 0.0839, 0.2425),
+    "0.05 nats later, IPO's mask (0.2)": Bias(after_steps(IPO), 0.6314, 0.2270),
+    "0.05 nats later, GMPO (0.4)": Bias(after_steps(GMPO), -0.4700, 0.4052),
     "KL k2 in the loss (against the KL of conversations)": Bias(kl_term("k2"), 0.9983, 0.8898),
     "KL k3 in the loss (against the KL of conversations)": Bias(kl_term("k3"), 0.9982, 0.7902),
     "discount 0.9 without its factor per turn": Bias(discounted(0.9), 0.9997, 1.0819),
