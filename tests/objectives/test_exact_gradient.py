@@ -13,19 +13,32 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from gigpo import GiGPO
+from hgpo import HGPO
+from mt_grpo import MTGRPO
+from published_objectives import DPPO, GMPO, IPO, SAPO
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from torchrl_llm import keys
 from torchrl_llm.modules import TokenScorer, TurnCritic
-from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss, TurnVTrace
+from torchrl_llm.objectives import (
+    LLMGRPOLoss,
+    LLMPPOLoss,
+    LLMReinforceLoss,
+    TurnPolicyLoss,
+    TurnVTrace,
+    total,
+    write_loss_weights,
+)
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.testing.enumerable import (
     EnumerableMDP,
@@ -75,6 +88,16 @@ WALK = EnumerableMDP(walk, tasks=1)
 """9 conversations of two turns."""
 
 
+def pair(task: int, said: tuple[tuple[int, ...], ...]) -> Step:
+    """Two letters, one a turn: won, for a reward of 1 at the end, by "a" and then not "." (task 0), or by "bb" (task 1)."""
+    won = said == ((1,), (1,)) if task else said[:1] == ((0,),) and said[1:] != ((2,),)
+    return Step(float(len(said) == 2 and won), (task,), 1 if len(said) < 2 else None)
+
+
+PAIR = EnumerableMDP(pair)
+"""18 conversations of two turns, 2 and 1 of them won."""
+
+
 class Study:
     """A policy, a reference, a critic that knows nothing of the game, and the losses with the bias options off.
 
@@ -88,9 +111,9 @@ class Study:
         self.critic = TurnCritic(tiny_lm(1002))
         nn.init.normal_(self.critic.value_head.weight, generator=torch.Generator().manual_seed(0))
 
-    def reinforce(self, **options) -> LLMReinforceLoss:
+    def reinforce(self, kind: type[LLMReinforceLoss] = LLMReinforceLoss, **options) -> LLMReinforceLoss:
         default = {"gamma": 1.0, "kl_coeff": 0.0, "normalize_over": "none"}
-        return LLMReinforceLoss(self.actor, **PLAIN | default | options)
+        return kind(self.actor, **PLAIN | default | options)
 
     def grpo(self, **options) -> LLMGRPOLoss:
         default = {"kl_coeff": 0.0, "baseline": "leave_one_out", "scale": "none"}
@@ -147,6 +170,29 @@ def prefix_parity(rows: TensorDict) -> Tensor:
     return F.turn_first(before, rows[keys.TURN_IDS], rows[keys.TURN_MASK].shape[1]).long() % 2 + 1
 
 
+def graded(mdp: EnumerableMDP, actor: TokenScorer) -> TensorDict:
+    """Rows with a number beside the reward, ``"grade"``: half the first token of each turn, at most 1."""
+    rows = mdp.rows(actor)
+    first = F.turn_first(rows[keys.TOKENS].double(), rows[keys.TURN_IDS], rows[keys.TURN_MASK].shape[1])
+    rows[keys.turn_extra("grade")] = first / 2
+    return rows
+
+
+def two_groups(mdp: EnumerableMDP, policy_loss: TurnPolicyLoss, rows: TensorDict) -> Tensor:
+    """:meth:`EnumerableMDP.expected_gradient` over all batches of two groups of two."""
+    actor = policy_loss.actor_network
+    groups, probability = mdp.batches(actor, 2, same_task=True)
+    pairs = torch.combinations(torch.arange(len(groups)), with_replacement=True)
+    chance = probability[pairs].prod(1) * torch.where(pairs[:, 0] == pairs[:, 1], 1.0, 2.0)
+    batches = []
+    for batch in rows.exclude(keys.EPISODE_ID)[groups[pairs].flatten(1)].unbind(0):
+        batch[keys.GROUP_ID] = torch.tensor([0, 0, 1, 1])
+        batches.append(write_loss_weights(policy_loss.value_estimator(batch), policy_loss))
+    everything = TensorDict.cat(batches)
+    weight = everything[keys.LOSS_WEIGHT].double() * chance.repeat_interleave(4).unsqueeze(1)
+    return -flat_gradient(total(policy_loss(everything.set(keys.LOSS_WEIGHT, weight))), actor)
+
+
 class TestHolds:
     """Unbiased: the expected gradient is the true one."""
 
@@ -184,6 +230,42 @@ class TestHolds:
     def test_the_group_mean_up_to_a_factor(self, mdp, size, credit):
         gradient = mdp.expected_gradient(STUDY.grpo(baseline="mean", credit=credit), size, same_task=True)
         check(gradient, (1 - 1 / size) * STUDY.truth(mdp))
+
+    @pytest.mark.parametrize("size", [2, 3])
+    def test_the_mean_as_scale_is_maximum_likelihood(self, size):
+        """MaxRL: on outcomes of 0 and 1 the gradient of the tasks' mean of pass@1 + ... + pass@(size - 1) / (size - 1)."""
+        chance = PAIR.log_probability(STUDY.actor).exp() * PAIR.returns()
+        rate = PAIR.tasks * chance.view(PAIR.tasks, -1).sum(1)
+        objective = sum((1 - (1 - rate) ** k) / k for k in range(1, size)).mean()
+        policy_loss = STUDY.grpo(baseline="mean", scale="mean")
+        check(PAIR.expected_gradient(policy_loss, size, same_task=True), flat_gradient(objective, STUDY.actor))
+
+    @pytest.mark.parametrize("credit", ["episode", "turn", "state"])
+    def test_components(self, credit):
+        """The rewards and half the grades, each compared with the other episodes."""
+        rows = graded(CUT, STUDY.actor)
+        policy_loss = STUDY.grpo(credit=credit, components={"grade": 0.5})
+        worth = CUT.returns() + 0.5 * rows[keys.turn_extra("grade")].sum(1)
+        truth = CUT.policy_gradient(STUDY.actor, worth)
+        check(CUT.expected_gradient(policy_loss, 2, same_task=True, rows=rows), truth)
+        assert relative_error(STUDY.truth(CUT), truth) > 0.1
+
+    @pytest.mark.parametrize(
+        "name", ["reinforce", "reinforce, gamma 0.5", "reinforce per token", "grpo per turn", "grpo per state"]
+    )
+    def test_shaping_changes_nothing_on_average(self, name):
+        """Whatever the potential is, it only looks at what came before the turn."""
+        rows = CUT.rows(STUDY.actor)
+        rows[keys.turn_extra("phi")] = 3.0 * prefix_parity(rows).double()
+        shaped = {"potential": "phi"}
+        policy_loss, size, gamma = {
+            "reinforce": (STUDY.reinforce(**shaped), 1, 1.0),
+            "reinforce, gamma 0.5": (STUDY.reinforce(gamma=0.5, discounted_objective=True, **shaped), 1, 0.5),
+            "reinforce per token": (STUDY.reinforce(granularity="token", **shaped), 1, 1.0),
+            "grpo per turn": (STUDY.grpo(credit="turn", **shaped), 2, 1.0),
+            "grpo per state": (STUDY.grpo(credit="state", **shaped), 2, 1.0),
+        }[name]
+        check(CUT.expected_gradient(policy_loss, size, same_task=size > 1, rows=rows), STUDY.truth(CUT, gamma))
 
     @pytest.mark.parametrize("granularity", ["turn", "token"])
     def test_ppo_with_any_value(self, granularity):
@@ -260,6 +342,10 @@ class TestHolds:
         gradient = mdp.expected_gradient(policy_loss(), size, same_task=size > 1, rows=rows)
         check(gradient, STUDY.truth(mdp) - KL * STUDY.kl_gradient(mdp))
         assert relative_error(gradient, STUDY.truth(mdp)) > 0.05
+
+    @pytest.mark.parametrize("kind", [SAPO, DPPO, IPO, GMPO])
+    def test_published_objectives(self, kind):
+        check(CUT.expected_gradient(STUDY.reinforce(kind)), STUDY.truth(CUT))
 
     @pytest.mark.parametrize("reduction", ["sum", "mean"])
     def test_pooled_ratios(self, reduction):
@@ -376,14 +462,57 @@ def discounted(gamma: float) -> Measure:
     return lambda study: (WHOLE.expected_gradient(study.reinforce(gamma=gamma)), study.truth(WHOLE, gamma))
 
 
-def gigpo(scale: str) -> Measure:
-    """Against twice the true gradient, for the advantages of the episode and of the turn are added."""
-
+def published(estimator: type, scale: str, mdp: EnumerableMDP = WALK, size: int = 3, factor: float = 1.0) -> Measure:
     def measure(study: Study) -> tuple[Tensor, Tensor]:
-        policy_loss = study.grpo(baseline="mean", scale=scale).make_value_estimator(GiGPO)
-        return WALK.expected_gradient(policy_loss, 3, same_task=True), 2 * study.truth(WALK)
+        policy_loss = study.grpo(baseline="mean", scale=scale).make_value_estimator(estimator)
+        return mdp.expected_gradient(policy_loss, size, same_task=True), factor * study.truth(mdp)
 
     return measure
+
+
+def gigpo(scale: str) -> Measure:
+    """Against twice the true gradient, for the advantages of the episode and of the turn are added."""
+    return published(GiGPO, scale, factor=2.0)
+
+
+def over_two_groups(**options: object) -> Measure:
+    """Of the rewards and, where they are components, the grades."""
+
+    def measure(study: Study) -> tuple[Tensor, Tensor]:
+        rows = graded(WALK, study.actor)
+        worth = WALK.returns() + ("components" in options) * rows[keys.turn_extra("grade")].sum(1)
+        gradient = two_groups(WALK, study.grpo(baseline="mean", **options), rows)
+        return gradient, WALK.policy_gradient(study.actor, worth)
+
+    return measure
+
+
+def after_steps(kind: type[LLMReinforceLoss] = LLMReinforceLoss, **options: object) -> Measure:
+    """Episodes of the policy, and the gradient further up along the true one, where tokens have moved by 0.05 nats (KL)."""
+
+    def measure(study: Study) -> tuple[Tensor, Tensor]:
+        rows, chance = study.rows(WHOLE), WHOLE.log_probability(study.actor).exp().detach()
+        shares = chance.unsqueeze(1) * (rows[keys.TURN_IDS] >= 0)
+        start, direction = parameters_to_vector(study.actor.parameters()).detach(), study.truth(WHOLE)
+        moved, gap, steps = Study(0), 0.0, 0
+        moved.actor = deepcopy(study.actor)
+        while gap < 0.05:
+            steps += 1
+            with torch.no_grad():
+                vector_to_parameters(start + 0.1 * steps * direction / direction.norm(), moved.actor.parameters())
+                now = moved.actor(rows.clone())[keys.LOG_PROB]
+            gap = float((shares * F.kl_estimate(rows[keys.SAMPLE_LOG_PROB], now)).sum() / shares.sum())
+        policy_loss = moved.reinforce(kind, **options)
+        batch = write_loss_weights(policy_loss.value_estimator(rows), policy_loss)
+        batch[keys.LOSS_WEIGHT] = len(rows) * batch[keys.LOSS_WEIGHT].double() * chance.unsqueeze(1)
+        return -flat_gradient(total(policy_loss(batch)), moved.actor), moved.truth(WHOLE)
+
+    return measure
+
+
+def maximum_likelihood(study: Study) -> tuple[Tensor, Tensor]:
+    gradient = PAIR.expected_gradient(study.grpo(baseline="mean", scale="mean"), 3, same_task=True)
+    return gradient, study.truth(PAIR)
 
 
 BIASES = {
@@ -405,10 +534,33 @@ BIASES = {
     "group standard deviation, groups of 2, one task": Bias(group_std(2, ONE), 0.9996, 0.2404),
     "GiGPO without standard deviations, groups of 3, one task": Bias(gigpo("none"), 0.9999, 0.6219),
     "GiGPO, groups of 3, one task": Bias(gigpo("std"), 0.9996, 0.3688),
+    "HGPO without standard deviations, groups of 3, one task": Bias(published(HGPO, "none"), 0.9997, 0.5745),
+    "HGPO, groups of 3, one task": Bias(published(HGPO, "std"), 0.9991, 0.4418),
+    "MT-GRPO, two turns, groups of 3, one task": Bias(published(MTGRPO, "std"), 0.9997, 0.5702),
+    "MT-GRPO without standard deviations, three turns, groups of 2, one task": Bias(
+        published(MTGRPO, "none", WALK.uncut, 2), 0.9999, 0.4644
+    ),
+    "MaxRL on outcomes, groups of 3, two tasks (against the success rate)": Bias(maximum_likelihood, 0.9981, 1.5222),
+    "REINFORCE++ with its baseline, two groups of 2, one task": Bias(
+        over_two_groups(scale="none", whiten=True), 0.9999, 0.3378
+    ),
+    "GDPO, two groups of 2, one task": Bias(
+        over_two_groups(components={"grade": 1.0}, scale="std", whiten=True), 0.8063, 0.1464
+    ),
+    "REINFORCE++ (ReBN per token), batches of 2": Bias(
+        normalized(2, lambda study: study.reinforce(normalize_over="batch", granularity="token")), 0.9018, 0.4837
+    ),
     "ReBN, batches of 2": Bias(normalized(2, lambda study: study.reinforce(normalize_over="batch")), 0.8344, 0.4376),
     "ReBN, batches of 3": Bias(normalized(3, lambda study: study.reinforce(normalize_over="batch")), 0.8875, 0.5028),
     "whitening, batches of 2": Bias(normalized(2, lambda study: study.ppo(whiten=True)), 0.9501, 0.4140),
     "whitening, batches of 3": Bias(normalized(3, lambda study: study.ppo(whiten=True)), 0.9735, 0.5037),
+    "0.05 nats later, no clip": Bias(after_steps(clipping="none"), 0.9858, 0.6305),
+    "0.05 nats later, PPO's clip (0.2)": Bias(after_steps(), -0.6867, 0.4708),
+    "0.05 nats later, CISPO (1.0, 0.28)": Bias(after_steps(clipping="cispo", clip_epsilon=(1.0, 0.28)), 0.9827, 0.5977),
+    "0.05 nats later, SAPO (1.0, 1.05)": Bias(after_steps(SAPO), 0.9853, 0.6045),
+    "0.05 nats later, DPPO's mask (0.2)": Bias(after_steps(DPPO), 0.0839, 0.2425),
+    "0.05 nats later, IPO's mask (0.2)": Bias(after_steps(IPO), 0.6314, 0.2270),
+    "0.05 nats later, GMPO (0.4)": Bias(after_steps(GMPO), -0.4700, 0.4052),
     "KL k2 in the loss (against the KL of conversations)": Bias(kl_term("k2"), 0.9983, 0.8898),
     "KL k3 in the loss (against the KL of conversations)": Bias(kl_term("k3"), 0.9982, 0.7902),
     "discount 0.9 without its factor per turn": Bias(discounted(0.9), 0.9997, 1.0819),

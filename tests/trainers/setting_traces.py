@@ -62,6 +62,16 @@ class Guess:
         return "Again.", float(sum(map(ord, action)) % 3), self.turn == 2, False, {}
 
 
+class Rated(Guess):
+    """Gives a number with every turn."""
+
+    extras: ClassVar[dict[str, type]] = {"rating": float}
+
+    def step(self, action):
+        *step, _ = super().step(action)
+        return *step, {"rating": float(len(action) % 4)}
+
+
 class Half(Guess):
     """Pays in every second task, so that groups of the others have no spread."""
 

@@ -52,7 +52,7 @@ class TestRunConfig:
             ({"critic_warmup": 2, "critic_coeff": 0}, "critic_warmup=2 does nothing with critic_coeff=0"),
             ({"critic_warmup": 2, "lr_critic": 0.0}, "critic_warmup=2 does nothing with lr_critic=0.0"),
             ({"critic_warmup": 2, "lr_actor": 0.0}, "does nothing with lr_critic=None and lr_actor=0.0"),
-            ({"algo": "GRPO", "group_size": 4, "whiten": True}, "whiten=True does nothing with algo='GRPO'"),
+            ({"algo": "LLMREINFORCE", "whiten": True}, "whiten=True does nothing with algo='LLMREINFORCE'"),
             ({"dynamic_sampling": 2}, "group_size=1, expected at least 2"),
             ({"dynamic_sampling": -1}, "dynamic_sampling is -1; expected an integer, at least 0"),
             ({"overlong_buffer": 4}, "overlong_buffer=4 does nothing with overlong_penalty=0.0"),
@@ -182,13 +182,14 @@ class TestRunConfig:
         "settings",
         [
             {"max_staleness": 0},
-            {"algo": "GRPO", "group_size": 4, "whiten": False},
+            {"algo": "LLMREINFORCE", "whiten": False},
+            {"algo": "SFT", "whiten": False},
             {"algo": "GRPO", "group_size": 4, "critic_coeff": 0.0, "clip_value": 0},
             {"sleep_mode": False, "engine_process": False, "offload_base": False},
             {"ray_worker_gpus": 0},
             {"critic_warmup": 2, "lr_critic": 1e-3, "lr_actor": 0.0},
         ],
-        ids=["max_staleness", "whiten", "critic", "engine", "ray", "critic_warmup"],
+        ids=["max_staleness", "whiten", "whiten of SFT", "critic", "engine", "ray", "critic_warmup"],
     )
     def test_a_value_that_says_what_is_so_anyway_is_no_error(self, settings):
         config = RunConfig(**settings)

@@ -21,6 +21,7 @@ from setting_traces import (
     Halved,
     Lighter,
     Other,
+    Rated,
     Slow,
     adapters,
     built,
@@ -221,7 +222,12 @@ LAW: dict[str, list[Case]] = {
     "clip_value": [works(1e-3, "LLMPPO"), works(0.0, "LLMPPO", clip_value=1e-3), idle(0.3)],
     "granularity": [works("token", "LLMPPO"), works("token"), idle("token", "GRPO"), idle("auto", "GRPO")],
     "value_reduction": [works("mean", "LLMPPO"), idle("mean")],
-    "whiten": [works(False, "LLMPPO"), idle(True)],
+    "whiten": [
+        works(False, "LLMPPO"),
+        works(True, "GRPO", scale="none", max_grad_norm=1e3, env=Guess),
+        idle(True, "GRPO", **OTHERS),
+        idle(True),
+    ],
     "normalize_over": [works("none"), idle("none", "LLMPPO"), idle("none", "SFT")],
     "credit": [works("turn", "GRPO", env=Guess), works("state", "GRPO", env=Guess, **OTHERS), idle("turn")],
     "state": [works("observation", "GRPO", env=Guess, credit="state", **OTHERS), idle("observation", "GRPO")],
@@ -230,7 +236,21 @@ LAW: dict[str, list[Case]] = {
     "scale": [
         works("batch", "GRPO", batch_size=8, env=Guess),
         works("none", "GRPO", max_grad_norm=1e3, env=Guess),
+        works("mean", "GRPO", max_grad_norm=1e3, env=Guess),
+        idle("mean", "GRPO", credit="turn"),
         idle("none"),
+    ],
+    "components": [
+        works({"rating": 1.0}, "GRPO", env=Rated),
+        works({"rating": -1.0}, "GRPO", env=Rated, components={"rating": 1.0}),
+        idle({"rating": "much"}, "GRPO", env=Rated),
+        idle({"rating": 1.0}),
+    ],
+    "potential": [
+        works("rating", env=Rated),
+        works("rating", "GRPO", env=Rated, credit="turn"),
+        idle("rating", "GRPO", env=Rated),
+        idle("rating", "LLMPPO"),
     ],
     # the optimizer
     "lr_actor": [works(1e-3)],

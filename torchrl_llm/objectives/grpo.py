@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchrl_llm.objectives import functional as F
-from torchrl_llm.objectives.estimators.returns import STATE_IDLE, Credit, GroupRelative
+from torchrl_llm.objectives.estimators.returns import POTENTIAL_IDLE, STATE_IDLE, Credit, GroupRelative
 from torchrl_llm.objectives.loss import TurnPolicyLoss
 from torchrl_llm.options import Count, NonNegative, Share
 
@@ -19,6 +19,9 @@ class LLMGRPOLoss(TurnPolicyLoss):
     - GSPO (arXiv:2507.18071): ``ratio_level="sequence", unit_weight="equal"``;
     - Dr. GRPO (arXiv:2503.20783): ``scale="none", weighting="constant", weight_constant=...``;
     - RLOO (arXiv:2402.14740): ``baseline="leave_one_out", scale="none"``;
+    - REINFORCE++ with its baseline (arXiv:2501.03262): ``scale="none", whiten=True, kl_kind="k2"``;
+    - MaxRL (arXiv:2602.02710): ``scale="mean"``;
+    - GDPO (arXiv:2601.05242): ``components={"format": 1.0}, whiten=True``;
     - DAPO's clip (arXiv:2503.14476): ``clip_epsilon=(0.2, 0.28)``;
     - CISPO (arXiv:2506.13585): ``clipping="cispo", clip_epsilon=(1.0, 0.28)``.
 
@@ -26,14 +29,15 @@ class LLMGRPOLoss(TurnPolicyLoss):
         actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
 
     Keyword Args:
-        gamma, credit, state, alone, baseline, scale, group_size, partial: see :class:`~torchrl_llm.objectives.GroupRelative`.
-            Defaults: 1.0, ``"episode"``, ``"prefix"``, ``"turn"``, ``"mean"``, ``"std"``, ``None``, ``"error"``.
+        gamma, credit, state, alone, baseline, scale, components, whiten, potential, group_size, partial: see
+            :class:`~torchrl_llm.objectives.GroupRelative`. Defaults: 1.0, ``"episode"``, ``"prefix"``, ``"turn"``, ``"mean"``,
+            ``"std"``, ``None``, ``False``, ``None``, ``None``, ``"error"``.
         kl_coeff: weight of the KL to the reference. Default: 5e-4.
         **options: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
     """
 
     default_value_estimator = GroupRelative
-    idle = (*TurnPolicyLoss.idle, STATE_IDLE)
+    idle = (*TurnPolicyLoss.idle, STATE_IDLE, POTENTIAL_IDLE)
 
     gamma: Share = 1.0
     """Discount per turn."""
@@ -46,7 +50,13 @@ class LLMGRPOLoss(TurnPolicyLoss):
     baseline: F.Baseline = "mean"
     """The group's "mean", or "leave_one_out" (with scale="none")."""
     scale: F.Scale = "std"
-    """Divide by the group's "std", that of the "batch", or "none"."""
+    """Divide by the group's "std", that of the "batch", the group's "mean" (MaxRL), or "none"."""
+    components: dict[str, float] | None = None
+    """Further rewards, extras with their weights, each compared by itself and added: {format: 0.5}."""
+    whiten: bool = False
+    """Whiten the advantages over the batch."""
+    potential: str | None = None
+    """Shape rewards by this extra, the potential of the state before each turn: a baseline of returns."""
     group_size: Count | None = None
     partial: F.Partial = "error"
     kl_coeff: NonNegative = 5e-4

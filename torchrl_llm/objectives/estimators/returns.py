@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial as bind
 from typing import Any, Literal, cast
 
 import torch
@@ -13,19 +14,57 @@ from torch import Tensor
 from torchrl_llm import keys
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.estimators.base import GRANULARITY_IDLE, Granularity, TurnEstimator, step_of
-from torchrl_llm.options import Count, Idle, Natural, NonNegative, Share
+from torchrl_llm.options import Count, Finite, Idle, Natural, NonNegative, Share, check_value
 
 Population = Literal["batch", "none"]
 Credit = Literal["episode", "turn", "state"]
 STATE_IDLE = Idle(("state", "alone"), {"credit": ("episode", "turn")}, 'set credit to "state"')
 """What only counts where states are compared."""
+POTENTIAL_IDLE = Idle(("potential",), {"credit": ("episode",)}, 'set credit to "turn" or "state"')
+"""Over a whole episode shaping adds up to the potential of its first state, which a group shares."""
 
 
+def numbers_of(rows: TensorDictBase, option: str, name: str) -> Tensor:
+    """The extra ``name`` that the environment declares as a number, ``[B, T]``; 0 for a turn that has none.
+
+    Args:
+        rows: ``[B]``.
+        option: which asks for it, for the errors.
+        name: of the extra.
+
+    Raises:
+        KeyError: the rows have no extra of that name.
+        TypeError: the extra is a text.
+    """
+    extras = keys.turn_extras(rows)
+    if name not in extras:
+        raise KeyError(
+            f"{option} names {name!r}, which is no extra of these rows; they have {sorted(extras)}. Give one that the environment "
+            "declares as a number."
+        )
+    if not extras[name].is_floating_point():
+        raise TypeError(
+            f"{option} names {name!r}, an extra that is a text; expected one that is declared as a number (float)."
+        )
+    return extras[name].nan_to_num(0.0)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
 class ReturnEstimator(TurnEstimator):
     """Base class of the estimators that compare returns, without a critic.
 
     The KL is scored like the rewards and added; whether scores differ at all is judged without it.
+
+    Keyword Args:
+        potential: shape the rewards by this extra, a number that the environment declares and gives with every turn: the
+            potential ``phi(s_k)`` of the state in which turn ``k`` was decided. Each turn is paid ``gamma * phi(s_{k+1}) - phi(s_k)`` more,
+            with 0 after the end, which changes no optimal policy (Ng et al., 1999, "Policy invariance under reward
+            transformations"). Over the rest of an episode these payments add up to ``-phi(s_k)``: in a return the potential is a
+            baseline that depends on the state alone, and the expected gradient stays the same. A turn without the number
+            (NaN) counts as 0. Default: ``None``.
     """
+
+    potential: str | None = None
 
     @property
     def takes_kl(self) -> bool:
@@ -43,9 +82,16 @@ class ReturnEstimator(TurnEstimator):
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         reward, mask, _, acted = self._turns(tensordict)
         score, penalty = (self.score(r, mask, acted) for r in (reward, self._turn_penalty(tensordict)))
+        if self.potential is not None:
+            penalty = penalty - self._potential(tensordict)
         advantage = self.compare(tensordict, score, penalty, acted)
         written = {"turn_advantage": advantage, "turn_value_target": score + penalty}
         return {name: torch.where(acted, x if x.ndim == 2 else x.unsqueeze(1), 0.0) for name, x in written.items()}
+
+    def _potential(self, tensordict: TensorDictBase) -> Tensor:
+        """The potential of the state before each turn, ``[B, T]``: what its shaped return lacks; 0 off the mask."""
+        potential = numbers_of(tensordict, "potential", cast(str, self.potential))
+        return torch.where(self._get(tensordict, "mask"), potential, 0.0)
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -66,6 +112,7 @@ class ReBN(ReturnEstimator):
         eps: added to the standard deviation. Default: 1e-8.
         normalize_over: ``"batch"``: all steps of the batch; ``"none"``: the plain returns (REINFORCE, Williams, 1992), without
             use of ``ddof`` and ``eps``. Default: ``"batch"``.
+        potential: see :class:`~torchrl_llm.objectives.ReturnEstimator`. Default: ``None``.
         kl_coeff, discounted_objective, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`.
 
     Examples:
@@ -100,6 +147,8 @@ class ReBN(ReturnEstimator):
         reward, mask, turn_ids, _ = self._turns(tensordict)
         acted, rewards = turn_ids >= 0, F.token_rewards(reward, turn_ids, mask)
         score, penalty = (self.score(r, acted, acted) for r in (rewards, self._kl_penalty(tensordict)))
+        if self.potential is not None:
+            penalty = penalty - F.turn_to_token(self._potential(tensordict), turn_ids)
         advantage = self.compare(tensordict, score, penalty, acted)
         written = {"advantage": torch.where(acted, advantage, 0.0), "value_target": score + penalty}
         turns = {f"turn_{name}": F.turn_first(value, turn_ids, mask.shape[1]) for name, value in written.items()}
@@ -120,7 +169,7 @@ class GroupRelative(ReturnEstimator):
 
     Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]`` and ``"group_id"``
     ``[B]``; for states also ``"tokens"`` ``[B, L]`` or ``("turn", "extra", state)`` ``[B, T]``. Writes ``"advantage"``, ``"value_target"`` ``[B, L]`` and ``("turn", advantage / value_target)``
-    ``[B, T]``; the target is the return that was compared.
+    ``[B, T]``; the target is the return of the reward that was compared.
 
     Keyword Args:
         gamma: discount per turn. Default: 1.0.
@@ -134,8 +183,16 @@ class GroupRelative(ReturnEstimator):
         alone: what a turn is compared with whose state no other episode of the group was in: the others at the same
             ``"turn"``, or nothing: it keeps its ``"return"``. Default: ``"turn"``.
         baseline: ``"mean"`` of the group, or ``"leave_one_out"``: the mean of the others. Default: ``"mean"``.
-        scale: divide by the standard deviation of the group (``"std"``), of the batch (``"batch"``), or not (``"none"``).
-            Default: ``"std"``.
+        scale: divide by the standard deviation of the group (``"std"``), of the batch (``"batch"``), by the group's ``"mean"``
+            (MaxRL, arXiv:2602.02710; for episode returns that are not negative), or not (``"none"``). Default: ``"std"``.
+        components: further rewards, the extras of these names, with their weights: each is compared by itself, with the
+            options here, and added (GDPO, Liu et al., 2026, arXiv:2601.05242, eqs. 4, 5), so that one with a large spread does
+            not drown the others. The reward itself has the weight 1; pay the main one as the reward and declare the others. A KL
+            penalty is compared by itself, too, without scale. ``None``: the reward alone. Default: ``None``.
+        whiten: normalize advantages to mean 0 and variance 1 over what was compared in the batch, episodes or, with ``credit="turn"``,
+            turns: the last step of GDPO, and with ``scale="none"`` REINFORCE++ with its baseline (Hu et al., 2025,
+            arXiv:2501.03262). Default: ``False``.
+        potential: see :class:`~torchrl_llm.objectives.ReturnEstimator`; for ``credit="turn"`` and ``"state"``. Default: ``None``.
         ddof: the variance divides by ``size - ddof``. Default: 1.
         eps: added to the standard deviation. Default: 1e-6.
         group_size: episodes in a group; ``None``: as many as in the largest group of the batch.
@@ -154,7 +211,7 @@ class GroupRelative(ReturnEstimator):
                 [ 0.,  1.]])
     """
 
-    idle = (*ReturnEstimator.idle, STATE_IDLE)
+    idle = (*ReturnEstimator.idle, STATE_IDLE, POTENTIAL_IDLE)
     _reads = (*ReturnEstimator._reads, "group_id")
 
     credit: Credit = "episode"
@@ -162,6 +219,8 @@ class GroupRelative(ReturnEstimator):
     alone: F.Alone = "turn"
     baseline: F.Baseline = "mean"
     scale: F.Scale = "std"
+    components: dict[str, float] | None = None
+    whiten: bool = False
     ddof: Natural = 1
     eps: NonNegative = 1e-6
     group_size: Count | None = None
@@ -169,6 +228,9 @@ class GroupRelative(ReturnEstimator):
 
     def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
         super().__post_init__(value_network)
+        self._check_options()
+
+    def _check_options(self) -> None:
         if self.discounted_objective and self.credit == "episode":
             raise ValueError(
                 'credit="episode" is discounted from the first turn on; discounted_objective is for credit="turn" '
@@ -179,6 +241,16 @@ class GroupRelative(ReturnEstimator):
                 f'credit="state" with baseline="{self.baseline}" and scale="{self.scale}" is biased; give '
                 'baseline="leave_one_out" and scale="none".'
             )
+        if self.whiten and self.baseline == "leave_one_out":
+            raise ValueError(
+                'baseline="leave_one_out" with whiten=True is biased; leave whiten out, or use baseline="mean".'
+            )
+        if self.scale == "mean" and self.credit != "episode":
+            raise ValueError(
+                f'scale="mean" is for the outcomes of episodes; give credit="episode", not {self.credit!r}.'
+            )
+        for name, weight in (self.components or {}).items():
+            check_value(f"The weight of components[{name!r}]", weight, Finite)
         # A wrong option is an error now, not after the first rollout.
         F.group_relative(torch.empty(0), torch.empty(0, dtype=torch.int64), **self.options)
 
@@ -199,9 +271,10 @@ class GroupRelative(ReturnEstimator):
 
     def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:
         group_id = self._get(tensordict, "group_id")
-        if self.credit == "state":
+        scores = [(1.0, score), *self._component_scores(tensordict, acted)]
+        if self.credit == "state":  # linear, so that the sum may be compared as well
             return F.state_relative(
-                score + penalty,
+                sum(weight * each for weight, each in scores) + penalty,
                 self.states(tensordict),
                 group_id,
                 acted,
@@ -209,14 +282,30 @@ class GroupRelative(ReturnEstimator):
                 group_size=self.group_size,
                 partial=self.partial,
             )
-        return F.group_relative(
-            score,
-            group_id,
-            **self.options,
-            penalty=penalty,
-            mask=acted if score.ndim == 2 else None,
-            process_group=self.process_group,
+        mask = acted if score.ndim == 2 else None
+        relative = bind(
+            F.group_relative, group_id=group_id, **self.options, mask=mask, process_group=self.process_group
         )
+        if not self.components and not self.whiten:
+            return relative(score, penalty=penalty)
+        plain = cast(Tensor, sum(weight * relative(each) for weight, each in scores))
+        if self.components:
+            # Scores that do not differ leave the penalty: centered, and without scale.
+            total = plain + relative(torch.zeros_like(score), penalty=penalty)
+        else:
+            total = relative(score, penalty=penalty)
+        if not self.whiten:
+            return total
+        compared = acted.any(1) if mask is None else mask
+        return F.standardize(plain, compared, self.ddof, self.eps, self.process_group, penalty=total - plain)
+
+    def _component_scores(self, tensordict: TensorDictBase, acted: Tensor) -> list[tuple[float, Tensor]]:
+        """The weight of each of ``components``, and what is compared of it, in the shape of the score."""
+        mask = self._get(tensordict, "mask")
+        rewards = (
+            (weight, numbers_of(tensordict, "components", name)) for name, weight in (self.components or {}).items()
+        )
+        return [(weight, self.score(reward, mask, acted)) for weight, reward in rewards]
 
     def states(self, tensordict: TensorDictBase) -> Tensor:
         """The state before each turn, as a number ``[B, T]`` int64 that is equal for turns in the same state.

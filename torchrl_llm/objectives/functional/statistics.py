@@ -26,7 +26,7 @@ __all__ = [
 
 Baseline = Literal["mean", "leave_one_out"]
 """What a score is compared with, see :func:`group_relative`."""
-Scale = Literal["std", "batch", "none"]
+Scale = Literal["std", "batch", "mean", "none"]
 """What centered scores are divided by."""
 Partial = Literal["error", "allow"]
 """What happens to groups of another size."""
@@ -148,16 +148,19 @@ def group_relative(
     ``"leave_one_out"`` takes the mean of the others (RLOO, Ahmadian et al., 2024, arXiv:2402.14740); ``scale="none"``
     leaves out the division (Dr. GRPO, Liu et al., 2025, arXiv:2503.20783); ``scale="batch"`` divides by the standard deviation
     of the whole batch (Liu et al., 2025, arXiv:2508.08221), so that a rare outcome does not weigh more than others where the
-    rest of its group agrees.
+    rest of its group agrees. ``scale="mean"`` divides by the group's mean (MaxRL, Tajwar et al., 2026, arXiv:2602.02710, eq. 10):
+    for scores of 0 and 1 in groups of ``n`` the expected gradient is that of ``pass@1 + pass@2 / 2 + ... + pass@(n-1) / (n-1)``, which
+    becomes the logarithm of the success rate as ``n`` grows.
 
     Args:
         score: ``[B]``, the episode's return; or ``[B, T]``, compared column by column: the return from each turn on,
             0 for an episode that is over by then.
         group_id: ``[B]`` int64.
         baseline: subtract the group's mean, or the mean of the others.
-        scale: divide by the standard deviation of the group's scores (``"std"``), by that of all scores (``"batch"``), or not.
+        scale: divide by the standard deviation of the group's scores (``"std"``), by that of all scores (``"batch"``), by the
+            ``"mean"`` of the group's scores, which must not be negative, or not.
         ddof: the variance divides by ``size - ddof``.
-        eps: added to the standard deviation.
+        eps: added to the standard deviation (and not to the mean, which is not 0 where scores differ).
         group_size: how many episodes a group has; ``None``: as many as the largest one in the batch.
         partial: ``"error"`` raises ``ValueError`` on a group of another size, ``"allow"`` takes what there is.
         penalty: the shape of ``score``, added to it: the return of a KL penalty in the reward. Whether there is a spread is
@@ -169,9 +172,14 @@ def group_relative(
         The shape of ``score``, float32 or wider; without a penalty 0 in a group of one and where a group's scores do not
         differ (``std <= 1e-6 * max(1, |mean|)``).
 
+    Raises:
+        ValueError: options that do not go together, a part of a group, or ``scale="mean"`` with a negative score.
+
     Examples:
         >>> group_relative(torch.tensor([0.0, 1.0, 5.0, 5.0]), torch.tensor([4, 4, 9, 9]), scale="none")
         tensor([-0.5000,  0.5000,  0.0000,  0.0000])
+        >>> group_relative(torch.tensor([0.0, 0.0, 0.0, 1.0]), torch.tensor([4, 4, 4, 4]), scale="mean")
+        tensor([-1., -1., -1.,  3.])
     """
     if score.shape[:1] != group_id.shape:
         raise ValueError(
@@ -193,17 +201,25 @@ def group_relative(
         whole = _batch_statistics(total, counted, ddof, process_group)[1]
     if score.numel() == 0:
         return score
+    if scale == "mean" and bool((score < 0).any()):
+        raise ValueError(
+            f'scale="mean" divides by the mean of scores that are at least 0, such as outcomes of 0 and 1, and one is '
+            f"{score.min():.3g}: pay no negative rewards, or use another scale."
+        )
     labels, index, counts = group_id.unique(return_inverse=True, return_counts=True)
     if partial == "error":
         check_groups(labels, counts, group_size)
     size = counts.to(score.dtype).view(-1, *[1] * (score.ndim - 1))
-    centered, std, spread = _center(score, penalty, bind(_group_statistics, index=index, size=size, ddof=ddof))
+    statistics = bind(_group_statistics, index=index, size=size, ddof=ddof)
+    centered, std, spread = _center(score, penalty, statistics)
     if baseline == "leave_one_out":
         # x - mean of the others = (x - mean) * n / (n - 1).
         return centered * (size / (size - 1).clamp_min(1.0))[index]
     if scale == "none":
         return centered
-    return centered / torch.where(spread, (std if scale == "std" else whole) + eps, 1.0)
+    # The mean is that of the scores alone: a penalty may be of any sign.
+    divisor = statistics(score)[0] if scale == "mean" else (std if scale == "std" else whole) + eps
+    return centered / torch.where(spread, divisor, 1.0)
 
 
 def effective_sample_size(log_ratio: Tensor, weight: Tensor) -> Tensor:
