@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -17,11 +17,11 @@ DATA = registered.PATH.with_name("credit.json")
 Results = list[dict[str, Any]]
 
 
-def scores_of(runs: Results, name: str, worlds: list[str], key: str = "score") -> Scores:
-    """``[worlds, seeds]``; of a curve the mean."""
+def scores_of(runs: Results, name: str, worlds: list[str], measure: registered.Measure) -> Scores:
+    """``[worlds, seeds]``."""
 
     def figure(run: dict[str, Any]) -> float:
-        return fmean(run["curve"]) if key == "curve" else run[key]
+        return fmean(run["curve"]) if measure == "training" else run["score"]
 
     return np.array(
         [[figure(run) for run in runs if (run["estimator"], run["world"]) == (name, world)] for world in worlds]
@@ -34,32 +34,38 @@ def cell(scores: Scores) -> str:
     return f"{overall(scores):.2f} ({low:.2f} to {high:.2f})"
 
 
-def world_table(runs: Results, key: str) -> str:
+def world_table(runs: Results, measure: registered.Measure) -> str:
     """One line an estimator: every world, and all together."""
     worlds = list(registered.WORLDS)
     lines = [f"| | {' | '.join(worlds)} | all |", "|---|" + "---|" * (len(worlds) + 1)]
     for name in registered.ESTIMATORS:
-        cells = [cell(scores_of(runs, name, [world], key)) for world in worlds]
-        lines.append(f"| {name} | {' | '.join(cells)} | {cell(scores_of(runs, name, worlds, key))} |")
+        cells = [cell(scores_of(runs, name, [world], measure)) for world in worlds]
+        lines.append(f"| {name} | {' | '.join(cells)} | {cell(scores_of(runs, name, worlds, measure))} |")
     return "\n".join(lines)
 
 
 def hypothesis_table(runs: Results) -> str:
-    """One line a pair: probability of improvement, for the final score and for the mean over training."""
+    """One line a pair: the probability of improvement by both measures, and what the one that judges says."""
     lines = [
-        "| hypothesis | pair | final: P(improvement) | training: P(improvement) | final differs |",
-        "|---|---|---|---|---|",
+        "| hypothesis | pair | training: P(improvement) | final: P(improvement) | judged by | differs |",
+        "|---|---|---|---|---|---|",
     ]
-    for hypothesis, (world, pairs) in registered.COMPARED.items():
+    for hypothesis, (world, judge, pairs) in registered.COMPARED.items():
         for better, worse in pairs:
-            cells = []
-            for key in ("score", "curve"):
-                both = [scores_of(runs, name, [world], key) for name in (better, worse)]
-                low, high = interval(improvement, *both)
-                cells.append((f"{float(improvement(*both)):.2f} ({low:.2f} to {high:.2f})", low > 0.5 or high < 0.5))
-            claim = "yes" if cells[0][1] else "no"
-            lines.append(f"| {hypothesis} | {better} over {worse} | {cells[0][0]} | {cells[1][0]} | {claim} |")
+            found = {each: compare(runs, world, better, worse, each) for each in get_args(registered.Measure)}
+            cells = [f"{value:.2f} ({low:.2f} to {high:.2f})" for value, low, high in found.values()]
+            _, low, high = found[judge]
+            verdict = "yes" if low > 0.5 else "the other way" if high < 0.5 else "no"
+            lines.append(f"| {hypothesis} | {better} over {worse} | {' | '.join(cells)} | {judge} | {verdict} |")
     return "\n".join(lines)
+
+
+def compare(
+    runs: Results, world: str, better: str, worse: str, measure: registered.Measure
+) -> tuple[float, float, float]:
+    """Probability of improvement, and its interval."""
+    both = [scores_of(runs, name, [world], measure) for name in (better, worse)]
+    return float(improvement(*both)), *interval(improvement, *both)
 
 
 def tuning_table(runs: Results) -> str:
@@ -121,8 +127,8 @@ def write_report(root: Path, page: Path, plots: Path) -> None:
     DATA.write_text(json.dumps(found, separators=(",", ":")) + "\n")
     runs = found["runs"]
     plot_curves(runs, plots / "study.png")
-    fill(page, "study, final", world_table(runs, "score"))
-    fill(page, "study, training", world_table(runs, "curve"))
+    fill(page, "study, final", world_table(runs, "final"))
+    fill(page, "study, training", world_table(runs, "training"))
     fill(page, "study, hypotheses", hypothesis_table(runs))
     fill(page, "study, tuning", tuning_table(runs))
     total = sum(run["cpu_s"] for run in [*runs, *found["tuning"]])

@@ -60,9 +60,9 @@ class TestRegistration:
                 RunConfig(
                     **registered.COMMON | options | registered.GRID[0], env_name=f"world:{world}", env_options=settings
                 )
-        named = {name for _, pairs in registered.COMPARED.values() for pair in pairs for name in pair}
+        named = {name for _, _, pairs in registered.COMPARED.values() for pair in pairs for name in pair}
         assert named <= set(registered.ESTIMATORS)
-        assert {world for world, _ in registered.COMPARED.values()} == set(registered.WORLDS)
+        assert {world for world, _, _ in registered.COMPARED.values()} == set(registered.WORLDS)
         assert set(registered.COMPARED) < set(registered.HYPOTHESES)
 
     def test_seeds_are_drawn_and_those_of_tuning_are_others(self, study):
@@ -187,8 +187,17 @@ class TestPage:
         page.write_report(tmp_path, target, tmp_path)
         text = target.read_text()
         assert "| GRPO | 0.25 (0.25 to 0.25) |" in text
-        assert "| H3 revisits | GRPO per state over GRPO | 1.00 (1.00 to 1.00) | 1.00 (1.00 to 1.00) | yes |" in text
-        assert "| H2 distraction | returns to go over RLOO | 0.50 (0.50 to 0.50) | 0.50 (0.50 to 0.50) | no |" in text
+        assert (
+            "| H3 revisits | GRPO per state over GRPO | 1.00 (1.00 to 1.00) | 1.00 (1.00 to 1.00) | training | yes |"
+            in text
+        )
+        assert (
+            "| H2 distraction | returns to go over RLOO | 0.50 (0.50 to 0.50) | 0.50 (0.50 to 0.50) | training | no |"
+            in text
+        )
+        assert (
+            "| H4 truncation | PPO 0.95 over GRPO | 1.00 (1.00 to 1.00) | 1.00 (1.00 to 1.00) | final | yes |" in text
+        )
         (tmp_path / "results.json").unlink()
         again = target.read_text()
         page.write_report(tmp_path, target, tmp_path)  # from the raw data in the repository
