@@ -119,7 +119,10 @@ PACKAGES = {
     "tuning": (),
     "report": ("curves", "episodes", "run_files"),
     "cli": (),
-    "testing": ("enumerable", "environments", "policies", "probes", "simulation", "tiny", "tokenizers", "worlds"),
+    "testing": (
+        *("credit_worlds", "enumerable", "environments", "policies", "probes", "simulation", "tabular", "tiny"),
+        *("tokenizers", "worlds"),
+    ),
 }
 """Each package of the library, and its modules that are documented by themselves."""
 

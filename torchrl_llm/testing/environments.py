@@ -10,14 +10,14 @@ import math
 import random
 import time
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from torchrl_llm.envs.isolation import IsolatedEnv
 from torchrl_llm.envs.text_env import TextEnv, resolve_env
+from torchrl_llm.testing.tabular import Outcome, Step
 
-Step = tuple[str, float, bool, bool, dict[str, Any]]
 Fault = Literal["raise", "nan", "malformed"]
 
 
@@ -194,6 +194,20 @@ class Faulty:
         return ("Go on.", math.nan, False, False, {}) if self.fault == "nan" else None
 
 
+class Bet(NamedTuple):
+    """A state of :class:`EarlyDecision`.
+
+    Attributes:
+        turn: counted from 0.
+        wanted: the thing that is right, where it is shown (in the first turn, by the weather); ``""``: it is not.
+        packed: whether the first answer was right.
+    """
+
+    turn: int
+    wanted: str
+    packed: bool = False
+
+
 class EarlyDecision:
     """The first of five turns decides what the fifth can earn; between them lies luck.
 
@@ -214,6 +228,8 @@ class EarlyDecision:
         optimal_return: of the best policy, which always wins: ``1 + 3/4 * luck``.
         random_return: of a policy that names one of the four things at random and wins one episode in 16:
             ``1/16 + 3/4 * luck``.
+        ANSWERS, tasks: the things, and the states that an episode can start in, each as likely, for the exact values of
+            :mod:`~torchrl_llm.testing.tabular`.
 
     Examples:
         >>> env = EarlyDecision()
@@ -226,6 +242,8 @@ class EarlyDecision:
 
     RIGHT: ClassVar[dict[str, str]] = {"sun": "hat", "rain": "coat", "snow": "boots", "wind": "scarf"}
     WORDS: ClassVar[tuple[str, ...]] = ("pack", *RIGHT, "bet", "show", *RIGHT.values(), "over")
+    ANSWERS: ClassVar[tuple[str, ...]] = tuple(RIGHT.values())
+    tasks: ClassVar[tuple[Bet, ...]] = tuple(Bet(0, thing) for thing in RIGHT.values())
 
     def __init__(self, *, luck: float = 0.5) -> None:
         if not 0 <= luck < 1:
@@ -257,3 +275,15 @@ class EarlyDecision:
             return "over", float(self._right[0] and self._right[4]), True, False, {}
         reward = self.luck * self._right[turn] if turn > 0 else 0.0
         return "bet" if turn < 3 else f"show {self._wanted[4]}", reward, False, False, {}
+
+    def outcomes(self, state: Bet, response: str) -> list[Outcome]:
+        """All outcomes of an answer. What a bet wants is drawn as it is placed, and so is what the fifth turn shows."""
+        turn, right = state.turn, response == state.wanted
+        if turn == 4:
+            won = state.packed and right
+            return [Outcome(1.0, float(won), None, won)]
+        shown = self.ANSWERS if turn == 3 else ("",)
+        afters = [Bet(turn + 1, thing, right if turn == 0 else state.packed) for thing in shown]
+        wins = 0.0 if turn == 0 or response not in self.ANSWERS else 1 / 4
+        paid = ((wins, self.luck), (1 - wins, 0.0))
+        return [Outcome(p / len(afters), reward, after) for p, reward in paid if p for after in afters]

@@ -15,15 +15,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torchrl_llm.envs.extras import ExtraKinds
 from torchrl_llm.envs.text_env import EnvSpec, UnknownEnvironmentError, resolve_env
-from torchrl_llm.testing.environments import Step
-
-ILLEGAL_REWARD = -0.1
-"""Reward of an illegal answer, beside the turn that it costs."""
-
+from torchrl_llm.testing.credit_worlds import CREDIT_WORLDS
+from torchrl_llm.testing.tabular import ILLEGAL_REWARD, Step
 
 # ---------------------------------------------------------------------- coins
 
@@ -395,8 +392,8 @@ def key_and_door_optimum(world: KeyAndDoor | None = None) -> float:
 # ---------------------------------------------------------------------- ids
 
 
-WORLDS: dict[str, type[Coins] | type[KeyAndDoor]] = {"coins": Coins, "key-and-door": KeyAndDoor}
-"""The worlds by the names of their ids."""
+WORLDS: dict[str, Any] = {"coins": Coins, "key-and-door": KeyAndDoor}
+"""The worlds of this module by the names of their ids."""
 
 OPTIMA: dict[str, Callable[[], float]] = {"coins": coins_optimum, "key-and-door": key_and_door_optimum}
 """The functions of their best success rates."""
@@ -405,6 +402,8 @@ OPTIMA: dict[str, Callable[[], float]] = {"coins": coins_optimum, "key-and-door"
 def resolve_world(env_id: str) -> EnvSpec:
     """The world of an id, such as ``"world:coins"``: the family that this package offers by an entry point.
 
+    It also has :data:`~torchrl_llm.testing.credit_worlds.CREDIT_WORLDS`.
+
     Raises:
         UnknownEnvironmentError: no world has this id.
 
@@ -412,8 +411,8 @@ def resolve_world(env_id: str) -> EnvSpec:
         >>> resolve_world("world:key-and-door").make().reset(0)[0]
         'key right hall'
     """
-    name = env_id.removeprefix("world:")
-    if name not in WORLDS:
-        known = [f"world:{each}" for each in WORLDS]
+    name, worlds = env_id.removeprefix("world:"), WORLDS | CREDIT_WORLDS
+    if name not in worlds:
+        known = [f"world:{each}" for each in worlds]
         raise UnknownEnvironmentError(f"There is no world {env_id!r}; expected one of {known}.")
-    return replace(resolve_env(WORLDS[name]), name=env_id)
+    return replace(resolve_env(worlds[name]), name=env_id)
