@@ -17,6 +17,7 @@ from torchrl_llm.collectors.async_turn import STEP_TIMEOUT, ThreadExecutor
 from torchrl_llm.collectors.collector import EpisodeCollector
 from torchrl_llm.envs.games import SelfPlayEnv
 from torchrl_llm.envs.slots import Reply
+from torchrl_llm.envs.tasks import TaskSampler
 from torchrl_llm.envs.text_env import EnvironmentFault
 from torchrl_llm.episode import Episode, Turn
 from torchrl_llm.modules.policy import TurnPolicy, TurnRequest, TurnResponse
@@ -96,10 +97,9 @@ class SelfPlayCollector(EpisodeCollector):
         return super().metrics() | {"data/passed": float(self.passed)}
 
     def _next_batch(self) -> list[Episode]:
-        size = self.group_size
         episodes = super()._next_batch()
         if self.opponent is not None:
-            episodes = [each for each in episodes if each.index % size == learner_seat(each.index, size)]
+            episodes = [each for each in episodes if is_learners(each, self.env.task_sampler)]
         for episode in episodes:
             episode.group_id = episode.episode_id
         return episodes
@@ -109,14 +109,16 @@ class SelfPlayCollector(EpisodeCollector):
         self._forget()
 
 
-def learner_seat(index: int, players: int) -> int:
-    """The seat of the policy in the game that the task ``index`` belongs to: each in turn.
+def is_learners(episode: Episode, task_sampler: TaskSampler) -> bool:
+    """Whether the policy, and not the opponent, has the seat of an episode: seat ``n % players`` of the n-th game of a stream.
 
     Examples:
-        >>> [learner_seat(index, 2) for index in range(6)]
-        [0, 0, 1, 1, 0, 0]
+        >>> task_sampler = TaskSampler(group_size=2)
+        >>> [is_learners(Episode(index, *task_sampler[index][:3]), task_sampler) for index in range(6)]
+        [True, False, False, True, True, False]
     """
-    return index // players % players
+    base, players = task_sampler.base, task_sampler.group_size
+    return (episode.episode_id - base) % players == (episode.group_id - base) % players
 
 
 class TableExecutor(ThreadExecutor):
@@ -129,7 +131,7 @@ class TableExecutor(ThreadExecutor):
         policy: answers single turns.
         queue: the episodes.
         greedy: decode greedily.
-        opponent: answers instead of the policy but for one seat of each game (:func:`learner_seat`); ``None``: the policy has all.
+        opponent: answers instead of the policy but for one seat of each game (:func:`is_learners`); ``None``: the policy has all.
     """
 
     env: SelfPlayEnv
@@ -148,8 +150,8 @@ class TableExecutor(ThreadExecutor):
         self.passed = 0
 
     def _is_opponents(self, slot: int) -> bool:
-        episode, players = self._slots[slot], self.env.group_size
-        return episode is not None and episode.index % players != learner_seat(episode.index, players)
+        episode = self._slots[slot]
+        return episode is not None and not is_learners(episode, self.env.task_sampler)
 
     def _fill(self) -> None:
         with self._generators():
