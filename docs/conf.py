@@ -108,7 +108,7 @@ PACKAGES = {
     "segments": (),
     "smollm2": (),
     "stops": (),
-    "envs": ("families.textworld", "families.openenv"),
+    "envs": ("families.textworld", "families.openenv", "families.textarena"),
     "modules": (),
     "data": (),
     "objectives": ("functional",),
@@ -119,7 +119,7 @@ PACKAGES = {
     "tuning": (),
     "report": ("curves", "episodes", "run_files"),
     "cli": (),
-    "testing": ("enumerable", "environments", "policies", "probes", "simulation", "tiny", "tokenizers", "worlds"),
+    "testing": ("enumerable", "environments", "policies", "probes", "simulation", "tiny", "tokenizers", "worlds", "games"),
 }
 """Each package of the library, and its modules that are documented by themselves."""
 
