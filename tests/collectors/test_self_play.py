@@ -258,10 +258,9 @@ class TestOpponent:
     def test_seats_are_swapped_and_its_episodes_are_left_out(self):
         said = []
         opponent = says(lambda episode, turn: said.append(episode) or "x")
-        collector = SelfPlayCollector(
-            make_env(num_envs=4), says(lambda episode, turn: "y"), batch_size=8, opponent=opponent
-        )
-        rows = collector.rollout()
+        policy = says(lambda episode, turn: "y")
+        policy.weights_changed()  # the opponent's version is another, and nothing of it is stale
+        rows = SelfPlayCollector(make_env(num_envs=4), policy, batch_size=8, opponent=opponent).rollout()
         assert rows[keys.EPISODE_ID].tolist() == [0, 3, 4, 7]
         assert {*said} <= {1, 2, 5, 6}
         text = TOKENIZER.batch_decode([row[keys.TOKENS][row[keys.TURN_IDS] >= 0] for row in rows])

@@ -241,7 +241,13 @@ class _Players:
         self.policies[self._is_opponents(request.slot)].submit(request)
 
     def poll(self) -> list[TurnResponse]:
-        return [response for policy in self.policies if policy.pending for response in policy.poll()]
+        policy, opponent = self.policies
+        answers = policy.poll() if policy.pending else []
+        if not opponent.pending:
+            return answers
+        # Its weights do not age: with versions of its own, its side of a game would count as stale, and drop the game.
+        version = policy.policy_version
+        return [*answers, *(each._replace(versions=np.full_like(each.versions, version)) for each in opponent.poll())]
 
     def cancel(self, slots: Sequence[int] | None = None) -> None:
         for policy in self.policies:

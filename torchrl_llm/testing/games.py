@@ -7,6 +7,7 @@ learns it in a minute of one CPU core.
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 from torchrl_llm.envs.games import Game
 
@@ -90,7 +91,7 @@ def take_well(context: str, rng: random.Random) -> str:
 
 def _heap(context: str) -> int:
     words = context.replace("<", " <").replace(">", "> ").split()
-    heaps = [number for word, number in zip(words, words[1:], strict=False) if word == "left" and number.isdecimal()]
+    heaps = [number for word, number in pairwise(words) if word == "left" and number.isdecimal()]
     if not heaps or heaps[-1] == "0":
         raise ValueError(
             f"The player knows TakeAway, which says how many counters are left; it was shown {context[-120:]!r}."
