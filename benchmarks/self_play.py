@@ -97,7 +97,7 @@ GAMES: dict[str, dict[str, Any]] = {
         "model": {"hidden": 32, "max_length": 128},
         "settings": {"max_model_len": 96, "max_output_tokens": 2},
         "warm": {"lr_actor": 1e-2, "max_iterations": 60},
-        "train": {"lr_actor": 3e-3, "max_iterations": 60},
+        "train": {"lr_actor": 2e-3, "max_iterations": 40},
     },
     "nim": {
         "env": "textarena:Nim-v0",
