@@ -105,7 +105,7 @@ GAMES: dict[str, dict[str, Any]] = {
         "players": {"random": nim_at_random, "best": nim_well},
         "model": {"hidden": 64, "max_length": 640},
         "settings": {"max_model_len": 640, "max_output_tokens": 3},
-        "warm": {"lr_actor": 4e-3, "max_iterations": 150, "warmup_fraction": 0.05},
+        "warm": {"lr_actor": 3e-3, "max_iterations": 150},
         "train": {"lr_actor": 1e-3, "max_iterations": 60},
     },
 }
@@ -158,7 +158,11 @@ def warm_start(game: str, folder: Path) -> Path:
     tokenizer = word_tokenizer(chosen["words"]())
     tokenizer.save_pretrained(folder / "tokenizer")
     random_model(tokenizer, **chosen["model"]).save_pretrained(folder / "untrained")
-    player = f"self_play:{chosen['players']['random'].__name__}" if game == "nim" else "torchrl_llm.testing.games:take_at_random"
+    player = (
+        f"self_play:{chosen['players']['random'].__name__}"
+        if game == "nim"
+        else "torchrl_llm.testing.games:take_at_random"
+    )
     run = make_run(game, folder / "warm", folder / "untrained", algo="SFT", demonstrations=player, **chosen["warm"])
     history = run.trainer.train()
     run.models.model.save_pretrained(start)  # type: ignore[operator]
