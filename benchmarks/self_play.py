@@ -105,8 +105,8 @@ GAMES: dict[str, dict[str, Any]] = {
         "players": {"random": nim_at_random, "best": nim_well},
         "model": {"hidden": 64, "max_length": 640},
         "settings": {"max_model_len": 640, "max_output_tokens": 3},
-        "warm": {"lr_actor": 3e-3, "max_iterations": 150},
-        "train": {"lr_actor": 1e-3, "max_iterations": 60},
+        "warm": {"lr_actor": 3e-3, "max_iterations": 80},
+        "train": {"lr_actor": 1.5e-3, "max_iterations": 40},
     },
 }
 """What sets the games apart: environment, vocabulary, scripted players, and the settings of model, warm start and training."""

@@ -65,7 +65,8 @@ class _Calls:
         self.thread_safe = bool(getattr(self.game, "thread_safe", False))
         self.seen: list[list[str]] = []
 
-    def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+    def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
+        assert seed is not None
         self.seen = [[] for _ in range(self.game.num_players)]
         self.game.start(seed)
         return self._observed(), {}
@@ -213,7 +214,7 @@ class SelfPlayEnv(GEMEnv):
             )
         size = found.pop()
         super().__init__(
-            [replace(spec, make=partial(Seat, spec.make, spec.name), extras=Seat.extras) for spec in specs],
+            [replace(spec, make=partial(Seat, cast(Any, spec.make), spec.name), extras=Seat.extras) for spec in specs],
             group_size=size,
             num_envs=size if num_envs is None else num_envs,
             **options,

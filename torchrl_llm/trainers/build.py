@@ -336,7 +336,7 @@ def make_collector(
     if config.collector == "turn":
         return TurnCollector(env, policy, **options)
     if config.collector == "self_play":
-        return SelfPlayCollector(env, policy, **options)  # type: ignore[arg-type]
+        return SelfPlayCollector(env, policy, **options)
     options |= _given(config, "max_staleness", "step_timeout", num_threads="env_threads")
     if config.collector == "async":
         return AsyncTurnCollector(env, policy, **options)

@@ -152,7 +152,8 @@ def episodes_of(recording: Recording) -> Iterator[Episode]:
         for number in range(count):
             place = (row["turn_ids"] == number).nonzero()[0]
             if not len(place):  # of a seat that never got to move: the turn has no response
-                episode.add(Turn(0, 0, *(np.zeros(0, kind) for kind in (np.int64, np.float32, np.int64))))
+                none = np.zeros(0, np.int64)
+                episode.add(Turn(0, 0, none, none.astype(np.float32), none))
                 continue
             segment = int(np.searchsorted(starts, place[0], "right")) - 1
             tokens = row["tokens"][place].astype(np.int64)
