@@ -1,7 +1,7 @@
 """Games of several players: :class:`Game`, the protocol, and :class:`SelfPlayEnv`, whose slots are the seats.
 
 Every seat has a conversation of its own and reads only what its player sees. The seats of a game are one group: neighboring slots,
-and the episodes of one task. Whoever plays is decided in :mod:`torchrl_llm.collectors.self_play`.
+and the episodes of one task. Who plays them is decided in :mod:`torchrl_llm.collectors.self_play`.
 """
 
 from __future__ import annotations
