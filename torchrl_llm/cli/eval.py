@@ -18,6 +18,7 @@ from torchrl_llm.cli._terminal import printable
 from torchrl_llm.options import ConfigError
 from torchrl_llm.record.report import comparison_table
 from torchrl_llm.trainers.evaluation import evaluate
+from torchrl_llm.trainers.opponents import make_opponent
 from torchrl_llm.trainers.saved import find_saved_model
 
 
@@ -40,7 +41,10 @@ def run(arguments: Namespace) -> int:
     loaded = load(arguments, saved)
     env = loaded.make_env()
     try:
-        result = evaluate(env, loaded.policy, episodes, greedy=arguments.greedy)
+        opponent = None
+        if loaded.config.collector == "self_play":
+            opponent = make_opponent(loaded.config, env.formatter, loaded.policy.sampling)
+        result = evaluate(env, loaded.policy, episodes, greedy=arguments.greedy, opponent=opponent)
     finally:
         env.close()
     names = {"checkpoint": arguments.checkpoint, "env_name": loaded.config.env_name, "seed": loaded.config.seed}

@@ -1,5 +1,6 @@
 """Collectors of whole episodes: :class:`TurnCollector`; :class:`AsyncTurnCollector`, without a barrier between turns;
-:class:`RayTurnCollector`, on workers; :class:`RecordedCollector`, of episodes that were collected before.
+:class:`RayTurnCollector`, on workers; :class:`SelfPlayCollector`, of games of several players; :class:`RecordedCollector`, of episodes that were collected
+before.
 
 Environments and policies come from :mod:`torchrl_llm.envs` and :mod:`torchrl_llm.modules`; rows are made in
 :mod:`torchrl_llm.data`.
@@ -10,6 +11,7 @@ from torchrl_llm.collectors.async_turn import AsyncTurnCollector
 from torchrl_llm.collectors.collector import EpisodeCollector
 from torchrl_llm.collectors.ray_turn import RayTurnCollector, WorkerLostError
 from torchrl_llm.collectors.recorded import RecordedCollector
+from torchrl_llm.collectors.self_play import SelfPlayCollector
 from torchrl_llm.collectors.turn import TurnCollector
 
 __all__ = [
@@ -17,6 +19,7 @@ __all__ = [
     "EpisodeCollector",
     "RayTurnCollector",
     "RecordedCollector",
+    "SelfPlayCollector",
     "TurnCollector",
     "WorkerLostError",
     "adapt_mixture",

@@ -328,4 +328,8 @@ class ThreadExecutor(RolloutExecutor):
         # Not the response's own arrays: they may be rows of a batch, which would be kept alive.
         tokens, log_probs, versions = response.tokens.copy(), response.log_probs.copy(), response.versions.copy()
         episode.add(Turn(state.length, state.segment, tokens, log_probs, versions))
-        self._calls[slot] = self.pool.submit(slot, partial(self.env.answer, slot, tokens.tolist()))
+        self._send(slot, tokens.tolist())
+
+    def _send(self, slot: int, response: list[int]) -> None:
+        """Send a response to the environment."""
+        self._calls[slot] = self.pool.submit(slot, partial(self.env.answer, slot, response))

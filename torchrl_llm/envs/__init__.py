@@ -15,6 +15,7 @@ from torchrl_llm.envs.chat import (
 from torchrl_llm.envs.dataset import PromptDatasetEnv, PromptFormatter, RowTaskSampler, read_rows, train_test_split
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.extras import Extras, text_key
+from torchrl_llm.envs.games import Game, SelfPlayEnv
 from torchrl_llm.envs.gem_catalog import GEM_CLASSES, MissingGEMError, divide_rows
 from torchrl_llm.envs.isolation import IsolatedEnv
 from torchrl_llm.envs.rewards import RewardError, RewardTimeoutError, Row, WantedColumns
@@ -42,6 +43,7 @@ __all__ = [
     "EnvironmentUnavailableError",
     "Extras",
     "GEMEnv",
+    "Game",
     "IsolatedEnv",
     "MissingChatTemplateError",
     "MissingGEMError",
@@ -55,6 +57,7 @@ __all__ = [
     "Row",
     "RowTaskSampler",
     "SeenTasks",
+    "SelfPlayEnv",
     "Slot",
     "Stage",
     "TaskIdentity",

@@ -60,6 +60,7 @@ METRICS: dict[str, str] = {
     "data/frac_nonzero_variance": "share of the collected episodes that the update learns from (dynamic sampling)",
     "data/staleness": "updates between the weights a token was sampled with and those it trains, mean over tokens",
     "data/dropped": "episodes started and not delivered so far: stale (async collector), or of a group with a failed one",
+    "data/passed": "episodes so far whose seat never got to move, because its game had ended (self-play)",
     "data/faults": "episodes whose environment failed so far",
     "data/lost_workers": "workers on Ray that were lost and replaced so far",
     "data/tokens": "tokens in the rows of the batch, padding excluded",

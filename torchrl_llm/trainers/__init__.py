@@ -12,6 +12,7 @@ from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import evaluate
 from torchrl_llm.trainers.health import HealthWatch
+from torchrl_llm.trainers.opponents import Match, play_match
 from torchrl_llm.trainers.recorder import RolloutRecorder
 from torchrl_llm.trainers.report import run_and_report
 from torchrl_llm.trainers.run import Run, build_run
@@ -27,6 +28,7 @@ __all__ = [
     "HealthWatch",
     "Interrupted",
     "LLMTrainer",
+    "Match",
     "ProgressBar",
     "RolloutRecorder",
     "Run",
@@ -38,6 +40,7 @@ __all__ = [
     "interruptible",
     "make_objective",
     "parse_run_config",
+    "play_match",
     "resume_command",
     "run_and_report",
     "verify",

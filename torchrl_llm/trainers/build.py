@@ -25,12 +25,13 @@ from torchrl_llm.collectors import (
     EpisodeCollector,
     RayTurnCollector,
     RecordedCollector,
+    SelfPlayCollector,
     TurnCollector,
     adapt_mixture,
 )
 from torchrl_llm.collectors.async_turn import STEP_TIMEOUT
 from torchrl_llm.data import TurnsToSequence
-from torchrl_llm.envs import ChatFormatter, EnvSpec, GEMEnv, SeenTasks, resolve_env
+from torchrl_llm.envs import ChatFormatter, EnvSpec, GEMEnv, SeenTasks, SelfPlayEnv, resolve_env
 from torchrl_llm.envs.tasks import Stream
 from torchrl_llm.modules import ActorCritic, HFPolicy, PlayerPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
@@ -95,6 +96,7 @@ def check_sharding(config: RunConfig, distributed: Distributed) -> None:
         "compile": (config.compile, "false, or DDP"),
         "offload_base": (config.offload_base, "false, or DDP"),
         "export_merged": (config.export_merged, "false, and to merge the checkpoint's adapter in one process"),
+        "collector": (config.collector == "self_play", "another, or DDP"),
     }
     for name, (refused, expected) in instead.items():
         if distributed.sharded and refused:
@@ -318,7 +320,8 @@ def make_collector(
         episodes = read_demonstrations(shown, env, max_model_len=config.max_model_len)
         return RecordedCollector(env, policy, episodes, seed=config.seed, **options)
     if shown is not None:
-        check_player(shown, config, env)
+        if config.collector != "self_play":  # where it may be another player's turn
+            check_player(shown, config, env)
         policy = PlayerPolicy(
             shown,
             env.formatter.tokenizer,
@@ -332,6 +335,8 @@ def make_collector(
         options["post_collect_hook"] = partial(adapt_mixture, env, gather=distributed.all_gather)
     if config.collector == "turn":
         return TurnCollector(env, policy, **options)
+    if config.collector == "self_play":
+        return SelfPlayCollector(env, policy, **options)
     options |= _given(config, "max_staleness", "step_timeout", num_threads="env_threads")
     if config.collector == "async":
         return AsyncTurnCollector(env, policy, **options)
@@ -372,8 +377,10 @@ def make_environment(
         shard: ``worker`` and ``num_workers``, where several processes share the tasks.
     """
     options = _given(config, *_ENVIRONMENT, "step_timeout", num_threads="env_threads")
-    if config.collector != "turn" and config.env_threads != 0:
+    if config.collector in ("async", "ray") and config.env_threads != 0:
         options = {"step_timeout": STEP_TIMEOUT} | options  # evaluation allows what training allows
+    if config.collector == "self_play":
+        group_size = config.group_size  # the players of a game, in evaluations too
     return make(tokenizer=tokenizer, group_size=group_size, stream=stream, **shard, **options)
 
 
@@ -393,7 +400,8 @@ def stock_env(config: RunConfig, env: Any = None) -> Callable[..., GEMEnv]:
     names = [config.env_name] if isinstance(config.env_name, str) else config.env_name
     # Ids are resolved here: workers on Ray may not have registered the family.
     sources = env or [_with_options(resolve_env(name), config.env_options) for name in names]
-    return partial(GEMEnv, sources, weights=config.env_weights, divide=True)
+    kind = SelfPlayEnv if config.collector == "self_play" else GEMEnv
+    return partial(kind, sources, weights=config.env_weights, divide=True)
 
 
 def _with_options(spec: EnvSpec, options: dict[str, Any]) -> EnvSpec:
@@ -401,10 +409,16 @@ def _with_options(spec: EnvSpec, options: dict[str, Any]) -> EnvSpec:
 
 
 def make_evaluator(
-    config: RunConfig, policy: TurnPolicy, env: GEMEnv, distributed: Distributed, seen_tasks: SeenTasks
+    config: RunConfig,
+    policy: TurnPolicy,
+    env: GEMEnv,
+    distributed: Distributed,
+    seen_tasks: SeenTasks,
+    opponent: TurnPolicy | None = None,
 ) -> Callable[[], dict]:
     """A function that evaluates the policy during the run, and returns metrics."""
-    collect = partial(evaluate, env, policy, config.evaluation_episodes, distributed=distributed, seen_tasks=seen_tasks)
+    options: dict[str, Any] = {"distributed": distributed, "seen_tasks": seen_tasks, "opponent": opponent}
+    collect = partial(evaluate, env, policy, config.evaluation_episodes, **options)
 
     def evaluator() -> dict[str, float]:
         metrics = collect().metrics("evaluation")

@@ -152,11 +152,18 @@ class RunConfig(
         ),
         Idle(
             names_of(settings.RayConfig),
-            {"collector": ("turn", "async")},
+            {"collector": ("turn", "async", "self_play")},
             'set collector to "ray"',
             {"ray_worker_gpus": 0},
         ),
-        Idle(("max_staleness",), {"collector": ("turn",)}, 'set collector to "async" or "ray"', {"max_staleness": 0}),
+        Idle(
+            ("max_staleness",),
+            {"collector": ("turn", "self_play")},
+            'set collector to "async" or "ray"',
+            {"max_staleness": 0},
+        ),
+        Idle(("opponent",), {"collector": ("turn", "async", "ray")}, 'set collector to "self_play"'),
+        Idle(("env_threads", "step_timeout"), {"collector": ("self_play",)}, 'set collector to "turn" or "async"'),
         Idle(("init_reference", "init_critic", "merge_lora_configs"), {"init_from": (None,)}, "say what to start from"),
         Idle(("min_entropy_fraction",), {"entropy_target": (None,)}, "set entropy_target"),
         Idle(
@@ -188,6 +195,8 @@ class RunConfig(
                 setattr(self, name, tuple(value))
         if self.resume_from is not None:
             self.resume, self.resume_from = True, Path(self.resume_from).expanduser()
+        if self.collector == "self_play" and self.group_size == 1:
+            self.group_size = 2
         super().__post_init__()
         self.sampling()  # raises what SamplingConfig says of its fields
         self._check_estimator()
@@ -207,6 +216,7 @@ class RunConfig(
         yield from self._wrong_folders()
         yield from self._wrong_sizes()
         yield from self._wrong_rollout()
+        yield from settings.wrong_self_play(self) if self.collector == "self_play" else ()
         yield from self._wrong_model()
 
     def _wrong_changes(self) -> Iterator[str]:

@@ -22,8 +22,12 @@ from torchrl_llm.record.recording import FOLDER, Recording, RecordingError, Reco
 from torchrl_llm.trainers.config import RunConfig
 
 
-def find_demonstrations(given: str) -> Player | Path:
+def find_demonstrations(given: str, setting: str = "demonstrations") -> Player | Path:
     """What the setting ``demonstrations`` names: a player, or a path that is there.
+
+    Args:
+        given: its value.
+        setting: its name, for messages: others name players and paths too.
 
     Raises:
         ConfigError: neither.
@@ -42,12 +46,12 @@ def find_demonstrations(given: str) -> Player | Path:
         try:
             found = resolve_name(given)
         except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(f"demonstrations is {given!r}, which cannot be imported ({error}).") from error
+            raise ConfigError(f"{setting} is {given!r}, which cannot be imported ({error}).") from error
         if callable(found):
             return found
-        raise ConfigError(f"demonstrations={given!r} is {found!r}; expected a function (context, rng) -> text.")
+        raise ConfigError(f"{setting}={given!r} is {found!r}; expected a function (context, rng) -> text.")
     raise ConfigError(
-        f"demonstrations is {given!r}: no file or folder, and no player; expected a path, a player of torchrl_llm.envs.players "
+        f"{setting} is {given!r}: no file or folder, and no player; expected a path, a player of torchrl_llm.envs.players "
         f'({", ".join(known)}), or "package.module:name".{nearest(given, [*known])}'
     )
 
@@ -160,6 +164,10 @@ def episodes_of(recording: Recording) -> Iterator[Episode]:
         starts, episode.contexts = _segments(row)
         for number in range(count):
             place = (row["turn_ids"] == number).nonzero()[0]
+            if not len(place):  # of a seat that never got to move: the turn has no response
+                none = np.zeros(0, np.int64)
+                episode.add(Turn(0, 0, none, none.astype(np.float32), none))
+                continue
             segment = int(np.searchsorted(starts, place[0], "right")) - 1
             tokens = row["tokens"][place].astype(np.int64)
             turn = Turn(int(place[0] - starts[segment]), segment, tokens, row["sample_log_prob"][place], tokens * 0)

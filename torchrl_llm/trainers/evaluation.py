@@ -14,9 +14,10 @@ from torch import Tensor
 from torchrl.envs.utils import ExplorationType
 
 from torchrl_llm import keys
-from torchrl_llm.collectors import TurnCollector
+from torchrl_llm.collectors import SelfPlayCollector, TurnCollector
 from torchrl_llm.collectors.collector import base_env
 from torchrl_llm.data import cat_rows
+from torchrl_llm.envs import SelfPlayEnv
 from torchrl_llm.envs.slots import FAILED
 from torchrl_llm.envs.tasks import STREAM_IDS, SeenTasks, TaskSampler, TaskSpec
 from torchrl_llm.interrupts import interruptible
@@ -33,6 +34,7 @@ def evaluate(
     greedy: bool = False,
     distributed: Distributed | None = None,
     seen_tasks: SeenTasks | None = None,
+    opponent: TurnPolicy | None = None,
 ) -> Evaluation:
     """Collect the first ``episodes`` tasks of ``env`` and summarize them.
 
@@ -53,18 +55,22 @@ def evaluate(
             Default: this process collects all of them.
         seen_tasks: the tasks of training so far, such as :attr:`LLMTrainer.seen_tasks`; default none:
             :attr:`Evaluation.task_overlap` stays unknown.
+        opponent: of a :class:`~torchrl_llm.envs.SelfPlayEnv`, who has the other seats. The policy has the seat ``n % players`` in the
+            n-th game; an episode is its side of a game, and a success a game that it won.
 
     Returns:
         An :class:`Evaluation`.
 
     Raises:
         EnvironmentFault: more than ``env.max_faults`` of the episodes (of this rank) failed.
+        ValueError: games are evaluated without an opponent or greedily, or an opponent is given for something else.
     """
+    players = _players(env, opponent, greedy=greedy)
     env.set_seed(env.task_sampler.seed)  # back to the first task
     base: Any = base_env(env)  # a TransformedEnv reads attributes of the environment beneath it, and sets its own
     own, all_tasks = base.task_sampler, replace(base.task_sampler, worker=0, num_workers=1)
     rank, count = (0, 1) if distributed is None else (distributed.rank, distributed.world_size)
-    chosen = range(episodes)
+    chosen = [game * players + game % players for game in range(episodes)]
     try:
         if greedy:
             # All tasks and not this rank's: two ranks might find the same one.
@@ -72,7 +78,8 @@ def evaluate(
             chosen = base.first_of_each_task(episodes)
             base.task_sampler = _Chosen(all_tasks, chosen[rank::count], range(episodes + rank, STREAM_IDS, count))
         # Every rank collects equally many, because gathering rows needs some of each; surplus episodes are left out.
-        rows, texts = _collect(env, policy, -(-len(chosen) // count), greedy=greedy, distributed=distributed)
+        share = -(-len(chosen) // count) * players
+        rows, texts = _collect(env, policy, share, greedy=greedy, distributed=distributed, opponent=opponent)
     finally:
         base.task_sampler = own
     if distributed is not None:
@@ -85,6 +92,22 @@ def evaluate(
     return replace(
         result, outcomes=_outcomes(collected, wanted), task_digest=_task_digest(env.names, wanted), texts=texts
     )
+
+
+def _players(env: Any, opponent: TurnPolicy | None, *, greedy: bool) -> int:
+    """The seats of a game; 1 for what is none."""
+    if not isinstance(env, SelfPlayEnv):
+        if opponent is not None:
+            raise ValueError(
+                f"An opponent is for games of several players; expected a SelfPlayEnv, got a {type(env).__name__}."
+            )
+        return 1
+    if opponent is None or greedy:
+        raise ValueError(
+            f"{env.names[0]!r} is a game of {env.group_size} players: evaluate(..., opponent=policy) says who has the other seats, and "
+            "samples (greedy=False), for players that always do the same play the same game again and again."
+        )
+    return env.group_size
 
 
 class _Chosen:
@@ -107,12 +130,23 @@ class _Chosen:
 
 
 def _collect(
-    env: Any, policy: TurnPolicy, episodes: int, *, greedy: bool, distributed: Distributed | None
+    env: Any,
+    policy: TurnPolicy,
+    episodes: int,
+    *,
+    greedy: bool,
+    distributed: Distributed | None,
+    opponent: TurnPolicy | None,
 ) -> tuple[TensorDictBase, dict[int, str]]:
-    mode = ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM
-    collector = TurnCollector(
-        env, policy, batch_size=episodes, exploration_type=mode, max_faults=env.max_faults, keep_failed=True
-    )
+    collector: SelfPlayCollector | TurnCollector
+    if opponent is not None:
+        # A game that fails is dropped, and counts as missing: those that fill the batch in its place are not wanted.
+        collector = SelfPlayCollector(env, policy, batch_size=episodes, opponent=opponent, max_faults=env.max_faults)
+    else:
+        mode = ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM
+        collector = TurnCollector(
+            env, policy, batch_size=episodes, exploration_type=mode, max_faults=env.max_faults, keep_failed=True
+        )
     all_reduce_max = None if distributed is None else distributed.all_reduce_max
     collector.interruptible = partial(interruptible, all_reduce_max=all_reduce_max)
     return collector.rollout(), collector.texts

@@ -35,6 +35,7 @@ from torchrl_llm.trainers.granularity import with_granularity
 from torchrl_llm.trainers.health import HealthWatch
 from torchrl_llm.trainers.loggers import MetricsTable
 from torchrl_llm.trainers.memory import with_max_tokens
+from torchrl_llm.trainers.opponents import make_opponent
 from torchrl_llm.trainers.recorder import RolloutRecorder
 from torchrl_llm.trainers.resume import Opening, accept_changes, find_start
 from torchrl_llm.trainers.run_folder import RunFolder
@@ -65,6 +66,7 @@ class Run:
         opening: the callback behind :meth:`begin`.
         resources: closes what was opened for the run, from the last to the first.
         recorder: keeps episodes for the run report; ``None``: none are kept.
+        opponent: whom evaluations of ``collector="self_play"`` play against; ``None`` elsewhere.
     """
 
     config: RunConfig
@@ -79,6 +81,7 @@ class Run:
     opening: Opening
     resources: ExitStack
     recorder: RolloutRecorder | None = None
+    opponent: TurnPolicy | None = None
 
     def begin(self) -> None:
         """Make ``config.output_dir`` this run's, as ``trainer.train()`` does first: an earlier run there is moved aside.
@@ -101,6 +104,7 @@ class Run:
                     greedy=greedy,
                     distributed=self.trainer.distributed,
                     seen_tasks=self.trainer.seen_tasks,
+                    opponent=self.opponent,
                 )
         finally:
             env.close()
@@ -259,6 +263,9 @@ def _build(
     opened.callback(policy.close)
     if weight_sync is not None:
         opened.callback(weight_sync.close)
+    opponent = None
+    if config.collector == "self_play":
+        opponent = make_opponent(config, train_env.formatter, sampling, models)
     replay_buffer = build.make_replay_buffer(config)
     workers = {}
     if isinstance(weight_sync, RayWeightSync):
@@ -297,7 +304,7 @@ def _build(
         config=config,
         reference=reference,
         weight_sync=weight_sync,
-        evaluator=build.make_evaluator(config, policy, evaluation_env, distributed, seen_tasks),
+        evaluator=build.make_evaluator(config, policy, evaluation_env, distributed, seen_tasks, opponent),
         checkpoints=checkpoints if config.save_checkpoints else None,
         callbacks=[*watchers, *callbacks],
         accelerator=accelerator,
@@ -328,6 +335,7 @@ def _build(
         opening=opening,
         resources=opened.pop_all(),
         recorder=recorder,
+        opponent=opponent,
     )
 
 

@@ -196,6 +196,9 @@ class EnvConfig(Checked):
     """Id of a GEM environment, or a list of ids (a mixture); only a label if build_run gets env or make_env."""
     env_weights: list[Positive] | None = None
     """Relative frequency of each environment of a mixture; None takes them in turn."""
+    opponent: str | None = None
+    """Whom evaluations play against, seats swapped, with collector="self_play": a scripted player ("package.module:name"), a
+    model, or a checkpoint or the folder of a run; None: the weights that the run starts from."""
     env_options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the environment, such as {"max_turns": 4}, in place of those that its id stands for; of a mixture, of each."""
     adaptive_mixture: bool = False
@@ -268,28 +271,50 @@ class RolloutConfig(Checked):
 
     policy: Literal["hf", "vllm"] = "hf"
     """What samples: "hf", the model itself, or "vllm", an engine that gets the weights after every update."""
-    collector: Literal["turn", "async", "ray"] = "turn"
+    collector: Literal["turn", "async", "ray", "self_play"] = "turn"
     """"turn" steps all environments together, a turn at a time; "async" lets no episode wait for another; "ray" does
-    so on workers, of a Ray that is running."""
+    so on workers, of a Ray that is running; "self_play" plays all seats of games of several players."""
     max_staleness: Natural | None = None
-    """Updates that the weights of a token may be behind those it trains; 0 is on-policy (not for collector="turn"). More
+    """Updates that the weights of a token may be behind those it trains; 0 is on-policy (only for "async" and "ray"). More
     than 0 sets sampler_correction to "truncate" and sampler_bounds to 2, unless they are given."""
     env_threads: Natural | None = None
-    """Threads that environments run in; None takes one a slot with a step_timeout or a collector other than "turn",
-    else none."""
+    """Threads that environments run in; None takes one a slot with a step_timeout or with collector "async" or "ray", else
+    none."""
     step_timeout: Positive | None = None
     """Seconds that an environment may take for a step, in training and in evaluation; its episode is cut then. None
-    takes 60 with a collector other than "turn" (and env_threads other than 0), else no limit."""
+    takes 60 with collector "async" or "ray" (and env_threads other than 0), else no limit."""
     max_faults: Natural | None = None
     """Episodes whose environment may fail in one batch, where their groups are dropped and replaced; in one
     evaluation, where they count as not won; and in a row. None takes 16."""
     batch_size: Count = 32
     """Episodes per iteration, all groups and all processes together."""
     group_size: Count = 1
-    """Episodes per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for."""
+    """Episodes per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for. With collector="self_play" the players of
+    a game: 2 unless asked for."""
     demonstrations: str | None = None
     """What SFT imitates: a scripted player, of torchrl_llm.envs.players or as "package.module:name"; a file of messages
     (.jsonl), or the folder of a run, whose recorded episodes are read; None: the model's own episodes (SFT)."""
+
+
+def wrong_self_play(config: Any) -> Iterator[str]:
+    """What is wrong with the settings of a run with ``collector="self_play"``, and what to do."""
+    if config.algo == "GRPO":
+        yield (
+            "GRPO compares the episodes of one task, and the seats of a game have different ones, of which one wins what another "
+            'loses: use algo="LLMREINFORCE" with estimator="RoleRelative", or another algorithm.'
+        )
+    if config.dynamic_sampling:
+        yield (
+            f"dynamic_sampling={config.dynamic_sampling} compares the episodes of one task, and the seats of a game have different "
+            "ones: leave it out."
+        )
+    if config.evaluation_greedy:
+        yield "evaluation_greedy plays each task once, and games against an opponent are none that repeat: leave it out."
+    if config.offload_base or config.sleep_mode:
+        yield (
+            'offload_base and sleep_mode move weights away while the engine samples, and the opponent of collector="self_play" needs '
+            "them: leave them out."
+        )
 
 
 @dataclass(kw_only=True)

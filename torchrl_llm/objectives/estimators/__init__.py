@@ -4,6 +4,7 @@ from torchrl_llm.objectives.estimators.base import TurnEstimator
 from torchrl_llm.objectives.estimators.critic import CriticEstimator, TurnGAE, TurnVTrace
 from torchrl_llm.objectives.estimators.imitation import ImitationWeights, NoCredit
 from torchrl_llm.objectives.estimators.returns import GroupRelative, ReBN, ReturnEstimator
+from torchrl_llm.objectives.estimators.roles import RoleRelative
 
 __all__ = [
     "CriticEstimator",
@@ -12,6 +13,7 @@ __all__ = [
     "NoCredit",
     "ReBN",
     "ReturnEstimator",
+    "RoleRelative",
     "TurnEstimator",
     "TurnGAE",
     "TurnVTrace",

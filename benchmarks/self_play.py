@@ -1,0 +1,264 @@
+"""Does self-play learn? A small model that plays both sides, against the weights that it started from.
+
+    python benchmarks/self_play.py --game take-away --seeds 3
+    python benchmarks/self_play.py --game nim --seeds 3
+    python benchmarks/self_play.py --report
+
+``take-away`` is :class:`~torchrl_llm.testing.games.TakeAway`, ``nim`` is TextArena's ``Nim-v0`` (piles of 3, 4 and 5; the extra
+``textarena``). A model with a vocabulary of the game's words imitates random legal play, once for each game; that is the start. From it each
+seed trains by self-play: LLMREINFORCE with role-relative advantages, both seats learn from every game. Then the trained weights play 400 games
+against their frozen start, and against two scripted players, with seats swapped from game to game, on games used for nothing else.
+
+The seeds are drawn and not chosen, as those of ``learning.py``: 32-bit words of the SHA-256 of ``--draw``. Finished runs (they have a
+``result.json``) are not repeated. ``--report`` writes the table of ``docs/results/self_play.md``.
+"""
+
+import argparse
+import json
+import random
+import re
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torchrl_llm.envs import SelfPlayEnv
+from torchrl_llm.modules import PlayerPolicy
+from torchrl_llm.testing.games import TakeAway, take_at_random, take_well
+from torchrl_llm.testing.tiny import random_model
+from torchrl_llm.testing.tokenizers import word_tokenizer
+from torchrl_llm.trainers import Match, Run, RunConfig, build_run, play_match
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from learning import drawn_seeds  # noqa: E402
+from report import fill, machine  # noqa: E402
+
+PAGE = ROOT / "docs" / "results" / "self_play.md"
+MATCH = 400
+"""Games of a match."""
+
+# ---------------------------------------------------------------------- games
+
+_PILE = re.compile(r"pile (\d): (\d)")
+
+
+def piles_of(context: str) -> list[int]:
+    """The piles of the last state that a player of Nim was shown."""
+    found = _PILE.findall(context)
+    last = max(int(pile) for pile, _ in found) + 1
+    return [int(size) for _, size in found[-last:]]
+
+
+def nim_at_random(context: str, rng: random.Random) -> str:
+    """Plays Nim legally, at random."""
+    return _nim(rng.choice([(pile, n) for pile, size in enumerate(piles_of(context)) for n in range(1, size + 1)]))
+
+
+def nim_well(context: str, rng: random.Random) -> str:
+    """Plays Nim as well as can be: leaves sizes whose binary sum without carry is 0 where it can (Bouton, 1901), else any."""
+    piles = piles_of(context)
+    total = 0
+    for size in piles:
+        total ^= size
+    good = [(pile, size - (size ^ total)) for pile, size in enumerate(piles) if size ^ total < size]
+    return _nim(rng.choice(good)) if total else nim_at_random(context, rng)
+
+
+def _nim(move: tuple[int, int]) -> str:
+    return f"[{move[0]} {move[1]}]"
+
+
+def nim_words() -> list[str]:
+    """All words of Nim's messages, and of moves with numbers from 0 to 6."""
+    from textarena.envs.Nim.env import NimEnv
+
+    words = {f"[{i}" for i in range(7)} | {f"{i}]" for i in range(7)} | {"[Player", "[GAME]"}
+    for seed in range(2000):
+        rng, game = random.Random(seed), NimEnv()
+        game.reset(num_players=2, seed=seed)
+        while not game.state.done:
+            legal = [(i, n) for i, size in enumerate(game.state.game_state["piles"]) for n in range(1, size + 1)]
+            game.step(_nim(rng.choice(legal) if rng.random() < 0.7 else (rng.randrange(7), rng.randrange(7))))
+            if rng.random() < 0.05:
+                game.step("no move")
+        for player in range(2):
+            words |= {word for _, text, _ in game.state.observations[player] for word in text.split()}
+    return sorted(words - {"user", "assistant"})
+
+
+GAMES: dict[str, dict[str, Any]] = {
+    "take-away": {
+        "env": TakeAway,
+        "words": lambda: list(TakeAway.WORDS),
+        "players": {"random": take_at_random, "best": take_well},
+        "model": {"hidden": 32, "max_length": 128},
+        "settings": {"max_model_len": 96, "max_output_tokens": 2},
+        "warm": {"lr_actor": 1e-2, "max_iterations": 60},
+        "train": {"lr_actor": 2e-3, "max_iterations": 40},
+    },
+    "nim": {
+        "env": "textarena:Nim-v0",
+        "words": nim_words,
+        "players": {"random": nim_at_random, "best": nim_well},
+        "model": {"hidden": 64, "max_length": 640},
+        "settings": {"max_model_len": 640, "max_output_tokens": 3},
+        "warm": {"lr_actor": 3e-3, "max_iterations": 80},
+        "train": {"lr_actor": 1.5e-3, "max_iterations": 40},
+    },
+}
+"""What sets the games apart: environment, vocabulary, scripted players, and the settings of model, warm start and training."""
+
+COMMON = {
+    "collector": "self_play",
+    "dtype": "float32",
+    "device": "cpu",
+    "lora_r": 0,
+    "num_envs": 128,
+    "batch_size": 128,
+    "max_steps": 10**9,
+    "evaluation_interval": 0,
+    "final_episodes": MATCH,
+    "max_faults": 64,
+    "save_checkpoints": False,
+    "record_interval": 0,
+    "progress": False,
+}
+SELF_PLAY = {
+    "algo": "LLMREINFORCE",
+    "estimator": "RoleRelative",
+    "gamma": 1.0,
+    "kl_coeff": 0.0,
+    "entropy_coeff": 0.01,
+    "epochs": 2,
+    "minibatch_size": 64,
+    "schedule": "constant",
+    "adam_beta2": 0.99,
+}
+
+
+def make_run(game: str, folder: Path, model: Path, **settings: Any) -> Run:
+    """A run of self-play from the weights in ``model``."""
+    chosen = GAMES[game]
+    paths = {"model_path": str(model), "tokenizer_path": str(model.parent / "tokenizer"), "output_dir": folder}
+    env = chosen["env"]
+    named = {"env_name": env} if isinstance(env, str) else {}
+    config = RunConfig(**COMMON | chosen["settings"] | settings | named | paths)  # type: ignore[arg-type]
+    return build_run(config, env=None if named else env)
+
+
+def warm_start(game: str, folder: Path) -> Path:
+    """The model that a game starts from, made once."""
+    start = folder / "start"
+    if start.exists():
+        return start
+    started, chosen = time.process_time(), GAMES[game]
+    tokenizer = word_tokenizer(chosen["words"]())
+    tokenizer.save_pretrained(folder / "tokenizer")
+    random_model(tokenizer, **chosen["model"]).save_pretrained(folder / "untrained")
+    player = (
+        f"self_play:{chosen['players']['random'].__name__}"
+        if game == "nim"
+        else "torchrl_llm.testing.games:take_at_random"
+    )
+    run = make_run(game, folder / "warm", folder / "untrained", algo="SFT", demonstrations=player, **chosen["warm"])
+    history = run.trainer.train()
+    run.models.model.save_pretrained(start)  # type: ignore[operator]
+    losses = [round(row["loss/nll"], 3) for row in (history[0], history[-1])]
+    run.close()
+    (folder / "warm.json").write_text(json.dumps({"nll": losses, "cpu_s": time.process_time() - started}) + "\n")
+    return start
+
+
+def against(run: Run, opponent: Any) -> Match:
+    """A match of the run's policy against a policy, or a scripted player."""
+    env = run.make_env(stream="test")
+    assert isinstance(env, SelfPlayEnv)
+    if not hasattr(opponent, "submit"):
+        limit = run.config.max_output_tokens
+        opponent = PlayerPolicy(opponent, run.tokenizer, env.formatter.answer, max_output_tokens=limit)
+    try:
+        return play_match(env, run.policy, opponent, MATCH)
+    finally:
+        env.close()
+
+
+def train(game: str, seed: int, folder: Path) -> dict[str, Any]:
+    """One run; writes ``result.json``."""
+    path = folder / str(seed) / "result.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    start = warm_start(game, folder)
+    started = time.process_time()
+    run = make_run(game, path.parent, start, seed=seed, **SELF_PLAY | GAMES[game]["train"])
+    opponents = {"start": run.opponent, **GAMES[game]["players"]}
+    before = {name: against(run, opponent) for name, opponent in opponents.items()}
+    trained = time.process_time()
+    run.trainer.train()
+    trained = time.process_time() - trained
+    after = {name: against(run, opponent) for name, opponent in opponents.items()}
+    result = {"game": game, "seed": seed, "games": run.trainer.episodes // 2, "iterations": run.trainer.iteration}
+    for when, matches in (("before", before), ("after", after)):
+        result[when] = {name: summary(match) for name, match in matches.items()}
+    result |= {"train_cpu_s": round(trained, 1), "cpu_s": round(time.process_time() - started, 1)}
+    result |= {name: run.trainer.collector.metrics()[name] for name in ("data/faults", "data/passed")}
+    run.close()
+    path.write_text(json.dumps(result, indent=2) + "\n")
+    for name, match in after.items():
+        print(f"{game}, seed {seed}, against {name}: before {before[name].score:.3f}, after {match}", flush=True)
+    return result
+
+
+def summary(match: Match) -> dict[str, Any]:
+    """A match as JSON has it."""
+    names = ("wins", "draws", "losses", "unfinished", "games", "score", "score_ci95")
+    return {name: getattr(match, name) for name in names}
+
+
+# ---------------------------------------------------------------------- report
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """One line a run."""
+    lines = [
+        "| game | seed | before, against its start | after, against its start | as first player | as second player | "
+        "against random legal play, before, after | against best play, before, after | games trained on | CPU-seconds |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for each in results:
+        before, after = each["before"], each["after"]
+        low, high = after["start"]["score_ci95"]
+        seats = [f"{after['start']['wins'][seat]} of {MATCH // 2}" for seat in (0, 1)]
+        pairs = [f"{before[name]['score']:.3f}, {after[name]['score']:.3f}" for name in ("random", "best")]
+        lines.append(
+            f"| {each['game']} | {each['seed']} | {before['start']['score']:.3f} | **{after['start']['score']:.3f}** "
+            f"({low:.3f} to {high:.3f}) | {' | '.join(seats)} | {' | '.join(pairs)} | {each['games']} | {each['train_cpu_s']:.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--game", choices=list(GAMES), help="what is played")
+    parser.add_argument("--seeds", type=int, default=3, help="how many are drawn; default 3")
+    parser.add_argument("--seed", type=int, help="one seed, in place of those drawn")
+    parser.add_argument("--draw", default="self-play-1", help="text that the seeds are drawn from; default self-play-1")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/self_play"), help="default: runs/self_play")
+    parser.add_argument("--report", action="store_true", help="write the table of docs/results/self_play.md")
+    arguments = parser.parse_args()
+    if arguments.game:
+        seeds = drawn_seeds(arguments.draw, arguments.seeds) if arguments.seed is None else [arguments.seed]
+        for each in map(partial(train, arguments.game, folder=arguments.output_dir / arguments.game), seeds):
+            print(json.dumps({name: each[name] for name in ("game", "seed", "cpu_s")}), flush=True)
+    if arguments.report:
+        seeds = drawn_seeds(arguments.draw, arguments.seeds)
+        paths = [arguments.output_dir / game / str(seed) / "result.json" for game in GAMES for seed in seeds]
+        fill(PAGE, "runs", table([json.loads(path.read_text()) for path in paths if path.exists()]))
+        fill(PAGE, "machine", f"| machine |\n|---|\n| {machine()} |")
+
+
+if __name__ == "__main__":
+    main()

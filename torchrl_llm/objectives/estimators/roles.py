@@ -1,0 +1,93 @@
+"""Credit in self-play: :class:`RoleRelative`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from tensordict import TensorDictBase
+from tensordict.nn import TensorDictModuleBase
+from torch import Tensor
+
+from torchrl_llm import keys
+from torchrl_llm.objectives import functional as F
+from torchrl_llm.objectives.estimators.returns import ReturnEstimator
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class RoleRelative(ReturnEstimator):
+    """Role-conditioned advantages: returns less the mean of the same role's in the other games of the batch.
+
+    Where one policy plays all seats of a game, a seat may have an advantage by the rules, such as the first move. A baseline for each
+    game and role takes it out, so that a return is compared with what that role earns (SPIRAL, Liu et al., 2025, arXiv:2506.24119,
+    sec. 3.3). There the baseline is an exponential moving average; here it is the mean over the batch without the episode itself,
+    which keeps no state and biases nothing: the baseline does not depend on the episode that it is for. A role that no other episode
+    of the batch has keeps its return.
+
+    Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]``, ``"env_id"`` ``[B]`` if there is
+    one, and the extra ``role`` (``("turn", "extra", role)`` ``[B, T]`` int64, that of a row's first turn), which the seats of a
+    :class:`~torchrl_llm.envs.SelfPlayEnv` have. Writes ``"advantage"``, ``"value_target"`` ``[B, L]`` and
+    ``("turn", advantage / value_target)`` ``[B, T]``; the target is the return that was compared. Of several processes each
+    compares its own episodes.
+
+    Keyword Args:
+        gamma: discount per turn. Default: 1.0.
+        credit: ``"episode"`` compares the returns of whole episodes, and every turn of a row gets the same advantage; ``"turn"``
+            compares, turn by turn, the returns from there on, where an episode that has ended counts with 0. Default: ``"episode"``.
+        role: name of the extra that tells the role. Default: ``"role"``.
+        kl_coeff, discounted_objective, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`;
+            ``discounted_objective`` is for ``credit="turn"``.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> yes, no = torch.ones(3, 1, dtype=torch.bool), torch.zeros(3, 1, dtype=torch.bool)
+        >>> turn = dict(reward=torch.tensor([[1.0], [-1.0], [0.0]]), mask=yes, terminated=yes, truncated=no)
+        >>> turn["extra"] = dict(role=torch.tensor([[5], [6], [5]]))
+        >>> rows = TensorDict({"turn": turn, "turn_ids": torch.zeros(3, 1, dtype=torch.int64)}, [3])
+        >>> RoleRelative()(rows)["advantage"].flatten().tolist()
+        [1.0, -1.0, -1.0]
+    """
+
+    credit: Literal["episode", "turn"] = "episode"
+    role: str = "role"
+
+    def __post_init__(self, value_network: TensorDictModuleBase | None) -> None:
+        super().__post_init__(value_network)
+        if self.discounted_objective and self.credit == "episode":
+            raise ValueError(
+                'credit="episode" is discounted from the first turn on; discounted_objective is for credit="turn".'
+            )
+
+    def score(self, reward: Tensor, mask: Tensor, acted: Tensor) -> Tensor:
+        if self.credit == "episode":
+            return F.episode_return(reward, mask, self.gamma)
+        return F.turn_returns(reward, mask, self.gamma)
+
+    def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:
+        labels = self.labels(tensordict)
+        relative = F.group_relative(
+            score, labels, baseline="leave_one_out", scale="none", partial="allow", penalty=penalty
+        )
+        _, index, counts = labels.unique(return_inverse=True, return_counts=True)
+        alone = (counts[index] == 1).view(-1, *[1] * (score.ndim - 1))
+        return torch.where(alone, score + penalty, relative)
+
+    def labels(self, tensordict: TensorDictBase) -> Tensor:
+        """A number ``[B]`` int64 that is equal for rows of the same environment and role.
+
+        Raises:
+            KeyError: the rows have no such extra.
+            TypeError: the extra is a number.
+        """
+        extras = keys.turn_extras(tensordict)
+        if self.role not in extras:
+            raise KeyError(
+                f"role={self.role!r} is no extra of these rows, which have {sorted(extras)}: collect games with a SelfPlayCollector, "
+                "or give the name of an extra that the environment declares as text."
+            )
+        role = extras[self.role]
+        if role.is_floating_point():
+            raise TypeError(f"The extra {self.role!r} is a number; expected a text (declared as str) as the role.")
+        env_id = tensordict.get(keys.ENV_ID, torch.zeros_like(role[:, 0]))
+        return torch.stack([env_id, role[:, 0]], 1).unique(dim=0, return_inverse=True)[1]
