@@ -13,8 +13,7 @@ from small_searches import BASE, SPACE, small_search
 from torchrl_llm.cli import main
 from torchrl_llm.optional import MissingExtraError
 from torchrl_llm.trainers import ConfigError, RunConfig, build_run
-from torchrl_llm.trainers.config import names_of
-from torchrl_llm.trainers.settings import WeightsConfig
+from torchrl_llm.trainers.settings import WeightsConfig, names_of
 from torchrl_llm.tuning import TuningConfig, copy_run, put_back, train_generation, tune
 from torchrl_llm.tuning.results import check_same, identity
 

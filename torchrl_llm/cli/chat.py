@@ -19,8 +19,9 @@ from torchrl_llm.cli._terminal import Terminal
 from torchrl_llm.envs import ControlTokenError
 from torchrl_llm.options import nearest
 from torchrl_llm.trainers.cli import given_settings
-from torchrl_llm.trainers.config import SamplingSettings, names_of
+from torchrl_llm.trainers.config import SamplingSettings
 from torchrl_llm.trainers.saved import SavedModel, find_saved_model, positions
+from torchrl_llm.trainers.settings import names_of
 
 COMMANDS = ("/reset", "/exit")
 _RESPONSE = 512

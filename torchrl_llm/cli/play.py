@@ -26,8 +26,9 @@ from torchrl_llm.keys import StopReason
 from torchrl_llm.modules.engine import TurnRequest
 from torchrl_llm.options import ConfigError
 from torchrl_llm.trainers.cli import given_settings
-from torchrl_llm.trainers.config import SamplingSettings, names_of
+from torchrl_llm.trainers.config import SamplingSettings
 from torchrl_llm.trainers.saved import LoadedModel, environment_of, find_saved_model
+from torchrl_llm.trainers.settings import names_of
 
 Answer = Callable[[GEMEnv], "list[int] | None"]
 """The ids of the next response in slot 0; ``None``: there is none."""

@@ -13,7 +13,8 @@ import torch
 from torchrl_llm.options import options_of
 from torchrl_llm.trainers import settings
 from torchrl_llm.trainers.checkpoint_parts import environment
-from torchrl_llm.trainers.config import RunConfig, names_of, shown_default
+from torchrl_llm.trainers.config import RunConfig, shown_default
+from torchrl_llm.trainers.settings import names_of
 
 
 def run_info(config: RunConfig) -> dict[str, Any]:

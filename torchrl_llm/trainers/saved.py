@@ -19,9 +19,9 @@ from torchrl_llm.options import ConfigError, nearest, options_of
 from torchrl_llm.trainers import build
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import verify
-from torchrl_llm.trainers.config import HOW_TO_RUN, RunConfig, SamplingSettings, names_of
+from torchrl_llm.trainers.config import HOW_TO_RUN, RunConfig, SamplingSettings
 from torchrl_llm.trainers.run_folder import MARK
-from torchrl_llm.trainers.settings import EnvConfig
+from torchrl_llm.trainers.settings import EnvConfig, names_of
 from torchrl_llm.trainers.settings_file import read_settings, write_settings
 from torchrl_llm.trainers.sources import MODELS, load_model_config, load_tokenizer, model_path
 

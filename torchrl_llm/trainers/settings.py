@@ -7,7 +7,7 @@ documentation show the docstrings of the fields (:func:`torchrl_llm.options.mean
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -35,6 +35,11 @@ NOTHING_TO_CORRECT = (
 
 MOST_TOKENS = 16_384
 """The largest ``max_tokens`` that is taken where none is given."""
+
+
+def names_of(part: type[Checked]) -> tuple[str, ...]:
+    """The names of the fields of a part of the settings."""
+    return tuple(each.name for each in fields(part))  # type: ignore[arg-type]
 
 
 @dataclass(kw_only=True)

@@ -20,8 +20,7 @@ import numpy as np
 from torchrl_llm.optional import import_extra
 from torchrl_llm.options import ConfigError
 from torchrl_llm.record.report import write_json
-from torchrl_llm.trainers.config import names_of
-from torchrl_llm.trainers.settings import ModelConfig
+from torchrl_llm.trainers.settings import ModelConfig, names_of
 from torchrl_llm.tuning.results import FILE, TRIALS, check_same, identity
 from torchrl_llm.tuning.settings import Dimension, TuningConfig
 from torchrl_llm.tuning.trial import copy_run, put_back, train_generation

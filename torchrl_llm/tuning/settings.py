@@ -11,8 +11,15 @@ from typing import Any, Literal, Self
 
 from torchrl_llm.options import Checked, ConfigError, Count, Natural, NonNegative, Positive, fits, nearest, options_of
 from torchrl_llm.trainers import RunConfig
-from torchrl_llm.trainers.config import names_of
-from torchrl_llm.trainers.settings import EnvConfig, ModelConfig, OutputConfig, RayConfig, ReportConfig, WeightsConfig
+from torchrl_llm.trainers.settings import (
+    EnvConfig,
+    ModelConfig,
+    OutputConfig,
+    RayConfig,
+    ReportConfig,
+    WeightsConfig,
+    names_of,
+)
 from torchrl_llm.trainers.settings_file import read_settings
 
 _BUDGET = ("max_iterations", "max_seconds", "stop_at_success")
