@@ -290,6 +290,19 @@ class TestDistractingRewards:
         agree = fmean(a == b for a, b in zip(*lucks.values(), strict=True))
         assert 0.4 < agree < 0.6
 
+    def test_a_success_is_all_answers_right(self):
+        world = DistractingRewards(turns=3)
+        for wrong in (None, 0, 1, 2):
+
+            def choose(texts, wrong=wrong):
+                return "nonsense" if len(texts) // 2 == wrong else RIGHT[texts[-1].split()[1]]
+
+            _, rewards, infos = play(world, 5, choose)
+            assert infos[-1]["success"] == (wrong is None)
+            assert all("success" not in info for info in infos[:-1])
+            paid = [reward - (0.5 if reward > 0 else -0.5) for reward in rewards]
+            assert paid == pytest.approx([-0.1 if turn == wrong else 1 / 3 for turn in range(3)])
+
     def test_the_variances_of_the_docstring(self):
         """Of the return, of the return from a turn on, and of a temporal difference with exact values, given the answers."""
         world = DistractingRewards(turns=4, noise=0.7)
@@ -311,6 +324,15 @@ class TestStairs:
                 turns.setdefault(info["state"], set()).add(turn)
         assert set(turns) == {"floor 0", "floor 1", "floor 2", "floor 3"}
         assert all(len(each) >= 8 for each in turns.values())
+
+    def test_a_right_answer_leads_up_a_wrong_one_down_and_an_illegal_one_nowhere(self):
+        world = Stairs(height=4, turns=9)
+        (seed,) = itertools.islice((s for s in range(100) if world.reset(s)[0] == "floor 2"), 1)
+        plan = ["hat", "hat", "hat", "nonsense", "coat", "boots", "scarf"]
+        texts, rewards, infos = play(world, seed, lambda texts: plan[len(texts) // 2])
+        assert texts[::2] == [f"floor {i}" for i in (2, 1, 0, 1, 1, 2, 3)] + ["over"]
+        assert rewards == [0.0, 0.0, 0.0, -0.1, 0.0, 0.0, 1.0]
+        assert infos[-1]["success"]
 
     def test_alike_floors_show_the_same_and_want_different_things(self):
         world = Stairs(alike=True)
