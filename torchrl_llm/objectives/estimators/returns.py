@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial as bind
 from typing import Any, Literal, cast
 
 import torch
@@ -274,7 +273,7 @@ class GroupRelative(ReturnEstimator):
         scores = [(1.0, score), *self._component_scores(tensordict, acted)]
         if self.credit == "state":  # linear, so that the sum may be compared as well
             return F.state_relative(
-                sum(weight * each for weight, each in scores) + penalty,
+                sum((weight * each for weight, each in scores), start=penalty),
                 self.states(tensordict),
                 group_id,
                 acted,
@@ -283,12 +282,15 @@ class GroupRelative(ReturnEstimator):
                 partial=self.partial,
             )
         mask = acted if score.ndim == 2 else None
-        relative = bind(
-            F.group_relative, group_id=group_id, **self.options, mask=mask, process_group=self.process_group
-        )
+
+        def relative(each: Tensor, penalty: Tensor | None = None) -> Tensor:
+            return F.group_relative(
+                each, group_id, **self.options, penalty=penalty, mask=mask, process_group=self.process_group
+            )
+
         if not self.components and not self.whiten:
             return relative(score, penalty=penalty)
-        plain = cast(Tensor, sum(weight * relative(each) for weight, each in scores))
+        plain = sum((weight * relative(each) for weight, each in scores), start=torch.zeros_like(score))
         if self.components:
             # Scores that do not differ leave the penalty: centered, and without scale.
             total = plain + relative(torch.zeros_like(score), penalty=penalty)
