@@ -108,7 +108,7 @@ PACKAGES = {
     "segments": (),
     "smollm2": (),
     "stops": (),
-    "envs": ("families.textworld", "families.openenv"),
+    "envs": ("families.textworld", "families.openenv", "mcp_tools"),
     "modules": (),
     "data": (),
     "objectives": ("functional",),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import threading
 import weakref
@@ -177,10 +178,20 @@ async def _answer(client: Any, name: str, arguments: Mapping[str, Any]) -> tuple
 # ---------------------------------------------------------------------- the thread of all sessions
 
 
-@cache
+_starting = threading.Lock()
+
+
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """The loop in which all sessions of this process run. Its thread is a daemon: one that hangs does not hold up the exit."""
+    """The loop in which all sessions of this process run."""
+    # Slots ask for it from several threads at once, and a cache alone would start a loop for each. A fork has no threads.
+    with _starting:
+        return _loop_of(os.getpid())
+
+
+@cache
+def _loop_of(process: int) -> asyncio.AbstractEventLoop:
     loop = asyncio.new_event_loop()
+    # A daemon: a server that hangs does not hold up the exit.
     threading.Thread(target=loop.run_forever, name="torchrl_llm MCP", daemon=True).start()
     return loop
 
