@@ -51,7 +51,8 @@ class MCPTools:
 
     Args:
         server: the address, such as ``"http://127.0.0.1:8000/mcp"``; or a program that talks on standard input and output,
-            ``{"command": "python", "args": ["server.py"]}``; or several servers, ``{"mcpServers": {name: ..., ...}}``.
+            ``{"command": "python", "args": ["server.py"]}``, which has few of this process's variables unless ``"env"`` gives more;
+            or several servers, ``{"mcpServers": {name: ..., ...}}``.
         timeout: seconds that a call may take, and the first one with the connection. Default 30.
 
     Raises:
