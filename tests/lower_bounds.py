@@ -1,6 +1,6 @@
 """Constraints for pip with which it installs the oldest versions that ``pyproject.toml`` allows: ``make test-lower``.
 
-    python tests/lower_bounds.py > constraints.txt
+python tests/lower_bounds.py > constraints.txt
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ def lower_bounds(requirements: Iterable[str]) -> Iterator[str]:
         requirement = Requirement(line)
         lowest = [each.version for each in requirement.specifier if each.operator in (">=", "==")]
         if len(lowest) != 1:
-            raise ValueError(f"The dependency {line!r} has no lower bound; expected one, such as {requirement.name}>=1.")
+            raise ValueError(
+                f"The dependency {line!r} has no lower bound; expected one, such as {requirement.name}>=1."
+            )
         yield f"{requirement.name}=={lowest[0]}"
 
 

@@ -58,7 +58,11 @@ def test_it_prints_what_is_trained_on(capsys):
 @pytest.mark.extra
 @pytest.mark.slow
 def test_a_model_trains_on_it(tmp_path):
-    settings = f"--config {SCRIPT.parent}/configs/tiny_reinforce_llm.yaml --output-dir {tmp_path}/run --max-model-len 1024"
-    quick = "--max-output-tokens 16 --max-iterations 1 --batch-size 4 --num-envs 4 --final-episodes 4 --minibatch-size 4"
+    settings = (
+        f"--config {SCRIPT.parent}/configs/tiny_reinforce_llm.yaml --output-dir {tmp_path}/run --max-model-len 1024"
+    )
+    quick = (
+        "--max-output-tokens 16 --max-iterations 1 --batch-size 4 --num-envs 4 --final-episodes 4 --minibatch-size 4"
+    )
     subprocess.run([sys.executable, SCRIPT, *settings.split(), *quick.split()], check=True, timeout=250)
     assert (tmp_path / "run" / "result.json").exists()
