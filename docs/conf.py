@@ -108,7 +108,7 @@ PACKAGES = {
     "segments": (),
     "smollm2": (),
     "stops": (),
-    "envs": ("families.textworld", "families.openenv", "families.textarena"),
+    "envs": ("families.textworld", "families.openenv", "families.textarena", "mcp_tools"),
     "modules": (),
     "data": (),
     "objectives": ("functional",),

@@ -8,6 +8,7 @@ from torchrl_llm.envs import GEMEnv
 from torchrl_llm.envs.gem_words import READS_WORDS, read_words
 from torchrl_llm.envs.text_env import EnvironmentUnavailableError, resolve_env
 from torchrl_llm.options import ConfigError
+from torchrl_llm.testing.policies import ScriptedPolicy
 
 NAMES = [each.removesuffix("Env") for each in READS_WORDS]
 IDS = [f"game:{name}-v0-{level}" for name in NAMES for level in ("easy", "hard", "random")]
@@ -117,3 +118,24 @@ class TestRefused:
             EnvironmentUnavailableError, match="the option word_list, a file of words or 'reasoning_gym'"
         ):
             GEMEnv("game:Hangman-v0-easy", tokenizer=tokenizer).reset()
+
+
+@pytest.mark.parametrize("env_id", IDS)
+def test_each_is_played_to_its_end_without_nltk(env_id, tokenizer, monkeypatch, tmp_path):
+    import nltk
+
+    monkeypatch.setattr(nltk.data, "path", [str(tmp_path)])
+    monkeypatch.setattr(nltk, "download", lambda *_: pytest.fail("it asks for the network"))
+    spec, games = resolve_env(env_id), []
+
+    def factory():
+        games.append(spec.make(word_list="reasoning_gym"))
+        return games[-1]
+
+    limits = {"tokenizer": tokenizer, "max_output_tokens": 32}
+    env = GEMEnv(factory, max_model_len=2**15, success_by=spec.success_by, **limits)
+    policy = ScriptedPolicy(lambda *_: rf"\boxed{{{getattr(games[0], 'secret_word', 'none 0 0 across')}}}", **limits)
+    after = env.rollout(25, policy)["next"]
+    assert after["done"][0, -1]
+    assert after["success"][0, -1] == ("WordSearch" not in env_id)
+    env.close()
