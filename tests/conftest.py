@@ -11,11 +11,12 @@ from hypothesis import settings
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 
 # What tests start in other processes is imported too, to look for doctests.
-collect_ignore_glob = [
-    pattern
-    for package, pattern in {"ray": "collectors/ray_*.py", "openenv": "families/openenv_world.py"}.items()
-    if not find_spec(package)
-]
+_NEEDED = {
+    "ray": "collectors/ray_*.py",
+    "openenv": "families/openenv_world.py",
+    "fastmcp": "families/mcp_world.py",
+}
+collect_ignore_glob = [pattern for package, pattern in _NEEDED.items() if not find_spec(package)]
 
 # A busy machine is no failure; pytest-timeout catches what hangs.
 settings.register_profile("default_without_deadline", deadline=None)
