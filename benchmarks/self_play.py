@@ -5,7 +5,8 @@
     python benchmarks/self_play.py --report
 
 ``take-away`` is :class:`~torchrl_llm.testing.games.TakeAway`, ``nim`` is TextArena's ``Nim-v0`` (piles of 3, 4 and 5; the extra
-``textarena``). A model with a vocabulary of the game's words imitates random legal play, once for each game; that is the start. From it each
+``textarena``), which has no reported result yet: its messages repeat the opponent's words, and a vocabulary of words cannot spell the control
+tokens among them, so that such games fail. A model with a vocabulary of the game's words imitates random legal play, once for each game; that is the start. From it each
 seed trains by self-play: LLMREINFORCE with role-relative advantages, both seats learn from every game. Then the trained weights play 400 games
 against their frozen start, and against two scripted players, with seats swapped from game to game, on games used for nothing else.
 

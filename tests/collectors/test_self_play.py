@@ -227,6 +227,24 @@ class TestFaults:
         assert ids == [0, 1, 4, 5, 6, 7]
         assert (collector.dropped, collector.faults) == ({"error": 2}, {"error": 1})
 
+    @pytest.mark.parametrize("seat", [0, 1])
+    def test_a_game_that_broke_is_made_again(self, seat):
+        class Brittle(Chatter):
+            broken = False
+
+            def start(self, seed):
+                assert not self.broken
+                super().start(seed)
+
+            def move(self, text):
+                self.broken = "fail" in text
+                super().move(text)
+
+        script = lambda episode, turn: "fail" if episode == seat else f"{episode}.{turn}"  # noqa: E731
+        collector = SelfPlayCollector(make_env(lambda: Brittle(most=9), num_envs=2, seed=4), says(script), batch_size=4)
+        assert collector.rollout()[keys.EPISODE_ID].tolist() == [2, 3, 4, 5]
+        assert collector.faults == {"error": 1}
+
     def test_too_many_raise_and_another_batch_may_follow(self):
         healed = []
         script = lambda episode, turn: f"{episode}.{turn}" if healed else "fail"  # noqa: E731

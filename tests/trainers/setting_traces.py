@@ -187,6 +187,7 @@ def built(config: RunConfig, env: Any) -> dict[str, Any]:
     try:
         return {
             "collector": type(run.trainer.collector).__name__,
+            "opponent": type(run.opponent).__name__,
             "scored": run.trainer.scorer.scores_old,
             "callbacks": [type(each).__name__ for each in run.trainer.callbacks],
             "compiled": any("forward" in vars(module) for module in run.models.model.modules()),

@@ -47,6 +47,7 @@ from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.envs import EnvironmentFault, NotAppendOnlyError
 from torchrl_llm.modules import AdapterError
+from torchrl_llm.testing.games import TakeAway
 from torchrl_llm.trainers import ConfigError, RunConfig, build_run
 
 EVALUATED = {"evaluation_interval": 1}
@@ -157,6 +158,7 @@ LAW: dict[str, list[Case]] = {
     "offload_base": [works(True, lora_r=2, **VLLM), idle(True)],
     "weight_sync": [*of_vllm("reload"), idle("adapter", **VLLM), idle("reload", **VLLM | RAY), idle("nccl", **VLLM | RAY)],
     "collector": [works("async", run=built)],
+    "opponent": [works("torchrl_llm.testing.games:take_well", collector="self_play", env=TakeAway, run=built), idle("tiny")],
     "max_staleness": [works(1, collector="async", run=built), idle(1)],
     "ray_workers": of_ray(3),
     "ray_worker_cpus": of_ray(0.5),
