@@ -1,15 +1,13 @@
 """Worlds that tell credit estimators apart, each by one property, with exact values (:mod:`~torchrl_llm.testing.tabular`).
 
-==========================  ==============================================================================================
-:class:`DelayedReward`      one decision, paid many turns later: separates Monte-Carlo returns from bootstrapped values (small
-                            lambda, an untrained critic), for with nothing in between a return has no noise to trade for
-:class:`DistractingRewards` luck on every turn, whatever is answered: separates credit per turn, which leaves out the luck of earlier turns,
-                            from credit per episode, and a critic with small lambda, which leaves out that of later turns, from both
-:class:`Stairs`             states that are revisited, at different turns: separates comparison within a state from comparison within
-                            a turn, where answers to different questions are compared
-:class:`TruncationTrap`     episodes that are cut off before the reward: separates estimators that bootstrap after a truncated turn
-                            from those that count 0 there and learn to settle for less
-==========================  ==============================================================================================
+- :class:`DelayedReward`: one decision, paid many turns later. It separates Monte-Carlo returns from bootstrapped values (small lambda, an
+  untrained critic), for with nothing in between a return has no noise to trade for.
+- :class:`DistractingRewards`: luck on every turn, whatever is answered. It separates credit per turn, which leaves out the luck of earlier
+  turns, from credit per episode, and a critic with small lambda, which leaves out that of later turns, from both.
+- :class:`Stairs`: states that are revisited, at different turns. It separates comparison within a state from comparison within a turn, where
+  answers to different questions are compared.
+- :class:`TruncationTrap`: episodes that are cut off before the reward. It separates estimators that bootstrap after a truncated turn from those
+  that count 0 there and learn to settle for less.
 
 ``EarlyDecision`` (:mod:`~torchrl_llm.testing.environments`) is of this family too: a late reward behind luck. Answers are single words, and
 any other text is an illegal answer that pays -0.1. The models that play them begin with random weights and learn in under a minute of
