@@ -183,7 +183,7 @@ class TestRunConfig:
         [
             {"max_staleness": 0},
             {"algo": "LLMREINFORCE", "whiten": False},
-            {"algo": "SFT", "whiten": False},
+            {"algo": "SFT", "imitate": "success", "whiten": False},
             {"algo": "GRPO", "group_size": 4, "critic_coeff": 0.0, "clip_value": 0},
             {"sleep_mode": False, "engine_process": False, "offload_base": False},
             {"ray_worker_gpus": 0},
