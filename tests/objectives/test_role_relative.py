@@ -89,7 +89,8 @@ class TestExact:
 
 
 class TestLaws:
-    returns = st.lists(st.floats(-3, 3), min_size=1, max_size=3)
+    # In hundredths: returns that differ by less than a millionth count as equal, and have no advantage.
+    returns = st.lists(st.integers(-300, 300).map(lambda n: n / 100), min_size=1, max_size=3)
 
     @given(games=st.lists(st.tuples(returns, returns), min_size=2, max_size=5), shift=st.floats(-5, 5))
     @settings(max_examples=30)
