@@ -1,6 +1,7 @@
 """Which credit assignment should I use? The estimators on identical data, and what they teach a model.
 
     python benchmarks/credit.py gradients --output-dir runs/credit
+    python benchmarks/credit.py sweeps --output-dir runs/credit
     python benchmarks/credit.py learning --env guess --output-dir runs/credit
     python benchmarks/credit.py learning --env early --output-dir runs/credit
     python benchmarks/credit.py report --output-dir runs/credit
@@ -9,7 +10,7 @@
     python benchmarks/credit.py study report --output-dir runs/credit/study
 
 ``gradients`` draws batches from a language MDP that is small enough to enumerate and compares the gradient of each
-estimator's loss with the true one. ``learning`` trains LLMPPO, LLMREINFORCE and GRPO with several seeds, on GuessTheNumber
+estimator's loss with the true one; ``sweeps`` changes one choice at a time there. ``learning`` trains LLMPPO, LLMREINFORCE and GRPO with several seeds, on GuessTheNumber
 (:mod:`learning`'s runs) or on :class:`~torchrl_llm.testing.environments.EarlyDecision`, where each algorithm first chooses its
 learning rate and entropy bonus from the same grid, on seeds that are not reported. A run that is finished (it has a ``result.json``) is not
 run again. ``report`` writes the tables and plots of ``docs/results/credit.md``.
@@ -36,14 +37,17 @@ PLOTS = ROOT / "docs" / "results" / "credit"
 
 def write_report(folder: Path) -> None:
     """Fill the tables of the page and draw its plots."""
-    from credit_study import curves, gradients
+    from credit_study import curves, gradients, sweeps
 
     results = json.loads((folder / "gradients.json").read_text())
+    swept = json.loads((folder / "sweeps.json").read_text())
     PLOTS.mkdir(exist_ok=True)
     gradients.plot_gradients(results, PLOTS / "gradients.png")
     curves.plot_learning(folder, PLOTS / "learning.png")
     for game in gradients.GAMES:
         fill(PAGE, f"gradients, {game}", gradients.gradient_table(results, game))
+    for name in sweeps.SWEEPS:
+        fill(PAGE, name, sweeps.sweep_table(swept, name, "unequal tasks"))
     for env in curves.TITLES:
         fill(PAGE, f"learning {env}", curves.learning_table(env, folder))
     fill(PAGE, "tuning", curves.tuning_table(folder))
@@ -90,11 +94,14 @@ def main() -> None:
         default=[8, 32],
         help="conversations in a batch, a smaller and a larger number; default 8 32",
     )
+    sweep = commands.add_parser("sweeps", help="one choice at a time: critic, group size, batch statistics, staleness")
+    sweep.add_argument("--policies", type=int, default=5, help="random language models that play; default 5")
+    sweep.add_argument("--batches", type=int, default=1000, help="batches of each kind that is drawn; default 1000")
     train = commands.add_parser("learning", help="learning curves")
     train.add_argument("--env", choices=["guess", "early"], required=True)
     train.add_argument("--seeds", type=int, nargs="+", default=list(range(5)), help="default 0 1 2 3 4")
     report = commands.add_parser("report", help="tables and plots of docs/results/credit.md")
-    for command in (compare, train, report):
+    for command in (compare, sweep, train, report):
         command.add_argument("--output-dir", type=Path, default=Path("runs/credit"), help="default: runs/credit")
     add_study(commands)
     arguments = parser.parse_args()
@@ -104,6 +111,10 @@ def main() -> None:
         from credit_study.gradients import gradients
 
         gradients(arguments.output_dir, arguments.policies, arguments.batches, arguments.sizes)
+    elif arguments.command == "sweeps":
+        from credit_study.sweeps import sweeps
+
+        sweeps(arguments.output_dir, arguments.policies, arguments.batches)
     elif arguments.command == "learning":
         from credit_study.curves import learn
 

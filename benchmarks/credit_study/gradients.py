@@ -111,31 +111,33 @@ def token_scores(mdp: EnumerableMDP, actor: TokenScorer) -> Tensor:
     return scores
 
 
-def draw(mdp: EnumerableMDP, actor: TokenScorer, batches: int, size: int, generator: torch.Generator) -> Tensor:
+def draw(
+    mdp: EnumerableMDP, actor: TokenScorer, batches: int, size: int, generator: torch.Generator, group: int = GROUP
+) -> Tensor:
     """Batches of whole groups: index ``[batches, size]`` into the conversations.
 
-    The task of each group of :data:`GROUP` is drawn uniformly, then its conversations independently from the policy.
+    The task of each group is drawn uniformly, then its conversations independently from the policy.
     """
     task, probability = mdp.rows()[keys.GROUP_ID], mdp.log_probability(actor).detach().exp()
-    tasks = torch.randint(mdp.tasks, (batches * size // GROUP,), generator=generator)
+    tasks = torch.randint(mdp.tasks, (batches * size // group,), generator=generator)
     given_task = torch.where(task == torch.arange(mdp.tasks).unsqueeze(1), probability, 0.0)
-    return given_task[tasks].multinomial(GROUP, replacement=True, generator=generator).view(batches, size)
+    return given_task[tasks].multinomial(group, replacement=True, generator=generator).view(batches, size)
 
 
-def credit_of(loss: TurnPolicyLoss, rows: TensorDict, index: Tensor) -> Tensor:
+def credit_of(loss: TurnPolicyLoss, rows: TensorDict, index: Tensor, group: int = GROUP) -> Tensor:
     """What multiplies each token's score in the gradient of one batch: weight times advantage, ``[B, L]``."""
-    batch = write_loss_weights(loss.value_estimator(_batch(rows, index)), loss)
+    batch = write_loss_weights(loss.value_estimator(_batch(rows, index, group)), loss)
     return (batch[keys.LOSS_WEIGHT].double() * batch[keys.ADVANTAGE]).where(batch[keys.TURN_IDS] >= 0, 0.0)
 
 
-def _batch(rows: TensorDict, index: Tensor) -> TensorDict:
+def _batch(rows: TensorDict, index: Tensor, group: int) -> TensorDict:
     """The rows ``index`` as a batch of groups."""
     batch = rows.exclude(keys.EPISODE_ID)[index]
-    batch[keys.GROUP_ID] = torch.arange(len(index)) // GROUP
+    batch[keys.GROUP_ID] = torch.arange(len(index)) // group
     return batch
 
 
-def gradients_of(loss: TurnPolicyLoss, rows: TensorDict, scores: Tensor, index: Tensor) -> Tensor:
+def gradients_of(loss: TurnPolicyLoss, rows: TensorDict, scores: Tensor, index: Tensor, group: int = GROUP) -> Tensor:
     """The ascent direction ``[M, P]`` that the loss gives on each batch of ``index [M, B]``.
 
     At ratio 1 the gradient of the loss is the sum of credit times score, so that one table of scores serves all batches.
@@ -143,10 +145,10 @@ def gradients_of(loss: TurnPolicyLoss, rows: TensorDict, scores: Tensor, index: 
     """
     coefficients = scores.new_zeros(len(index), *scores.shape[:2])
     for coefficient, chosen in zip(coefficients, index, strict=True):
-        coefficient.index_add_(0, chosen, credit_of(loss, rows, chosen))
+        coefficient.index_add_(0, chosen, credit_of(loss, rows, chosen, group))
     gradients = coefficients.flatten(1) @ scores.flatten(0, 1)
     for gradient, chosen in zip(gradients[:3], index, strict=False):
-        torch.testing.assert_close(gradient, batch_gradient(loss, _batch(rows, chosen)), rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(gradient, batch_gradient(loss, _batch(rows, chosen, group)), rtol=1e-9, atol=1e-12)
     return gradients
 
 
