@@ -187,7 +187,7 @@ HEADINGS = {
     "critics": ("lambda", "error of the critic: {}"),
     "groups": ("", "groups of {}"),
     "whitening": ("", "batches of {}"),
-    "staleness": ("correction", "{} updates"),
+    "staleness": ("correction", "updates: {}"),
 }
 
 
