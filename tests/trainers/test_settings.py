@@ -90,6 +90,7 @@ LAW: dict[str, list[Case]] = {
     "schedule": [works("constant"), idle("linear"), idle("constant", warmup_fraction=1.0)],
     "warmup_fraction": [works(0.5)],
     "min_lr_fraction": [works(0.5), idle(0.5, schedule="constant"), idle(0.5, warmup_fraction=1.0)],
+    "lr_decay_fraction": [works(0.5), idle(0.5, schedule="constant"), idle(0.5, warmup_fraction=1.0)],
     "max_steps": [works(3)],
     "max_iterations": [works(1)],
     "max_seconds": [works(1e-6)],

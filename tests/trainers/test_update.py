@@ -52,6 +52,23 @@ class TestUpdate:
         assert lr_factor(config, before, after) == pytest.approx(factor, abs=1e-5)
 
     @pytest.mark.parametrize(
+        ("before", "share", "factor"),
+        [
+            (50, 0.3, 1.0),
+            (300, 0.3, 1.0),
+            (700, 0.3, 1.0),
+            (850, 0.3, 0.55),
+            (1000, 0.3, 0.1),
+            (550, 0.95, 0.55),  # the warm-up ends later
+        ],
+    )
+    def test_the_cosine_falls_at_the_end_of_a_run(self, tmp_path, before, share, factor):
+        config = small_config(
+            tmp_path, max_steps=1000, warmup_fraction=0.1, min_lr_fraction=0.1, lr_decay_fraction=share
+        )
+        assert lr_factor(config, before, before + 50) == pytest.approx(factor, abs=1e-5)
+
+    @pytest.mark.parametrize(
         "settings", [{}, {"warmup_fraction": 0.5}, {"warmup_fraction": 1.0}, {"schedule": "constant"}]
     )
     @pytest.mark.parametrize("max_steps", [1, 60])

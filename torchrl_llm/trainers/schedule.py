@@ -21,7 +21,7 @@ class LearningRateSchedule:
 
     Args:
         optimizer: the schedule scales its present rates.
-        config: ``max_steps``, ``warmup_fraction``, ``schedule`` and ``min_lr_fraction``.
+        config: ``max_steps``, ``warmup_fraction``, ``schedule``, ``min_lr_fraction`` and ``lr_decay_fraction``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, config: TrainerConfig) -> None:
@@ -45,14 +45,20 @@ def lr_factor(config: TrainerConfig, before: int, after: int) -> float:
 
     The warm-up goes by the turns after them and the cosine by those before, so that no update has a rate of 0: neither the
     first nor the one that reaches ``max_steps``.
+
+    Examples:
+        >>> config = TrainerConfig(max_steps=100, lr_decay_fraction=0.5)
+        >>> [round(lr_factor(config, turns, turns + 10), 2) for turns in (0, 50, 75, 100)]
+        [1.0, 1.0, 0.5, 0.0]
     """
     began, ended = before / config.max_steps, after / config.max_steps
     if began < config.warmup_fraction:
         return min(1.0, ended / config.warmup_fraction)
     if config.schedule == "constant":
         return 1.0
+    start = max(config.warmup_fraction, 1 - config.lr_decay_fraction)
     # 1e-12: with warmup_fraction=1 the cosine has no length, and turns beyond max_steps come here.
-    rest = (min(1.0, began) - config.warmup_fraction) / max(1e-12, 1 - config.warmup_fraction)
+    rest = (min(1.0, max(start, began)) - start) / max(1e-12, 1 - start)
     return config.min_lr_fraction + (1 - config.min_lr_fraction) * 0.5 * (1 + math.cos(math.pi * rest))
 
 

@@ -83,6 +83,8 @@ class TrainerConfig(Checked):
     """Share of ``max_steps`` over which the learning rates rise from 0."""
     min_lr_fraction: Share = 0.0
     """The cosine schedule ends at this share of the learning rate."""
+    lr_decay_fraction: PositiveShare = 1.0
+    """The cosine schedule falls over this last share of ``max_steps``, and is constant before; 1: from the warm-up on."""
     min_entropy_fraction: Share = 0.0
     """The loss's entropy_target falls to this share of it, in a straight line over ``max_steps``; 1 leaves it as it is."""
     kl_decay_fraction: PositiveShare | None = None
@@ -106,8 +108,12 @@ class TrainerConfig(Checked):
     idle: ClassVar[tuple[Idle, ...]] = (
         Idle(("overlong_buffer",), {"overlong_penalty": (0,)}, "set overlong_penalty"),
         Idle(("target_kl_share",), {"target_kl": (None,)}, "set target_kl"),
-        Idle(("min_lr_fraction",), {"schedule": ("constant",)}, 'set schedule to "cosine"'),
-        Idle(("schedule", "min_lr_fraction"), {"warmup_fraction": (1,)}, "let the warm-up end earlier"),
+        Idle(("min_lr_fraction", "lr_decay_fraction"), {"schedule": ("constant",)}, 'set schedule to "cosine"'),
+        Idle(
+            ("schedule", "min_lr_fraction", "lr_decay_fraction"),
+            {"warmup_fraction": (1,)},
+            "let the warm-up end earlier",
+        ),
         Idle(("stop_at_success",), {"evaluation_interval": (0,)}, "set evaluation_interval to 1 or more"),
     )
 
