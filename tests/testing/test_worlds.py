@@ -166,6 +166,10 @@ class TestBoth:
             resolve_world("world:coin")
 
 
+def test_a_game_of_two_players_has_an_id_too():
+    assert isinstance(resolve_world("world:take-away").make(smallest=4), TakeAway)
+
+
 class TestCoins:
     def test_five_turns(self):
         for seed in range(50):
