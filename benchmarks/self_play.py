@@ -4,11 +4,10 @@
     python benchmarks/self_play.py --game nim --seeds 3
     python benchmarks/self_play.py --report
 
-``take-away`` is :class:`~torchrl_llm.testing.games.TakeAway`, ``nim`` is TextArena's ``Nim-v0`` (piles of 3, 4 and 5; the extra
-``textarena``), which has no reported result yet: its messages repeat the opponent's words, and a vocabulary of words cannot spell the control
-tokens among them, so that such games fail. A model with a vocabulary of the game's words imitates random legal play, once for each game; that is the start. From it each
-seed trains by self-play: LLMREINFORCE with role-relative advantages, both seats learn from every game. Then the trained weights play 400 games
-against their frozen start, and against two scripted players, with seats swapped from game to game, on games used for nothing else.
+``take-away`` is :class:`~torchrl_llm.testing.games.TakeAway`, ``nim`` is TextArena's ``Nim-v0`` with piles of 2 and 3 (the extra
+``textarena``), which has no reported result yet. A small model imitates random legal play, once for each game; that is the start. From it each seed trains by self-play:
+LLMREINFORCE with role-relative advantages, both seats learn from every game. Then the trained weights play 400 games against their
+frozen start, and against two scripted players, with seats swapped from game to game, on games used for nothing else.
 
 The seeds are drawn and not chosen, as those of ``learning.py``: 32-bit words of the SHA-256 of ``--draw``. Finished runs (they have a
 ``result.json``) are not repeated. ``--report`` writes the table of ``docs/results/self_play.md``.
@@ -83,7 +82,9 @@ def nim_tokenizer() -> PreTrainedTokenizerFast:
         game.start(seed)
         while game.seat is not None:
             seen = [game.observe(seat) for seat in (0, 1)][game.seat]
-            game.move(nim_at_random(seen, rng) if rng.random() < 0.8 else rng.choice(["none", "[7 1]", "[1 7]", "[1 0]"]))
+            game.move(
+                nim_at_random(seen, rng) if rng.random() < 0.8 else rng.choice(["none", "[7 1]", "[1 7]", "[1 0]"])
+            )
             messages.append(f"user\n{seen}")
     return byte_tokenizer(corpus=[*messages, "assistant\n"], vocab_size=1024, phrases=True)
 

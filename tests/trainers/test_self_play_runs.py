@@ -176,7 +176,12 @@ class TestRun:
         assert len(first.trainer.train()) == 1
         first.close()
         start = ["--minibatch-size=8", f"--init-from={tmp_path / 'warm' / 'checkpoints' / 'last'}"]
-        learned = [f"--config={CONFIGS / 'tiny_self_play.yaml'}", f"--output-dir={tmp_path / 'learned'}", *quick, *start]
+        learned = [
+            f"--config={CONFIGS / 'tiny_self_play.yaml'}",
+            f"--output-dir={tmp_path / 'learned'}",
+            *quick,
+            *start,
+        ]
         second = build_run(parse_run_config(learned))
         for one, other in zip(first.models.model.parameters(), second.models.model.parameters(), strict=True):
             assert torch.equal(one, other)
