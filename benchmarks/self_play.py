@@ -4,11 +4,10 @@
     python benchmarks/self_play.py --game nim --seeds 3
     python benchmarks/self_play.py --report
 
-``take-away`` is :class:`~torchrl_llm.testing.games.TakeAway`, ``nim`` is TextArena's ``Nim-v0`` (piles of 3, 4 and 5; the extra
-``textarena``), which has no reported result yet: its messages repeat the opponent's words, and a vocabulary of words cannot spell the control
-tokens among them, so that such games fail. A model with a vocabulary of the game's words imitates random legal play, once for each game; that is the start. From it each
-seed trains by self-play: LLMREINFORCE with role-relative advantages, both seats learn from every game. Then the trained weights play 400 games
-against their frozen start, and against two scripted players, with seats swapped from game to game, on games used for nothing else.
+``take-away`` is :class:`~torchrl_llm.testing.games.TakeAway`, ``nim`` is TextArena's ``Nim-v0`` with piles of 2 and 3 (the extra
+``textarena``), which has no reported result yet. A small model imitates random legal play, once for each game; that is the start. From it each seed trains by self-play:
+LLMREINFORCE with role-relative advantages, both seats learn from every game. Then the trained weights play 400 games against their
+frozen start, and against two scripted players, with seats swapped from game to game, on games used for nothing else.
 
 The seeds are drawn and not chosen, as those of ``learning.py``: 32-bit words of the SHA-256 of ``--draw``. Finished runs (they have a
 ``result.json``) are not repeated. ``--report`` writes the table of ``docs/results/self_play.md``.
@@ -24,11 +23,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchrl_llm.envs import SelfPlayEnv
+from transformers import PreTrainedTokenizerFast
+
+from torchrl_llm.envs import SelfPlayEnv, resolve_env
 from torchrl_llm.modules import PlayerPolicy
 from torchrl_llm.testing.games import TakeAway, take_at_random, take_well
 from torchrl_llm.testing.tiny import random_model
-from torchrl_llm.testing.tokenizers import word_tokenizer
+from torchrl_llm.testing.tokenizers import byte_tokenizer, word_tokenizer
 from torchrl_llm.trainers import Match, Run, RunConfig, build_run, play_match
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -43,6 +44,7 @@ MATCH = 400
 
 # ---------------------------------------------------------------------- games
 
+NIM, PILES = "textarena:Nim-v0", [2, 3]
 _PILE = re.compile(r"pile (\d): (\d)")
 
 
@@ -72,28 +74,25 @@ def _nim(move: tuple[int, int]) -> str:
     return f"[{move[0]} {move[1]}]"
 
 
-def nim_words() -> list[str]:
-    """All words of Nim's messages, and of moves with numbers from 0 to 6."""
-    from textarena.envs.Nim.env import NimEnv
-
-    words = {f"[{i}" for i in range(7)} | {f"{i}]" for i in range(7)} | {"[Player", "[GAME]"}
-    for seed in range(2000):
-        rng, game = random.Random(seed), NimEnv()
-        game.reset(num_players=2, seed=seed)
-        while not game.state.done:
-            legal = [(i, n) for i, size in enumerate(game.state.game_state["piles"]) for n in range(1, size + 1)]
-            game.step(_nim(rng.choice(legal) if rng.random() < 0.7 else (rng.randrange(7), rng.randrange(7))))
-            if rng.random() < 0.05:
-                game.step("no move")
-        for player in range(2):
-            words |= {word for _, text, _ in game.state.observations[player] for word in text.split()}
-    return sorted(words - {"user", "assistant"})
+def nim_tokenizer() -> PreTrainedTokenizerFast:
+    """The phrases of Nim's messages, and bytes: it can spell whatever a player writes, control tokens too, for Nim repeats it."""
+    game, rng = resolve_env(NIM).make(piles=PILES), random.Random(0)
+    messages = []
+    for seed in range(50):
+        game.start(seed)
+        while game.seat is not None:
+            seen = [game.observe(seat) for seat in (0, 1)][game.seat]
+            game.move(
+                nim_at_random(seen, rng) if rng.random() < 0.8 else rng.choice(["none", "[7 1]", "[1 7]", "[1 0]"])
+            )
+            messages.append(f"user\n{seen}")
+    return byte_tokenizer(corpus=[*messages, "assistant\n"], vocab_size=1024, phrases=True)
 
 
 GAMES: dict[str, dict[str, Any]] = {
     "take-away": {
         "env": TakeAway,
-        "words": lambda: list(TakeAway.WORDS),
+        "tokenizer": partial(word_tokenizer, TakeAway.WORDS),
         "players": {"random": take_at_random, "best": take_well},
         "model": {"hidden": 32, "max_length": 128},
         "settings": {"max_model_len": 96, "max_output_tokens": 2},
@@ -101,13 +100,13 @@ GAMES: dict[str, dict[str, Any]] = {
         "train": {"lr_actor": 2e-3, "max_iterations": 40},
     },
     "nim": {
-        "env": "textarena:Nim-v0",
-        "words": nim_words,
+        "env": NIM,
+        "tokenizer": nim_tokenizer,
         "players": {"random": nim_at_random, "best": nim_well},
-        "model": {"hidden": 64, "max_length": 640},
-        "settings": {"max_model_len": 640, "max_output_tokens": 3},
-        "warm": {"lr_actor": 3e-3, "max_iterations": 80},
-        "train": {"lr_actor": 1.5e-3, "max_iterations": 40},
+        "model": {"hidden": 64, "max_length": 512},
+        "settings": {"env_options": {"piles": PILES}, "max_model_len": 512, "max_output_tokens": 6},
+        "warm": {"lr_actor": 4e-3, "max_iterations": 60, "minibatch_size": 32},
+        "train": {"lr_actor": 1e-3, "max_iterations": 40},
     },
 }
 """What sets the games apart: environment, vocabulary, scripted players, and the settings of model, warm start and training."""
@@ -156,7 +155,7 @@ def warm_start(game: str, folder: Path) -> Path:
     if start.exists():
         return start
     started, chosen = time.process_time(), GAMES[game]
-    tokenizer = word_tokenizer(chosen["words"]())
+    tokenizer = chosen["tokenizer"]()
     tokenizer.save_pretrained(folder / "tokenizer")
     random_model(tokenizer, **chosen["model"]).save_pretrained(folder / "untrained")
     player = (

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.envs import ChatFormatter, GEMEnv, UnknownEnvironmentError
+from torchrl_llm.testing.games import TakeAway
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tokenizers import word_tokenizer
 from torchrl_llm.testing.worlds import (
@@ -164,6 +165,10 @@ class TestBoth:
         assert type(spec.make()) is type(world)
         with pytest.raises(UnknownEnvironmentError, match="world:coins"):
             resolve_world("world:coin")
+
+
+def test_a_game_of_two_players_has_an_id_too():
+    assert isinstance(resolve_world("world:take-away").make(smallest=4), TakeAway)
 
 
 class TestCoins:

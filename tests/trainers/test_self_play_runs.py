@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +17,11 @@ from torchrl_llm.testing.games import TakeAway, take_at_random, take_well
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import byte_tokenizer, word_tokenizer
-from torchrl_llm.trainers import RunConfig, build_run, evaluate, play_match
+from torchrl_llm.trainers import RunConfig, build_run, evaluate, parse_run_config, play_match
 
 TOKENIZER = byte_tokenizer()
 GAMES = "torchrl_llm.testing.games"
+CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 
 
 def player(function, env):
@@ -72,6 +75,7 @@ class TestRefused:
             ({"algo": "GRPO", "group_size": 2}, "GRPO compares the episodes of one task"),
             ({"algo": "LLMREINFORCE", "dynamic_sampling": 2}, "dynamic_sampling=2 compares"),
             ({"evaluation_greedy": True}, "evaluation_greedy"),
+            ({"group_size": 1}, "group_size=1 with collector.* at least 2; leave it out"),
             ({"batch_size": 3}, "batch_size=3 is not a multiple of group_size=2"),
             ({"step_timeout": 3.0}, "step_timeout=3.0 does nothing with collector='self_play'"),
             ({"max_staleness": 1}, "max_staleness=1 does nothing with collector='self_play'"),
@@ -87,6 +91,7 @@ class TestRefused:
     def test_the_players_are_the_group(self):
         assert RunConfig(collector="self_play").group_size == 2
         assert RunConfig(collector="self_play", group_size=3, batch_size=6, num_envs=6).group_size == 3
+        assert replace(RunConfig(collector="self_play"), seed=1).group_size == 2
 
     @pytest.mark.parametrize(
         ("opponent", "said"),
@@ -162,6 +167,26 @@ class TestRun:
             assert torch.equal(one, other)
         assert rest[-1]["evaluation/reward"] == history[-1]["evaluation/reward"]
         whole.close()
+        second.close()
+
+    def test_the_example_settings_go_on_from_those_of_the_warm_start(self, tmp_path):
+        quick = ["--max-iterations=1", "--batch-size=8", "--num-envs=8", "--final-episodes=4", "--progress=false"]
+        warm = [f"--config={CONFIGS / 'tiny_self_play_warmup.yaml'}", f"--output-dir={tmp_path / 'warm'}", *quick]
+        first = build_run(parse_run_config(warm))
+        assert len(first.trainer.train()) == 1
+        first.close()
+        start = ["--minibatch-size=8", f"--init-from={tmp_path / 'warm' / 'checkpoints' / 'last'}"]
+        learned = [
+            f"--config={CONFIGS / 'tiny_self_play.yaml'}",
+            f"--output-dir={tmp_path / 'learned'}",
+            *quick,
+            *start,
+        ]
+        second = build_run(parse_run_config(learned))
+        for one, other in zip(first.models.model.parameters(), second.models.model.parameters(), strict=True):
+            assert torch.equal(one, other)
+        assert len(second.trainer.train()) == 1
+        assert second.final_evaluation().episodes == 4
         second.close()
 
     def test_an_opponent_that_is_a_player(self, tmp_path):

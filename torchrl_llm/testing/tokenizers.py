@@ -13,7 +13,7 @@ SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
 
 def byte_tokenizer(
-    *, chat_template: str | None = CHATML, corpus: Iterable[str] = (), vocab_size: int = 512
+    *, chat_template: str | None = CHATML, corpus: Iterable[str] = (), vocab_size: int = 512, phrases: bool = False
 ) -> PreTrainedTokenizerFast:
     """Make a byte-level BPE tokenizer that can encode any text.
 
@@ -24,6 +24,8 @@ def byte_tokenizer(
         chat_template: Jinja template; default ChatML. ``None`` leaves the tokenizer without one.
         corpus: texts to learn merges from; default none, that is one token a byte.
         vocab_size: most tokens in all, with merges.
+        phrases: whether merges may join words, so that fixed wording between two digits becomes one token, and each digit is a
+            token. Default ``False``: no token has more than one word.
 
     Examples:
         >>> tokenizer = byte_tokenizer()
@@ -31,9 +33,13 @@ def byte_tokenizer(
         (259, '<|im_end|>')
         >>> tokenizer.encode("hi<|im_end|>")
         [74, 75, 2]
+        >>> tokenizer = byte_tokenizer(corpus=["pile 0: 3"], phrases=True)
+        >>> [tokenizer.decode([token]) for token in tokenizer.encode("pile 0: 3 ")]
+        ['pile ', '0', ': ', '3', ' ']
     """
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not phrases)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), split]) if phrases else split
     backend.decoder = decoders.ByteLevel()
     special = [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
     trainer = trainers.BpeTrainer(
@@ -67,7 +73,8 @@ def word_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
 
     Returns:
         A tokenizer with ``5 + len(words)`` tokens. It raises (a bare ``Exception``, from the tokenizers library) on a text
-        with any other word.
+        with any other word. Nor can it spell the control tokens as text: an environment that repeats what was written, as many
+        games do, needs :func:`byte_tokenizer`.
 
     Raises:
         ValueError: ``words`` holds a word twice, one of the five tokens above, or something that is not one word.

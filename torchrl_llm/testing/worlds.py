@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 from torchrl_llm.envs.extras import ExtraKinds
 from torchrl_llm.envs.text_env import EnvSpec, UnknownEnvironmentError, resolve_env
 from torchrl_llm.testing.credit_worlds import CREDIT_WORLDS
+from torchrl_llm.testing.games import TakeAway
 from torchrl_llm.testing.tabular import ILLEGAL_REWARD, Step
 
 # ---------------------------------------------------------------------- coins
@@ -402,7 +403,8 @@ OPTIMA: dict[str, Callable[[], float]] = {"coins": coins_optimum, "key-and-door"
 def resolve_world(env_id: str) -> EnvSpec:
     """The world of an id, such as ``"world:coins"``: the family that this package offers by an entry point.
 
-    It also has :data:`~torchrl_llm.testing.credit_worlds.CREDIT_WORLDS`.
+    It also has :data:`~torchrl_llm.testing.credit_worlds.CREDIT_WORLDS`, and ``"world:take-away"``, a game of two players:
+    :class:`~torchrl_llm.testing.games.TakeAway`.
 
     Raises:
         UnknownEnvironmentError: no world has this id.
@@ -411,7 +413,7 @@ def resolve_world(env_id: str) -> EnvSpec:
         >>> resolve_world("world:key-and-door").make().reset(0)[0]
         'key right hall'
     """
-    name, worlds = env_id.removeprefix("world:"), WORLDS | CREDIT_WORLDS
+    name, worlds = env_id.removeprefix("world:"), {**WORLDS, **CREDIT_WORLDS, "take-away": TakeAway}
     if name not in worlds:
         known = [f"world:{each}" for each in worlds]
         raise UnknownEnvironmentError(f"There is no world {env_id!r}; expected one of {known}.")

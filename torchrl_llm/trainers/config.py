@@ -103,6 +103,16 @@ class RunConfig(
 
     idle: ClassVar[tuple[Idle, ...]] = IDLE
 
+    def __new__(cls, *args: Any, **options: Any) -> Self:
+        config = super().__new__(cls, *args, **options)
+        # In __post_init__ a 1 that was given looks like the default.
+        if options.get("collector") == "self_play" and options.get("group_size") == 1:
+            raise ConfigError(
+                'group_size=1 with collector="self_play", where it is the number of players of a game: expected at least 2; leave it '
+                "out for 2."
+            )
+        return config
+
     def __post_init__(self) -> None:
         self.output_dir = Path(self.output_dir).expanduser()
         self.init_from = None if self.init_from is None else Path(self.init_from).expanduser()

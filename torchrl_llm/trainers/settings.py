@@ -301,7 +301,7 @@ class RolloutConfig(Checked):
     """Episodes per iteration, all groups and all processes together."""
     group_size: Count = 1
     """Episodes per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for. With collector="self_play" the players of
-    a game: 2 unless asked for."""
+    a game: 2 unless asked for; 1 is refused."""
     demonstrations: str | None = None
     """What SFT imitates: a scripted player, of torchrl_llm.envs.players or as "package.module:name"; a file of messages
     (.jsonl), or the folder of a run, whose recorded episodes are read; None: the model's own episodes (SFT)."""
