@@ -199,6 +199,7 @@ class TestFamiliesOfThisPackage:
             ("textworld:coin_collector", "textworld"),
             ("openenv:http://localhost:1", "openenv"),
             ("openenv:a.b:C", "openenv"),
+            ("textarena:TicTacToe-v0", "textarena"),
         ],
     )
     def test_a_missing_package_is_a_sentence(self, monkeypatch, env_id, package):
@@ -210,3 +211,10 @@ class TestFamiliesOfThisPackage:
     def test_an_unknown_game_is_a_sentence(self):
         with pytest.raises(UnknownEnvironmentError, match="no game 'textworld:chess'; expected one of"):
             resolve_env("textworld:chess")
+
+    @pytest.mark.parametrize("image", ["echo-env:latest", "ghcr.io/meta-pytorch/echo-env", "docker://echo"])
+    def test_an_image_of_a_container_is_a_sentence(self, image):
+        with pytest.raises(
+            UnknownEnvironmentError, match=r"expected openenv:package\.module:Class.*docker run -p 8000:8000"
+        ):
+            resolve_env(f"openenv:{image}")

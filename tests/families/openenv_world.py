@@ -58,6 +58,14 @@ class Chatty(HigherLower):
         return Hint(text=f"{action.channel}: {action.text}")
 
 
+class Contained(HigherLower):
+    """Starts a container, where there is no Docker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        raise FileNotFoundError(2, "No such file or directory", "docker")
+
+
 class Silent(HigherLower):
     """A step that does not say what it takes."""
 

@@ -144,14 +144,21 @@ class TestFailures:
         [
             "openenv:no_such_module:Class",
             "openenv:openenv_world:Nobody",
+            "openenv:echo_env:latest",
             "openenv:json:dumps",
             "openenv:json",
             "openenv:",
         ],
     )
     def test_an_id_that_names_no_environment(self, env_id):
-        with pytest.raises(UnknownEnvironmentError, match="names no"):
+        with pytest.raises(UnknownEnvironmentError, match=r"names no .*docker run"):
             resolve_env(env_id)
+
+    def test_a_class_that_needs_what_is_not_here(self, tokenizer):
+        """As those that start a container: not the fault of an episode, which would be contained."""
+        env = GEMEnv("openenv:openenv_world:Contained", tokenizer=tokenizer)
+        with pytest.raises(EnvironmentUnavailableError, match=r"Its class fails .*No such file or directory: 'docker'"):
+            env.reset()
 
     def test_no_server(self):
         url = f"http://127.0.0.1:{free_port()}"

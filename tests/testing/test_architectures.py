@@ -7,7 +7,9 @@ from contextlib import contextmanager
 
 import architectures
 import pytest
+import transformers
 from architectures import PARTS, Finding, check, model_types, sweep, table
+from packaging.version import Version
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from torchrl_llm.modules import adapters, lm, prefix_attention
@@ -30,8 +32,12 @@ def statuses(name: str) -> dict[str, str]:
 class TestSample:
     @pytest.mark.parametrize("name", [*MIXTURES, "gemma3_text", "moshi", "opt"])
     def test_agrees(self, name):
-        found = check(name)
-        assert found == dict.fromkeys(PARTS, Finding("agrees"))
+        found, expected = check(name), dict.fromkeys(PARTS, Finding("agrees"))
+        if name == "moshi" and Version(transformers.__version__) < Version("5.21"):
+            # Its backbone passes nothing on to its layers there, so that no attention hears of prefixes.
+            assert "its states would differ" in found.pop("shared").note
+            expected.pop("shared")
+        assert found == expected
 
     @pytest.mark.parametrize("name", ["llama, dynamic RoPE", "phi3, longrope"])
     def test_agrees_and_shares_nothing(self, name):

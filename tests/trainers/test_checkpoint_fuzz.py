@@ -19,7 +19,7 @@ from torchrl.checkpoint import CheckpointError
 from torchrl_llm.modules import load_actor_critic
 from torchrl_llm.modules.weights import WeightsError
 from torchrl_llm.testing.tiny import tiny_model_path
-from torchrl_llm.trainers import build_run, verify
+from torchrl_llm.trainers import ConfigError, build_run, verify
 from torchrl_llm.trainers.checkpoint_files import write_sums
 
 SETTINGS = RUN | {"max_iterations": 2, "lora_r": 2, "kl_coeff": 0.0}
@@ -197,3 +197,17 @@ class TestResumed:
         with pytest.raises(CheckpointError, match="pickle" if damage == "planted" else "manifest|iteration 0"):
             build_run(small_config(tmp_path, "LLMPPO", **SETTINGS, resume=True))
         assert contents(folder) == before
+
+    def test_a_run_of_0_1_0_is_refused(self, run, tmp_path):
+        """Its settings had other names, and ``accept_changes`` of these would lead to a state that nothing reads."""
+        folder = shutil.copytree(run.config.output_dir, tmp_path / "run", symlinks=True)
+        last = folder / "checkpoints" / "checkpoint-000000000002"
+        manifest = json.loads((last / "manifest.json").read_text())
+        for name in ("env_from_python", "python_parts"):
+            del manifest["metadata"][name]
+        (last / "manifest.json").write_text(json.dumps(manifest))
+        write_sums(last)
+        with pytest.raises(
+            ConfigError, match=r"saved by version 0\.1\.0 .* start a run from its weights, with init_from: .*02 "
+        ):
+            build_run(small_config(tmp_path, "LLMPPO", **SETTINGS, resume=True))

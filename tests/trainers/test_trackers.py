@@ -4,17 +4,20 @@ import csv
 import json
 import math
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from small_runs import small_config
 
+from torchrl_llm.optional import MissingExtraError
 from torchrl_llm.record.recording import read_recording
 from torchrl_llm.record.table import FILE, read_metrics
 from torchrl_llm.report.texts import COLUMNS, episode_texts, markdown, table_rows
 from torchrl_llm.trainers import Callback, build_run
 from torchrl_llm.trainers.episode_log import page_title
+from torchrl_llm.trainers.loggers import make_loggers
 
 MIXTURE = ["game:GuessTheNumber-v0-easy", "game:GuessTheNumber-v0-hard"]
 ENDS = {"nan": math.nan, "inf": math.inf, "tiny": 1e-30, "third": 1 / 3}
@@ -103,6 +106,13 @@ def same(first: dict, second: dict, *, single: bool = False) -> None:
         # TensorBoard's files keep float32.
         expected = float(np.float32(value)) if single else value
         assert second[key] == expected or (math.isnan(second[key]) and math.isnan(expected)), key
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb", "trackio"])
+def test_a_tracker_that_is_not_installed_is_a_sentence(tmp_path, monkeypatch, tracker):
+    monkeypatch.setitem(sys.modules, tracker, None)
+    with pytest.raises(MissingExtraError, match=rf"{tracker}=true needs .*pip install 'torchrl-llm\[{tracker}\]'"):
+        make_loggers(small_config(tmp_path, **{tracker: True}))
 
 
 class TestMetrics:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -14,8 +15,8 @@ from torchrl_llm.cli import main
 from torchrl_llm.optional import MissingExtraError
 from torchrl_llm.trainers import ConfigError, RunConfig, build_run
 from torchrl_llm.trainers.settings import WeightsConfig, names_of
-from torchrl_llm.tuning import TuningConfig, copy_run, put_back, train_generation, tune
-from torchrl_llm.tuning.results import check_same, identity
+from torchrl_llm.tuning import TuningConfig, copy_run, put_back, report_best, summary, train_generation, tune
+from torchrl_llm.tuning.results import TuningError, check_same, identity, table
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
 
@@ -137,6 +138,44 @@ class TestTrial:
         tuning = small_search(tmp_path, base={"max_steps": 10})
         with pytest.raises(ConfigError, match=r"max_steps=10 turns played.*raise max_steps"):
             train_generation(tuning, tmp_path / "0", {}, 1)
+
+
+class TestResults:
+    """Of trials that died, as Ray Tune hands them over."""
+
+    @staticmethod
+    def result(folder: Path, name: str, error: str | None = None, **scores) -> SimpleNamespace:
+        metrics = {"config": {"lr_actor": 1e-3}, "training_iteration": 2, **scores} if scores else None
+        return SimpleNamespace(path=str(folder / name), metrics=metrics, error=error and RuntimeError(error))
+
+    def test_a_trial_that_died_is_last_and_says_why(self, tmp_path):
+        tuning = small_search(tmp_path)
+        scores = {"success_low": 0.1, "success_high": 0.5, "reward": 0.3, "iterations": 2, "episodes": 16, "turns": 40}
+        trials = summary(
+            tuning,
+            [
+                self.result(
+                    tmp_path,
+                    "00000",
+                    "Traceback (most recent call last):\nOutOfMemoryError: 3 GiB",
+                    success=0.9,
+                    **scores,
+                ),
+                self.result(tmp_path, "00001", success=0.25, **scores),
+                self.result(tmp_path, "00002", "the node is gone"),
+            ],
+        )
+        assert [each["trial"] for each in trials] == ["00001", "00000", "00002"]
+        lines = table(trials).splitlines()
+        assert "0.250" in lines[1]
+        assert "failed: OutOfMemoryError: 3 GiB" in lines[2]
+        assert "failed: the node is gone" in lines[3]
+
+    def test_a_search_whose_trials_all_died_ends_in_a_sentence(self, tmp_path):
+        tuning = small_search(tmp_path)
+        trials = summary(tuning, [self.result(tmp_path, f"0000{number}", "no disk") for number in range(2)])
+        with pytest.raises(TuningError, match=r"All 2 trials failed, the first with: no disk \(.*ray has the errors\)"):
+            report_best(tuning, trials, lambda text: None)
 
 
 class TestCommand:

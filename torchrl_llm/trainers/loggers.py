@@ -53,8 +53,15 @@ class MetricsTable(Callback):
 
 
 def make_loggers(config: RunConfig) -> list[Logger]:
-    """CSV always, TensorBoard, Weights & Biases and trackio by flag."""
+    """CSV always, TensorBoard, Weights & Biases and trackio by flag.
+
+    Raises:
+        MissingExtraError: a tracker is not installed; the message says how to.
+    """
     where = config.output_dir
+    for tracker in ("tensorboard", "wandb", "trackio"):
+        if getattr(config, tracker):
+            import_extra(tracker, extra=tracker, what=f"{tracker}=true")
     loggers = [get_logger("csv", str(where), "csv")]
     if config.tensorboard:
         loggers.append(get_logger("tensorboard", str(where), "tensorboard"))
@@ -63,7 +70,6 @@ def make_loggers(config: RunConfig) -> list[Logger]:
         kwargs = {"project": config.wandb_project, "id": _drawn_id(where / "wandb_id"), "resume": "allow"}
         loggers.append(get_logger("wandb", str(where), where.name, wandb_kwargs=kwargs))
     if config.trackio:
-        import_extra("trackio", extra="trackio", what="trackio=true")
         # trackio continues the run of a name, so that the name has to be this run's alone.
         name = f"{where.name}-{_drawn_id(where / 'trackio_id')}"
         loggers.append(TrackioRun(name, config.trackio_project, embed=False))

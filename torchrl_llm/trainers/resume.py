@@ -46,7 +46,8 @@ def find_start(config: RunConfig, folder: RunFolder, python_parts: Mapping[str, 
         python_parts: names of what the run is given besides, as :class:`~torchrl_llm.trainers.CheckpointStore` has them.
 
     Raises:
-        ConfigError: the run differs from that of the checkpoint in what ``config.accept_changes`` does not name.
+        ConfigError: the run differs from that of the checkpoint in what ``config.accept_changes`` does not name, or the
+            checkpoint is of version 0.1.0.
     """
     folder.check()
     checkpoints = folder.checkpoints
@@ -72,6 +73,11 @@ def find_start(config: RunConfig, folder: RunFolder, python_parts: Mapping[str, 
     if start is None:
         return None
     manifest = checkpoints.verify(start)
+    if "env_from_python" not in manifest["metadata"]:  # 0.1.0 did not say
+        raise ConfigError(
+            f"{start} was saved by version 0.1.0 of torchrl_llm, whose runs this version cannot continue: start a run from its "
+            f"weights, with init_from: {start} and another output_dir."
+        )
     if "optimizer" not in manifest["components"]:
         raise ConfigError(f"{start} holds weights only (save_optimizer=False): start a run from them with init_from.")
     _check_same(config, python_parts, manifest["metadata"], start)

@@ -23,6 +23,10 @@ from torchrl_llm.options import ConfigError
 __all__ = ["Backend", "OpenEnvironment", "resolve_openenv"]
 
 _SCHEMES = ("http", "https", "ws", "wss")
+_CONTAINER = (
+    "One that is published as a container is started by itself (docker run -p 8000:8000 IMAGE); it is then "
+    "openenv:http://localhost:8000."
+)
 _OWN = ("metadata", "done", "reward")
 """Fields that OpenEnv itself gives to every action or observation."""
 
@@ -145,8 +149,13 @@ class _InProcess:
 
     thread_safe = False
 
-    def __init__(self, maker: type, options: Mapping[str, Any]) -> None:
-        self._env = maker(**options)
+    def __init__(self, maker: type, options: Mapping[str, Any], env_id: str) -> None:
+        try:
+            self._env = maker(**options)
+        except Exception as error:  # whatever it needs: a container, a key, a file
+            raise EnvironmentUnavailableError(
+                env_id, f"Its class fails when it is made. {_CONTAINER}", error
+            ) from error
         hints = typing.get_type_hints(maker.step)  # type: ignore[attr-defined]
         models: list[Any] = [
             hints[name] for name in ("action", "return") if hasattr(hints.get(name), "model_json_schema")
@@ -235,6 +244,10 @@ def _make(
         action, observation, action_fields: see :class:`OpenEnvironment`.
         timeout: seconds that a server may take to connect and to answer. Default 60.
         **options: arguments of the class in this process.
+
+    Raises:
+        ConfigError: the options are not those of the environment.
+        EnvironmentUnavailableError: its server does not answer, or its class fails.
     """
     address = env_id.removeprefix("openenv:")
     backend: Backend
@@ -253,7 +266,7 @@ def _make(
             raise ConfigError(
                 f"The environment {env_id!r} cannot be made with the options {options}: {error}."
             ) from error
-        backend = _InProcess(maker, options)
+        backend = _InProcess(maker, options, env_id)
     names = {"action": action, "observation": observation, "action_fields": action_fields}
     try:
         return OpenEnvironment(env_id, backend, **names)  # type: ignore[arg-type]
@@ -265,16 +278,18 @@ def _make(
 def _class_of(env_id: str) -> type:
     refused = UnknownEnvironmentError(
         f"{env_id!r} names no environment of OpenEnv; expected openenv:package.module:Class, a subclass of its Environment, "
-        "or openenv:http://host:port, a server."
+        f"or openenv:http://host:port, a server. {_CONTAINER}"
     )
     module_name, _, name = env_id.removeprefix("openenv:").partition(":")
-    if not (module_name and name):
+    if not all(part.isidentifier() for part in (*module_name.split("."), name)):
         raise refused
     openenv = import_extra("openenv.core", extra="openenv", what="An environment of openenv:")
     try:
         found = getattr(import_module(module_name), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UnknownEnvironmentError(f"{env_id!r} names no class that can be imported: {error}.") from error
+        raise UnknownEnvironmentError(
+            f"{env_id!r} names no class that can be imported: {error}. {_CONTAINER}"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, openenv.Environment)):
         raise refused
     return found
