@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -298,15 +298,19 @@ def credit_metrics(rows: TensorDictBase) -> dict[str, float]:
     return metrics | _state_metrics(rows, known)
 
 
-def _state_metrics(rows: TensorDictBase, known: Collection[keys.NestedKey]) -> dict[str, float]:
+def _state_metrics(rows: TensorDictBase, known: set[keys.NestedKey]) -> dict[str, float]:
     """What states had to be compared with: continuations, or turns of other episodes."""
-    metrics, decided = {}, turn_lengths(rows[keys.TURN_IDS], rows[keys.TURN_MASK].shape[1]) > 0
-    if keys.SAMPLED_VALUE in known:
-        metrics["credit/valued"] = (~rows[keys.SAMPLED_VALUE][decided].isnan()).double().mean().item()
-    if keys.TURN_COMPANY in known:
-        company = rows[keys.TURN_COMPANY][decided].double()
-        metrics["credit/alone"] = (company == 0).double().mean().item()
-        metrics["credit/company"] = company[company > 0].mean().item() if company.any() else 0.0
+    metrics = {}
+    for key in (keys.SAMPLED_VALUE, keys.TURN_COMPANY):
+        if key not in known:
+            continue
+        decided = turn_lengths(rows[keys.TURN_IDS], rows[key].shape[1]) > 0
+        found = rows[key][decided].double()
+        if key == keys.SAMPLED_VALUE:
+            metrics["credit/valued"] = 1.0 - found.isnan().double().mean().item()
+        else:
+            metrics["credit/alone"] = (found == 0).double().mean().item()
+            metrics["credit/company"] = found[found > 0].mean().item() if found.any() else 0.0
     return metrics
 
 
