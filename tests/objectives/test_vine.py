@@ -57,7 +57,7 @@ def by_definition(rows, gamma: float) -> Tensor:
                 after = [t for t in range(k + 1, turns) if acted(i, t) and not math.isnan(value[i][t])]
                 found[i, k] = to_go(i, k, after[0] if after else turns) - value[i][k]
             else:
-                others = [to_go(j, k) for j in range(size) if j != i and group[j] == group[i]]
+                others = [to_go(j, k) if mask[j][k] else 0.0 for j in range(size) if j != i and group[j] == group[i]]
                 found[i, k] = to_go(i, k) - sum(others) / len(others) if others else 0.0
     return found
 
