@@ -13,7 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 
 import torch
-from exact_games import CUT, KL, LONG, ONE, PAIR, WALK, WHOLE, Study, continued, graded, two_groups
+from exact_games import CUT, KL, LONG, ONE, PAIR, WALK, WHOLE, Study, graded, two_groups
 from gigpo import GiGPO
 from hgpo import HGPO
 from mt_grpo import MTGRPO
@@ -110,13 +110,6 @@ def over_two_groups(**options: object) -> Measure:
     return measure
 
 
-def vine_of_last_turns(study: Study) -> tuple[Tensor, Tensor]:
-    """Which states are continued depends on what follows them: whether the episode goes on."""
-    whole = ONE.uncut
-    game = continued(whole, study.actor, 1, lambda k, turns: k == turns - 1)
-    return game.expected_gradient(study.vine(), 2), study.truth(whole)
-
-
 def after_steps(kind: type[LLMReinforceLoss] = LLMReinforceLoss, **options: object) -> Measure:
     """Episodes of the policy, and the gradient further up along the true one, where tokens have moved by 0.05 nats (KL)."""
 
@@ -180,7 +173,6 @@ BIASES = {
     "REINFORCE++ (ReBN per token), batches of 2": Bias(
         normalized(2, lambda study: study.reinforce(normalize_over="batch", granularity="token")), 0.9018, 0.4837
     ),
-    "continuations of the last state alone, batches of 2, one task": Bias(vine_of_last_turns, 0.0, 0.0),
     "ReBN, batches of 2": Bias(normalized(2, lambda study: study.reinforce(normalize_over="batch")), 0.8344, 0.4376),
     "ReBN, batches of 3": Bias(normalized(3, lambda study: study.reinforce(normalize_over="batch")), 0.8875, 0.5028),
     "whitening, batches of 2": Bias(normalized(2, lambda study: study.ppo(whiten=True)), 0.9501, 0.4140),

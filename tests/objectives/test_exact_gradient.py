@@ -306,6 +306,13 @@ class TestMustNotHold:
         for name, bias in BIASES.items():
             assert shown[name] == pytest.approx((bias.cosine, bias.size), abs=6e-4), name
 
+    @pytest.mark.extra
+    def test_states_valued_for_what_follows_them(self):
+        """The last state of each episode alone: whether a turn has a baseline then depends on its own action."""
+        game = continued(ONE.uncut, STUDY.actor, 1, lambda k, turns: k == turns - 1)
+        error = relative_error(game.expected_gradient(STUDY.vine(), 2), STUDY.truth(ONE.uncut))
+        assert error == pytest.approx(0.0535, abs=1e-3)
+
     def test_k2_in_the_loss_is_the_reverse_kl_of_tokens(self):
         """KL(policy || reference) at visited states; that more of them may be visited, it does not see."""
         gradient, _ = kl_term("k2")(STUDY)
