@@ -267,7 +267,7 @@ class BranchExecutor(ThreadExecutor):
         given = origin.turns[done]
         shown = origin.contexts[given.segment][: given.start]
         # As float32, in which the rewards of a turn view are.
-        paid = np.array_equal(np.float32(episode.rewards), np.float32(origin.rewards[:done]))
+        paid = np.array_equal(np.array(episode.rewards, np.float32), np.array(origin.rewards[:done], np.float32))
         if not (paid and np.array_equal(self.env.context(slot), shown)):
             raise _replay_error(self.env, origin, done)
         if done == turn:
