@@ -117,9 +117,19 @@ for _name in (EPISODE_ID, GROUP_ID, ENV_ID, TASK_ID):
     _row(_name, "row", _INT, "sequence", TURN_VIEW[_name].meaning)
 STATE_VALUE = _row("state_value", "token", _FLOAT, "critic", "index i: value of the prefix before token i")
 BOOTSTRAP_VALUE = _row("bootstrap_value", "row", _FLOAT, "critic", "value of the whole row")
+SAMPLED_VALUE = _row(
+    ("turn", "sampled_value"),
+    "turn",
+    _FLOAT,
+    "collector",
+    "mean return of continuations of each turn's state; NaN: none",
+)
 TURN_VALUE = _row(("turn", "value"), "turn", _FLOAT, "estimator", "value of each turn's state")
 TURN_ADVANTAGE = _row(("turn", "advantage"), "turn", _FLOAT, "estimator", "advantage of each turn")
 TURN_VALUE_TARGET = _row(("turn", "value_target"), "turn", _FLOAT, "estimator", "target of each turn's value")
+TURN_COMPANY = _row(
+    ("turn", "company"), "turn", _INT, "estimator", "turns of other episodes that each was compared with; optional"
+)
 ADVANTAGE = _row("advantage", "token", _FLOAT, "estimator", "broadcast by turn_ids, 0 elsewhere")
 VALUE_TARGET = _row("value_target", "token", _FLOAT, "estimator", "broadcast by turn_ids, 0 elsewhere")
 LOG_PROB = _row("log_prob", "token", _FLOAT, "scorer", "of the model being trained")

@@ -2,47 +2,41 @@
 
 The game is small enough to sum over every conversation and every batch
 (:class:`~torchrl_llm.testing.enumerable.EnumerableMDP`); the language model, its scorer, the critic, the estimators and
-the losses are the real ones. ``TestHolds`` is what is unbiased; ``BIASES`` is what is not, and by how much. The figures
-are of one game and one policy: they show that a bias is there and how it acts, not how large it is elsewhere.
-
-``python tests/objectives/test_exact_gradient.py`` prints the table.
+the losses are the real ones. ``TestHolds`` is what is unbiased; ``BIASES`` (``biases.py``) is what is not, and by how much.
 """
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable
-from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from gigpo import GiGPO
-from hgpo import HGPO
-from mt_grpo import MTGRPO
+from biases import BIASES, kl_term
+from exact_games import (
+    CUT,
+    KL,
+    ONE,
+    PAIR,
+    PLAIN,
+    STUDY,
+    WALK,
+    WHOLE,
+    continued,
+    graded,
+    gradient_of_one,
+    noise,
+    prefix_parity,
+)
 from published_objectives import DPPO, GMPO, IPO, SAPO
-from tensordict import TensorDict
-from torch import Tensor, nn
-from torch.nn.functional import pad
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch import Tensor
 
 from torchrl_llm import keys
-from torchrl_llm.modules import TokenScorer, TurnCritic
-from torchrl_llm.objectives import (
-    LLMGRPOLoss,
-    LLMPPOLoss,
-    LLMReinforceLoss,
-    TurnPolicyLoss,
-    TurnVTrace,
-    total,
-    write_loss_weights,
-)
+from torchrl_llm.modules import TokenScorer
+from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss, TurnVTrace
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.testing.enumerable import (
     EnumerableMDP,
-    Step,
     batch_gradient,
     cosine,
     flat_gradient,
@@ -53,144 +47,12 @@ from torchrl_llm.testing.enumerable import (
 
 EXACT = 1e-6
 ROW = r"^\| (.+?) \| (-?\d\.\d{3}) \| (\d\.\d{3}) \| \d\.\d{3} \| .*/.* \|$"
-"""A line of :func:`bias_table`."""
-PLAIN = {"weighting": "constant", "weight_constant": 1.0}
-KL = 0.3
-
-CUT = EnumerableMDP()
-"""28 conversations, truncated after two turns."""
-WHOLE = CUT.uncut
-"""The same game to its end: 44 conversations."""
-ONE = EnumerableMDP(tasks=1)
-"""Its first task alone: 9 conversations."""
-
-
-def spell(task: int, said: tuple[tuple[int, ...], ...]) -> Step:
-    """One turn of up to four letters, the first of which decides most."""
-    if not said:
-        return Step(0.0, (task,), 4)
-    worth = sum((1.0, -0.4, 0.2)[token] / (1 + place) ** 2 for place, token in enumerate(said[0]))
-    return Step(worth, (), None)
-
-
-LONG = EnumerableMDP(spell, tasks=1)
-"""31 conversations of one turn."""
-
-
-def walk(task: int, said: tuple[tuple[int, ...], ...]) -> Step:
-    """Steps of one letter: 0 goes on, 1 and 2 stay at different costs; so states are met again, at other turns too."""
-    place = sum(each == (0,) for each in said)
-    reward = (0.5 + place, -0.5, 0.25)[said[-1][0]] if said else 0.0
-    return Step(reward, (place,), 1 if len(said) < 3 else None)
-
-
-WALK = EnumerableMDP(walk, tasks=1)
-"""9 conversations of two turns."""
-
-
-def pair(task: int, said: tuple[tuple[int, ...], ...]) -> Step:
-    """Two letters, one a turn: won, for a reward of 1 at the end, by "a" and then not "." (task 0), or by "bb" (task 1)."""
-    won = said == ((1,), (1,)) if task else said[:1] == ((0,),) and said[1:] != ((2,),)
-    return Step(float(len(said) == 2 and won), (task,), 1 if len(said) < 2 else None)
-
-
-PAIR = EnumerableMDP(pair)
-"""18 conversations of two turns, 2 and 1 of them won."""
-
-
-class Study:
-    """A policy, a reference, a critic that knows nothing of the game, and the losses with the bias options off.
-
-    Args:
-        seed: of the policy; reference and critic are always the same.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.actor = TokenScorer(tiny_lm(seed), entropy=True)
-        self.reference = TokenScorer(tiny_lm(1001))
-        self.critic = TurnCritic(tiny_lm(1002))
-        nn.init.normal_(self.critic.value_head.weight, generator=torch.Generator().manual_seed(0))
-
-    def reinforce(self, kind: type[LLMReinforceLoss] = LLMReinforceLoss, **options) -> LLMReinforceLoss:
-        default = {"gamma": 1.0, "kl_coeff": 0.0, "normalize_over": "none"}
-        return kind(self.actor, **PLAIN | default | options)
-
-    def grpo(self, **options) -> LLMGRPOLoss:
-        default = {"kl_coeff": 0.0, "baseline": "leave_one_out", "scale": "none"}
-        return LLMGRPOLoss(self.actor, **PLAIN | default | options)
-
-    def ppo(self, **options) -> LLMPPOLoss:
-        default = {"gamma": 1.0, "lmbda": 1.0, "kl_coeff": 0.0, "whiten": False}
-        return LLMPPOLoss(self.actor, self.critic, **PLAIN | default | options)
-
-    def rows(self, mdp: EnumerableMDP, gamma: float = 1.0, *, exact: bool = True) -> TensorDict:
-        """With the reference's log-probs, and the exact values or the critic's."""
-        rows = mdp.rows(self.actor)
-        with torch.no_grad():
-            rows = self.critic(rows)
-            rows[keys.REF_LOG_PROB] = self.reference(mdp.rows())[keys.LOG_PROB]
-        if exact:
-            rows[keys.STATE_VALUE], rows[keys.BOOTSTRAP_VALUE] = mdp.state_values(self.actor, gamma)
-        return rows
-
-    def truth(self, mdp: EnumerableMDP, gamma: float = 1.0, **options) -> Tensor:
-        return mdp.policy_gradient(self.actor, mdp.returns(gamma), **options)
-
-    def kl_gradient(self, mdp: EnumerableMDP) -> Tensor:
-        """Of the KL of whole conversations: the expected sum over tokens of log pi/ref."""
-        gap = mdp.log_probability(self.actor) - mdp.log_probability(self.reference).detach()
-        return mdp.policy_gradient(self.actor, gap)
-
-    def at_visited_states(self, mdp: EnumerableMDP, figure: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """Gradient of the sum over visited states of a figure of the next-token distribution, the visits held fixed.
-
-        ``figure`` maps the log-probs of policy and reference ``[n, L, V]`` to ``[n, L]``. Needs no scorer: the whole
-        distributions come from the language models themselves.
-        """
-        rows = mdp.rows()
-        policy, reference = (
-            pad(each.model(rows[keys.TOKENS]).logits.log_softmax(-1)[:, :-1], (0, 0, 1, 0))
-            for each in (self.actor, self.reference)
-        )
-        visits = mdp.log_probability(self.actor).exp().detach().unsqueeze(1) * (rows[keys.TURN_IDS] >= 0)
-        return flat_gradient((visits * figure(policy, reference.detach())).sum(), self.actor)
-
-
-STUDY = Study(0)
+"""A line of the table."""
 
 
 def check(actual: Tensor, expected: Tensor) -> None:
     assert expected.norm() > 1e-3  # there is something to agree on
     assert relative_error(actual, expected) <= EXACT
-
-
-def prefix_parity(rows: TensorDict) -> Tensor:
-    """Whether the tokens before each turn add up to an even number, ``[B, T]`` int64: a poor state."""
-    before = rows[keys.TOKENS].cumsum(1) - rows[keys.TOKENS]
-    return F.turn_first(before, rows[keys.TURN_IDS], rows[keys.TURN_MASK].shape[1]).long() % 2 + 1
-
-
-def graded(mdp: EnumerableMDP, actor: TokenScorer) -> TensorDict:
-    """Rows with a number beside the reward, ``"grade"``: half the first token of each turn, at most 1."""
-    rows = mdp.rows(actor)
-    first = F.turn_first(rows[keys.TOKENS].double(), rows[keys.TURN_IDS], rows[keys.TURN_MASK].shape[1])
-    rows[keys.turn_extra("grade")] = first / 2
-    return rows
-
-
-def two_groups(mdp: EnumerableMDP, policy_loss: TurnPolicyLoss, rows: TensorDict) -> Tensor:
-    """:meth:`EnumerableMDP.expected_gradient` over all batches of two groups of two."""
-    actor = policy_loss.actor_network
-    groups, probability = mdp.batches(actor, 2, same_task=True)
-    pairs = torch.combinations(torch.arange(len(groups)), with_replacement=True)
-    chance = probability[pairs].prod(1) * torch.where(pairs[:, 0] == pairs[:, 1], 1.0, 2.0)
-    batches = []
-    for batch in rows.exclude(keys.EPISODE_ID)[groups[pairs].flatten(1)].unbind(0):
-        batch[keys.GROUP_ID] = torch.tensor([0, 0, 1, 1])
-        batches.append(write_loss_weights(policy_loss.value_estimator(batch), policy_loss))
-    everything = TensorDict.cat(batches)
-    weight = everything[keys.LOSS_WEIGHT].double() * chance.repeat_interleave(4).unsqueeze(1)
-    return -flat_gradient(total(policy_loss(everything.set(keys.LOSS_WEIGHT, weight))), actor)
 
 
 class TestHolds:
@@ -277,6 +139,27 @@ class TestHolds:
         rows = STUDY.rows(WHOLE, exact=False)
         rows[keys.OLD_LOG_PROB] = rows[keys.SAMPLE_LOG_PROB]
         check(WHOLE.expected_gradient(policy_loss, rows=rows), STUDY.truth(WHOLE))
+
+    @pytest.mark.parametrize(("count", "lmbda"), [(1, 0.0), (1, 0.5), (1, 1.0), (2, 0.0), (None, 0.0)])
+    def test_continuations(self, count, lmbda):
+        game = continued(CUT if count == 1 else ONE, STUDY.actor, count)
+        check(gradient_of_one(game, STUDY.vine(lmbda=lmbda)), STUDY.truth(CUT if count == 1 else ONE))
+
+    @pytest.mark.parametrize("turn", [0, 1])
+    def test_continuations_of_one_turns_state(self, turn):
+        """The others are compared with the other episode of the batch, whose group is the whole game here."""
+        game = continued(ONE, STUDY.actor, 1, lambda k, _: k == turn)
+        check(game.expected_gradient(STUDY.vine(), 2), STUDY.truth(ONE))
+
+    def test_the_noise_of_continuations(self):
+        """It falls with their number, to that of the exact value: values that are not read, or in the wrong place, do not."""
+        games = [continued(ONE, STUDY.actor, count) for count in (1, 2, None)]
+        once, twice, exact = (noise(game, STUDY.vine(), game.rows()) for game in games)
+        assert once - exact > 0.1
+        assert twice - exact == pytest.approx((once - exact) / 2, rel=1e-6)
+        assert exact < noise(ONE, STUDY.reinforce(), ONE.rows())
+        # As a baseline alone: the episode's own return is one sample of what follows.
+        assert noise(games[2], STUDY.vine(lmbda=1.0), games[2].rows()) > exact
 
     @pytest.mark.parametrize("granularity", ["turn", "token"])
     @pytest.mark.parametrize("lmbda", [0.0, 0.5, 0.95])
@@ -403,171 +286,6 @@ class TestPopulation:
         assert cosine(gradient, WHOLE.policy_gradient(dyadic)) >= 1 - 1e-9
 
 
-Measure = Callable[[Study], tuple[Tensor, Tensor]]
-"""The expected gradient and the true one."""
-
-
-@dataclass(frozen=True)
-class Bias:
-    """What a choice makes of the gradient.
-
-    Attributes:
-        measure: the expected gradient and the true one.
-        cosine: between them: 1 is the same direction.
-        size: length of the expected gradient over that of the true one.
-    """
-
-    measure: Measure
-    cosine: float
-    size: float
-
-
-def reduced(reduction: str, *, exact: bool, mdp: EnumerableMDP = WHOLE) -> Measure:
-    def measure(study: Study) -> tuple[Tensor, Tensor]:
-        rows = study.rows(mdp, exact=exact)
-        return mdp.expected_gradient(study.ppo(value_reduction=reduction), rows=rows), study.truth(mdp)
-
-    return measure
-
-
-def weighted(kind: str) -> Measure:
-    options = {"weighting": kind, "weight_constant": None}
-    return lambda study: (CUT.expected_gradient(study.reinforce(**options), 2), study.truth(CUT))
-
-
-def normalized(size: int, loss: Callable[[Study], TurnPolicyLoss], mdp: EnumerableMDP = CUT, **draw: bool) -> Measure:
-    def measure(study: Study) -> tuple[Tensor, Tensor]:
-        policy_loss, rows = loss(study), study.rows(mdp)
-        bootstrap = rows[keys.BOOTSTRAP_VALUE] if isinstance(policy_loss, LLMPPOLoss) else None
-        expected = mdp.policy_gradient(study.actor, mdp.returns(bootstrap=bootstrap))
-        return mdp.expected_gradient(policy_loss, size, rows=rows, **draw), expected
-
-    return measure
-
-
-def group_std(size: int, mdp: EnumerableMDP = CUT) -> Measure:
-    return normalized(size, lambda study: study.grpo(baseline="mean", scale="std"), mdp, same_task=True)
-
-
-def kl_term(kind: str) -> Measure:
-    def measure(study: Study) -> tuple[Tensor, Tensor]:
-        with_term = study.reinforce(kl_coeff=KL, kl_in="loss", kl_kind=kind)
-        both = WHOLE.expected_gradient(with_term, rows=study.rows(WHOLE))
-        return (WHOLE.expected_gradient(study.reinforce()) - both) / KL, study.kl_gradient(WHOLE)
-
-    return measure
-
-
-def discounted(gamma: float) -> Measure:
-    return lambda study: (WHOLE.expected_gradient(study.reinforce(gamma=gamma)), study.truth(WHOLE, gamma))
-
-
-def published(estimator: type, scale: str, mdp: EnumerableMDP = WALK, size: int = 3, factor: float = 1.0) -> Measure:
-    def measure(study: Study) -> tuple[Tensor, Tensor]:
-        policy_loss = study.grpo(baseline="mean", scale=scale).make_value_estimator(estimator)
-        return mdp.expected_gradient(policy_loss, size, same_task=True), factor * study.truth(mdp)
-
-    return measure
-
-
-def gigpo(scale: str) -> Measure:
-    """Against twice the true gradient, for the advantages of the episode and of the turn are added."""
-    return published(GiGPO, scale, factor=2.0)
-
-
-def over_two_groups(**options: object) -> Measure:
-    """Of the rewards and, where they are components, the grades."""
-
-    def measure(study: Study) -> tuple[Tensor, Tensor]:
-        rows = graded(WALK, study.actor)
-        worth = WALK.returns() + ("components" in options) * rows[keys.turn_extra("grade")].sum(1)
-        gradient = two_groups(WALK, study.grpo(baseline="mean", **options), rows)
-        return gradient, WALK.policy_gradient(study.actor, worth)
-
-    return measure
-
-
-def after_steps(kind: type[LLMReinforceLoss] = LLMReinforceLoss, **options: object) -> Measure:
-    """Episodes of the policy, and the gradient further up along the true one, where tokens have moved by 0.05 nats (KL)."""
-
-    def measure(study: Study) -> tuple[Tensor, Tensor]:
-        rows, chance = study.rows(WHOLE), WHOLE.log_probability(study.actor).exp().detach()
-        shares = chance.unsqueeze(1) * (rows[keys.TURN_IDS] >= 0)
-        start, direction = parameters_to_vector(study.actor.parameters()).detach(), study.truth(WHOLE)
-        moved, gap, steps = Study(0), 0.0, 0
-        moved.actor = deepcopy(study.actor)
-        while gap < 0.05:
-            steps += 1
-            with torch.no_grad():
-                vector_to_parameters(start + 0.1 * steps * direction / direction.norm(), moved.actor.parameters())
-                now = moved.actor(rows.clone())[keys.LOG_PROB]
-            gap = float((shares * F.kl_estimate(rows[keys.SAMPLE_LOG_PROB], now)).sum() / shares.sum())
-        policy_loss = moved.reinforce(kind, **options)
-        batch = write_loss_weights(policy_loss.value_estimator(rows), policy_loss)
-        batch[keys.LOSS_WEIGHT] = len(rows) * batch[keys.LOSS_WEIGHT].double() * chance.unsqueeze(1)
-        return -flat_gradient(total(policy_loss(batch)), moved.actor), moved.truth(WHOLE)
-
-    return measure
-
-
-def maximum_likelihood(study: Study) -> tuple[Tensor, Tensor]:
-    gradient = PAIR.expected_gradient(study.grpo(baseline="mean", scale="mean"), 3, same_task=True)
-    return gradient, study.truth(PAIR)
-
-
-BIASES = {
-    "value `last`, perfect critic": Bias(reduced("last", exact=True), 0.9908, 0.8324),
-    "value `mean`, perfect critic": Bias(reduced("mean", exact=True), 0.9981, 0.9141),
-    "value `last`, random critic": Bias(reduced("last", exact=False), 0.9992, 1.0698),
-    "value `mean`, random critic": Bias(reduced("mean", exact=False), 0.9998, 1.0347),
-    "value `last`, perfect critic, turns of up to 4 tokens": Bias(
-        reduced("last", exact=True, mdp=LONG), 0.9057, 0.2515
-    ),
-    "value `mean`, perfect critic, turns of up to 4 tokens": Bias(
-        reduced("mean", exact=True, mdp=LONG), 0.9934, 0.5353
-    ),
-    "weights per token, batches of 2": Bias(weighted("token"), 0.9974, 0.4459),
-    "weights per turn (divides by its length), batches of 2": Bias(weighted("turn"), 0.9962, 0.5129),
-    "weights per sequence (divides by its length), batches of 2": Bias(weighted("sequence"), 0.9883, 0.4441),
-    "group standard deviation, groups of 2, two tasks": Bias(group_std(2), 0.2837, 0.2709),
-    "group standard deviation, groups of 3, two tasks": Bias(group_std(3), 0.2870, 0.4076),
-    "group standard deviation, groups of 2, one task": Bias(group_std(2, ONE), 0.9996, 0.2404),
-    "GiGPO without standard deviations, groups of 3, one task": Bias(gigpo("none"), 0.9999, 0.6219),
-    "GiGPO, groups of 3, one task": Bias(gigpo("std"), 0.9996, 0.3688),
-    "HGPO without standard deviations, groups of 3, one task": Bias(published(HGPO, "none"), 0.9997, 0.5745),
-    "HGPO, groups of 3, one task": Bias(published(HGPO, "std"), 0.9991, 0.4418),
-    "MT-GRPO, two turns, groups of 3, one task": Bias(published(MTGRPO, "std"), 0.9997, 0.5702),
-    "MT-GRPO without standard deviations, three turns, groups of 2, one task": Bias(
-        published(MTGRPO, "none", WALK.uncut, 2), 0.9999, 0.4644
-    ),
-    "MaxRL on outcomes, groups of 3, two tasks (against the success rate)": Bias(maximum_likelihood, 0.9981, 1.5222),
-    "REINFORCE++ with its baseline, two groups of 2, one task": Bias(
-        over_two_groups(scale="none", whiten=True), 0.9999, 0.3378
-    ),
-    "GDPO, two groups of 2, one task": Bias(
-        over_two_groups(components={"grade": 1.0}, scale="std", whiten=True), 0.8063, 0.1464
-    ),
-    "REINFORCE++ (ReBN per token), batches of 2": Bias(
-        normalized(2, lambda study: study.reinforce(normalize_over="batch", granularity="token")), 0.9018, 0.4837
-    ),
-    "ReBN, batches of 2": Bias(normalized(2, lambda study: study.reinforce(normalize_over="batch")), 0.8344, 0.4376),
-    "ReBN, batches of 3": Bias(normalized(3, lambda study: study.reinforce(normalize_over="batch")), 0.8875, 0.5028),
-    "whitening, batches of 2": Bias(normalized(2, lambda study: study.ppo(whiten=True)), 0.9501, 0.4140),
-    "whitening, batches of 3": Bias(normalized(3, lambda study: study.ppo(whiten=True)), 0.9735, 0.5037),
-    "0.05 nats later, no clip": Bias(after_steps(clipping="none"), 0.9858, 0.6305),
-    "0.05 nats later, PPO's clip (0.2)": Bias(after_steps(), -0.6867, 0.4708),
-    "0.05 nats later, CISPO (1.0, 0.28)": Bias(after_steps(clipping="cispo", clip_epsilon=(1.0, 0.28)), 0.9827, 0.5977),
-    "0.05 nats later, SAPO (1.0, 1.05)": Bias(after_steps(SAPO), 0.9853, 0.6045),
-    "0.05 nats later, DPPO's mask (0.2)": Bias(after_steps(DPPO), 0.0839, 0.2425),
-    "0.05 nats later, IPO's mask (0.2)": Bias(after_steps(IPO), 0.6314, 0.2270),
-    "0.05 nats later, GMPO (0.4)": Bias(after_steps(GMPO), -0.4700, 0.4052),
-    "KL k2 in the loss (against the KL of conversations)": Bias(kl_term("k2"), 0.9983, 0.8898),
-    "KL k3 in the loss (against the KL of conversations)": Bias(kl_term("k3"), 0.9982, 0.7902),
-    "discount 0.9 without its factor per turn": Bias(discounted(0.9), 0.9997, 1.0819),
-    "discount 0.5 without its factor per turn": Bias(discounted(0.5), 0.9798, 1.5921),
-}
-
-
 class TestMustNotHold:
     """Biased: by a measured amount, so that nobody takes it for exact."""
 
@@ -588,6 +306,13 @@ class TestMustNotHold:
         for name, bias in BIASES.items():
             assert shown[name] == pytest.approx((bias.cosine, bias.size), abs=6e-4), name
 
+    @pytest.mark.extra
+    def test_states_valued_for_what_follows_them(self):
+        """The last state of each episode alone: whether a turn has a baseline then depends on its own action."""
+        game = continued(ONE.uncut, STUDY.actor, 1, lambda k, turns: k == turns - 1)
+        error = relative_error(game.expected_gradient(STUDY.vine(), 2), STUDY.truth(ONE.uncut))
+        assert error == pytest.approx(0.0535, abs=1e-3)
+
     def test_k2_in_the_loss_is_the_reverse_kl_of_tokens(self):
         """KL(policy || reference) at visited states; that more of them may be visited, it does not see."""
         gradient, _ = kl_term("k2")(STUDY)
@@ -606,24 +331,3 @@ class TestMustNotHold:
         assert flat_gradient((chance * estimate).sum(), STUDY.actor).norm() < 1e-12  # ... and its gradient is zero
         with pytest.raises(ValueError, match="no gradient in expectation"):
             STUDY.reinforce(kl_coeff=KL, kl_in="loss", kl_kind="k1")
-
-
-def bias_table(policies: int = 8) -> str:
-    """The measured biases as a table in Markdown: of the policy of the tests, and the range over several policies."""
-    lines = [
-        f"| choice | cosine | size | relative error | cosine, {policies} policies: least / median / most |",
-        "|---|---|---|---|---|",
-    ]
-    studies = [Study(seed) for seed in range(policies)]
-    for name, bias in BIASES.items():
-        pairs = [bias.measure(study) for study in studies]
-        cosines = torch.tensor([cosine(*pair) for pair in pairs])
-        gradient, expected = pairs[0]
-        size, error = gradient.norm() / expected.norm(), relative_error(gradient, expected)
-        spread = " / ".join(f"{x:.3f}" for x in (cosines.amin(), cosines.median(), cosines.amax()))
-        lines.append(f"| {name} | {cosines[0]:.3f} | {size:.3f} | {error:.3f} | {spread} |")
-    return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    sys.stdout.write(bias_table() + "\n")

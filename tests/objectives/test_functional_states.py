@@ -79,19 +79,20 @@ def test_a_turn_is_compared_with_the_other_episodes_in_its_state(alone, data):
     score = torch.tensor(drawn(st.integers(-4, 4)), dtype=torch.float64)
     state, acted = drawn(st.integers(0, 2)), drawn(st.booleans())
     group = data.draw(st.lists(st.integers(5, 6), min_size=size, max_size=size))
-    expected = torch.zeros_like(score)
+    expected, company = torch.zeros_like(score), torch.zeros(size, TURNS, dtype=torch.int64)
     for i in range(size):
         others = [j for j in range(size) if j != i and group[j] == group[i]]
         for k in range(TURNS):
             if acted[i][k]:
                 same = [score[j, t] for j in others for t in range(TURNS) if acted[j][t] and state[j][t] == state[i][k]]
                 at_turn = [score[j, k] if acted[j][k] else 0.0 for j in others] if alone == "turn" else []
-                compared = same or at_turn
+                compared, company[i, k] = same or at_turn, len(same)
                 expected[i, k] = score[i, k] - (sum(compared) / len(compared) if compared else 0.0)
     mask = torch.tensor(acted)
     score[~mask] = torch.nan  # never read
     result = F.state_relative(score, torch.tensor(state), torch.tensor(group), mask, alone, partial="allow")
     torch.testing.assert_close(result, expected)
+    assert F.state_company(torch.tensor(state), torch.tensor(group), mask).equal(company)
 
 
 def rows(**extra: Tensor) -> TensorDict:
@@ -112,6 +113,13 @@ class TestEstimator:
         assert alone.tolist() == [[1.0, 1.0], [3.0, 3.0]]
         crossed = estimator(rows(room=torch.tensor([[1, 2], [2, 4]])))[keys.TURN_ADVANTAGE]
         assert crossed.tolist() == [[1.0, -2.0], [2.0, 3.0]]
+
+    def test_the_company_is_written(self):
+        estimator = GroupRelative(**STATES, state="room")
+        written = estimator(rows(room=torch.tensor([[1, 2], [2, 4]])))
+        assert keys.TURN_COMPANY in estimator.out_keys
+        assert written[keys.TURN_COMPANY].tolist() == [[0, 1], [1, 0]]
+        assert keys.TURN_COMPANY not in GroupRelative().out_keys
 
     def test_what_is_no_state_is_refused(self):
         with pytest.raises(KeyError, match=r"rooom.* is no extra of these rows, which have .*room"):

@@ -88,6 +88,19 @@ class TestCreditMetrics:
             "policy/first_turn_entropy": pytest.approx(3.5),
         }
 
+    def test_states(self):
+        """Of five turns with a token three are valued; two are alone, and the others have company of 1, 1 and 4."""
+        turn_ids = torch.tensor([[-1, 0, 1, 2], [-1, 0, -1, 1]])
+        nan = float("nan")
+        turn = {
+            "sampled_value": torch.tensor([[0.0, nan, 2.0], [nan, 3.0, 0.0]]),
+            "company": torch.tensor([[1, 0, 4], [1, 0, 7]]),
+        }
+        rows = {"advantage": turn_ids.float(), "turn_ids": turn_ids, "sample_log_prob": turn_ids.float(), "turn": turn}
+        found = credit_metrics(TensorDict(rows, batch_size=[2]))
+        assert found["credit/valued"] == pytest.approx(3 / 5)
+        assert (found["credit/alone"], found["credit/company"]) == (pytest.approx(2 / 5), 2.0)
+
 
 class TestWilsonInterval:
     # Newcombe (1998), Statistics in Medicine 17, Table I: method 3 (Wilson, no continuity correction).

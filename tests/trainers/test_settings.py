@@ -171,6 +171,14 @@ LAW: dict[str, list[Case]] = {
     # the algorithm
     "batch_size": [works(8)],
     "group_size": [works(2)],
+    "branches": [
+        works(2, estimator="TurnVine", branches=1, env=Guess),
+        works(2, "GRPO", estimator="TurnVine", branches=1, env=Guess),
+        idle(2),
+        idle(2, estimator="TurnVine", collector="async"),
+        idle(2, estimator="TurnVine", overlong_penalty=0.1),
+    ],
+    "branch_share": [works(0.5, estimator="TurnVine", branches=1, env=Guess), idle(0.5)],
     "demonstrations": [
         works("guess_by_hints", "SFT"),
         idle(None, "SFT"),
@@ -208,6 +216,7 @@ LAW: dict[str, list[Case]] = {
         works("TurnVTrace", "LLMPPO", clipping="none"),
         works("ReBN", "LLMPPO"),
         works(f"{Halved.__module__}:Halved"),
+        idle("TurnVine"),
         idle("TurnVTrace", clipping="none"),
         idle("TurnVTrace", "LLMPPO"),
         works(f"{Lighter.__module__}:Lighter", "SFT"),

@@ -249,14 +249,19 @@ class ThreadExecutor(RolloutExecutor):
                 episode.texts |= extras.texts
         state, context = self.env.slots[slot], self.env.context(slot)
         if not state.finished:
-            self.policy.submit(TurnRequest(slot, context, episode.episode_id, state.turn, self.greedy))
-            self._new_requests += 1
+            self._request(slot, episode)
             return
         reason, terminated = state.stop_reason, state.stop_reason in TERMINATED
         success = reason == StopReason.WON
         # The context is a view, which the next episode of the slot overwrites.
         episode.end(context.copy(), reason, terminated=terminated, truncated=not terminated, success=success)
         self._slots[slot] = None
+
+    def _request(self, slot: int, episode: Episode) -> None:
+        """Ask the policy for the next turn of a slot."""
+        turn, context = self.env.slots[slot].turn, self.env.context(slot)
+        self.policy.submit(TurnRequest(slot, context, episode.episode_id, turn, self.greedy))
+        self._new_requests += 1
 
     def _drop_late_calls(self) -> None:
         """Abandon the calls that have been with their environments for longer than ``step_timeout``."""

@@ -50,6 +50,7 @@ class EpisodeCollector(Checked, BaseCollector):
         max_staleness: how many versions old a token may be at delivery.
         background: whether a thread collects while the caller trains.
         runs_here: whether the policy of this process collects.
+        episodes: the last batch as it was collected, what :func:`~torchrl_llm.collectors.branch` continues.
         texts: hash -> text of the extras in the last batches (:mod:`torchrl_llm.envs.extras`), of 4,096 characters
             each at most: the newest 65,536, and of these as many as have 2**24 characters together.
     """
@@ -109,6 +110,7 @@ class EpisodeCollector(Checked, BaseCollector):
         self.closed = False
         self._frames, self._iter = 0, -1
         self.texts: dict[int, str] = {}
+        self.episodes: list[Episode] = []
         self._queue = EpisodeQueue(
             self._next_task, self._release, group_size=self.group_size, max_faults=max_faults, keep_failed=keep_failed
         )
@@ -159,13 +161,17 @@ class EpisodeCollector(Checked, BaseCollector):
 
     def _collect(self) -> TensorDictBase:
         try:
-            episodes = self._next_batch()
+            self.episodes = self._next_batch()
         except BaseException as error:
             self._after_error(error)
             raise
-        rows = rows_from_episodes(episodes)
-        self._keep_texts(episodes)
+        rows = self._rows(self.episodes)
+        self._keep_texts(self.episodes)
         return rows if self.env.device is None else rows.to(self.env.device)
+
+    def _rows(self, episodes: list[Episode]) -> TensorDict:
+        """The episodes of a batch as rows, on the CPU."""
+        return rows_from_episodes(episodes)
 
     def _keep_texts(self, episodes: list[Episode]) -> None:
         for episode in episodes:

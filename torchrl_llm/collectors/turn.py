@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +13,8 @@ from torchrl.envs import EnvBase, TransformedEnv
 
 from torchrl_llm import keys
 from torchrl_llm.collectors._queue import EpisodeQueue, RolloutExecutor
+from torchrl_llm.collectors.async_turn import check_slots
+from torchrl_llm.collectors.branching import Branches, value_states
 from torchrl_llm.collectors.collector import EpisodeCollector, base_env
 from torchrl_llm.data.sequence import new_episodes, record_turns
 from torchrl_llm.envs.env import GEMEnv
@@ -52,6 +54,8 @@ class TurnCollector(EpisodeCollector):
         keep_failed: deliver episodes whose environment failed as far as they were collected, and replace none, so that they
             count where nothing is trained on them, as in an evaluation. One that failed at its reset never began: the
             next task fills the batch. Default False.
+        branches: play continuations of the states of every batch, and write what they return to ``("turn", "sampled_value")``
+            ``[B, T]`` (:func:`~torchrl_llm.collectors.value_states`); for a GEMEnv and a TurnPolicy. Default none.
         policy_device: the policy reads its input on this device; default the environment's.
         weight_sync_schemes: by model id, what ``update_policy_weights_()`` sends weights with, such as
             ``{"policy": EngineWeightSync(...)}``; default none: the policy shares the trained weights.
@@ -83,11 +87,35 @@ class TurnCollector(EpisodeCollector):
         policy: Callable[[TensorDictBase], TensorDictBase],
         *,
         keep_failed: bool = False,
+        branches: Branches | None = None,
         policy_device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(env, policy, 0, keep_failed, **kwargs)
         self._executor = LockstepExecutor(self.env, policy, self._queue, policy_device)
+        self.branches, self._played = branches, Counter[str]()
+        if branches is not None:
+            check_slots(self.env)
+
+    def metrics(self) -> dict[str, float]:
+        played = {} if self.branches is None else {f"data/{name}": float(n) for name, n in self._played.items()}
+        return super().metrics() | played
+
+    def state_dict(self) -> OrderedDict:
+        return super().state_dict() | ({} if self.branches is None else {"branches": dict(self._played)})
+
+    def load_state_dict(self, state_dict: OrderedDict, **kwargs: Any) -> None:
+        super().load_state_dict(state_dict, **kwargs)
+        self._played = Counter(state_dict.get("branches", {}))
+
+    def _rows(self, episodes: list[Episode]) -> TensorDict:
+        rows = super()._rows(episodes)
+        if self.branches is not None:
+            limit = self._queue.faults.max_faults
+            found = value_states(self.env, self.policy, episodes, self.branches, greedy=self._greedy, max_faults=limit)
+            rows[keys.SAMPLED_VALUE] = found.values
+            self._played.update(continuations=found.continuations, continued_turns=found.turns)
+        return rows
 
     def _after_error(self, error: BaseException) -> None:
         # Nothing is in flight, so a later rollout may sample further tasks.

@@ -14,6 +14,7 @@ from torchrl_llm.objectives.estimators import (
     RoleRelative,
     TurnEstimator,
     TurnGAE,
+    TurnVine,
     TurnVTrace,
 )
 from torchrl_llm.objectives.grpo import LLMGRPOLoss
@@ -39,6 +40,7 @@ __all__ = [
     "TurnGAE",
     "TurnPolicyLoss",
     "TurnVTrace",
+    "TurnVine",
     "functional",
     "merge",
     "total",

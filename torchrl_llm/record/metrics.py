@@ -16,7 +16,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_llm import keys
-from torchrl_llm.objectives.functional import explained_variance
+from torchrl_llm.objectives.functional import explained_variance, turn_lengths
 
 METRICS: dict[str, str] = {
     "rollout/reward": "return of an episode (undiscounted sum of rewards), mean over the batch",
@@ -46,6 +46,9 @@ METRICS: dict[str, str] = {
     "policy/parity_gap": "largest |trainer - engine| log-prob on the parity check's prompts after the weight sync, nats (vLLM, Ray)",
     "credit/largest": "largest |advantage| of an action token",
     "credit/top_percent": "share of the sum of |advantage| that is on the hundredth of the action tokens that have most",
+    "credit/valued": "share of turns whose state continuations have valued (branches)",
+    "credit/alone": 'share of turns whose state no other episode of the group was in (GRPO with credit="state")',
+    "credit/company": 'turns of other episodes that a turn was compared with, mean over those that had any (GRPO with credit="state")',
     "critic/explained_variance": "1 - Var[target - value] / Var[target] over turns, before the update",
     "critic/value_return_correlation": "Pearson correlation of value and value target over turns",
     "critic/clip_fraction": "share of turns whose value left the clip range around the old value",
@@ -61,6 +64,8 @@ METRICS: dict[str, str] = {
     "data/staleness": "updates between the weights a token was sampled with and those it trains, mean over tokens",
     "data/dropped": "episodes started and not delivered so far: stale (async collector), or of a group with a failed one",
     "data/passed": "episodes so far whose seat never got to move, because its game had ended (self-play)",
+    "data/continuations": "continuations played so far, to value states (branches)",
+    "data/continued_turns": "turns sampled in continuations so far, which rollout/steps does not count (branches)",
     "data/faults": "episodes whose environment failed so far",
     "data/lost_workers": "workers on Ray that were lost and replaced so far",
     "data/tokens": "tokens in the rows of the batch, padding excluded",
@@ -116,6 +121,8 @@ CREDIT_KEYS = (
     keys.TURN_MASK,
     keys.TURN_VALUE,
     keys.TURN_VALUE_TARGET,
+    keys.SAMPLED_VALUE,
+    keys.TURN_COMPANY,
 )
 """The keys of rows that :func:`credit_metrics` reads."""
 
@@ -286,7 +293,25 @@ def credit_metrics(rows: TensorDictBase) -> dict[str, float]:
         "credit/top_percent": (top.sum() / size.sum()).item() if size.any() else float("nan"),
         "policy/first_turn_entropy": surprisal[turn_ids == 0].sum().item() / len(rows),
     }
-    return metrics | _critic_metrics(rows) if keys.TURN_VALUE in rows.keys(include_nested=True) else metrics
+    known = set(rows.keys(include_nested=True))
+    metrics |= _critic_metrics(rows) if keys.TURN_VALUE in known else {}
+    return metrics | _state_metrics(rows, known)
+
+
+def _state_metrics(rows: TensorDictBase, known: set[keys.NestedKey]) -> dict[str, float]:
+    """What states had to be compared with: continuations, or turns of other episodes."""
+    metrics = {}
+    for key in (keys.SAMPLED_VALUE, keys.TURN_COMPANY):
+        if key not in known:
+            continue
+        decided = turn_lengths(rows[keys.TURN_IDS], rows[key].shape[1]) > 0
+        found = rows[key][decided].double()
+        if key == keys.SAMPLED_VALUE:
+            metrics["credit/valued"] = 1.0 - found.isnan().double().mean().item()
+        else:
+            metrics["credit/alone"] = (found == 0).double().mean().item()
+            metrics["credit/company"] = found[found > 0].mean().item() if found.any() else 0.0
+    return metrics
 
 
 def _critic_metrics(rows: TensorDictBase) -> dict[str, float]:

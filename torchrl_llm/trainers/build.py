@@ -22,6 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from torchrl_llm.collectors import (
     AsyncTurnCollector,
+    Branches,
     EpisodeCollector,
     RayTurnCollector,
     RecordedCollector,
@@ -334,13 +335,21 @@ def make_collector(
     if config.adaptive_mixture:
         options["post_collect_hook"] = partial(adapt_mixture, env, gather=distributed.all_gather)
     if config.collector == "turn":
-        return TurnCollector(env, policy, **options)
+        return TurnCollector(env, policy, branches=_branches(config), **options)
     if config.collector == "self_play":
         return SelfPlayCollector(env, policy, **options)
     options |= _given(config, "max_staleness", "step_timeout", num_threads="env_threads")
     if config.collector == "async":
         return AsyncTurnCollector(env, policy, **options)
     return RayTurnCollector(env, policy, **options)
+
+
+def _branches(config: RunConfig) -> Branches | None:
+    estimator = config.value_estimator()
+    if not config.branches or estimator is None:
+        return None
+    gamma = estimator.gamma if config.gamma is None else config.gamma
+    return Branches(count=config.branches, share=config.branch_share, gamma=gamma)
 
 
 def make_objective(config: RunConfig, models: ActorCritic) -> TurnPolicyLoss:

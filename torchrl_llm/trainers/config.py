@@ -144,6 +144,7 @@ class RunConfig(
         yield from self._wrong_sizes()
         yield from self._wrong_rollout()
         yield from settings.wrong_self_play(self) if self.collector == "self_play" else ()
+        yield from settings.wrong_branches(self)
         yield from self._wrong_model()
 
     def _wrong_changes(self) -> Iterator[str]:

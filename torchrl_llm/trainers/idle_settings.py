@@ -64,6 +64,8 @@ IDLE: tuple[Idle, ...] = (
         'set collector to "async" or "ray"',
         {"max_staleness": 0},
     ),
+    Idle(("branches",), {"collector": ("async", "ray", "self_play")}, 'set collector to "turn"', {"branches": 0}),
+    Idle(("branch_share",), {"branches": (0,)}, "set branches"),
     Idle(("opponent",), {"collector": ("turn", "async", "ray")}, 'set collector to "self_play"'),
     Idle(("env_threads", "step_timeout"), {"collector": ("self_play",)}, 'set collector to "turn" or "async"'),
     Idle(("init_reference", "init_critic", "merge_lora_configs"), {"init_from": (None,)}, "say what to start from"),

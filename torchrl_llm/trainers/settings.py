@@ -302,6 +302,11 @@ class RolloutConfig(Checked):
     group_size: Count = 1
     """Episodes per task (GRPO's group); 1 for LLMPPO and LLMREINFORCE unless asked for. With collector="self_play" the players of
     a game: 2 unless asked for; 1 is refused."""
+    branches: Natural = 0
+    """Continuations of every state that an episode passes, for estimator="TurnVine", which values states by them (collector="turn"); 0
+    plays none. The turns sampled are those of max_steps and, in an episode of T turns, up to branches * T * (T + 1) / 2 more."""
+    branch_share: PositiveShare = 1.0
+    """Share of the states that get them."""
     demonstrations: str | None = None
     """What SFT imitates: a scripted player, of torchrl_llm.envs.players or as "package.module:name"; a file of messages
     (.jsonl), or the folder of a run, whose recorded episodes are read; None: the model's own episodes (SFT)."""
@@ -325,6 +330,23 @@ def wrong_self_play(config: Any) -> Iterator[str]:
         yield (
             'offload_base and sleep_mode move weights away while the engine samples, and the opponent of collector="self_play" needs '
             "them: leave them out."
+        )
+
+
+def wrong_branches(config: Any) -> Iterator[str]:
+    """What is wrong with the settings of continuations and of what reads them, and what to do."""
+    estimator = config.value_estimator()
+    needed = estimator is not None and estimator.needs_branches
+    if config.branches and not needed:
+        yield f'branches={config.branches} value states, and no estimator reads that: set estimator to "TurnVine", or leave them out.'
+    if needed and not config.branches:
+        yield f"estimator={config.estimator!r} values states by continuations, and branches=0: say how many, such as branches=4."
+    if needed and config.algo not in ("LLMREINFORCE", "GRPO"):
+        yield f'estimator={config.estimator!r} has no critic and no demonstrations: use algo="LLMREINFORCE" or "GRPO", not {config.algo!r}.'
+    if config.branches and config.overlong_penalty:
+        yield (
+            f"overlong_penalty={config.overlong_penalty} is taken from the rewards of a batch, and the continuations of "
+            f"branches={config.branches} do not pay it: leave one of them out."
         )
 
 

@@ -5,6 +5,7 @@ from torchrl_llm.objectives.estimators.critic import CriticEstimator, TurnGAE, T
 from torchrl_llm.objectives.estimators.imitation import ImitationWeights, NoCredit
 from torchrl_llm.objectives.estimators.returns import GroupRelative, ReBN, ReturnEstimator
 from torchrl_llm.objectives.estimators.roles import RoleRelative
+from torchrl_llm.objectives.estimators.vine import TurnVine
 
 __all__ = [
     "CriticEstimator",
@@ -17,4 +18,5 @@ __all__ = [
     "TurnEstimator",
     "TurnGAE",
     "TurnVTrace",
+    "TurnVine",
 ]

@@ -116,7 +116,9 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         turn_ids: NestedKey = keys.TURN_IDS
         tokens: NestedKey = keys.TOKENS
         group_id: NestedKey = keys.GROUP_ID
+        sampled_value: NestedKey = keys.SAMPLED_VALUE
         turn_value: NestedKey = keys.TURN_VALUE
+        turn_company: NestedKey = keys.TURN_COMPANY
         turn_advantage: NestedKey = keys.TURN_ADVANTAGE
         turn_value_target: NestedKey = keys.TURN_VALUE_TARGET
         sample_log_prob: NestedKey = keys.SAMPLE_LOG_PROB
@@ -132,6 +134,9 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
 
     corrects_sampler: ClassVar[bool] = False
     """Whether the advantage already holds the ratio of the present policy to the one that sampled."""
+
+    needs_branches: ClassVar[bool] = False
+    """Whether it reads ``("turn", "sampled_value")``, which a collector writes that continues episodes from their states."""
 
     granularity: ClassVar[str] = "turn"
     """The step of the estimator: a ``"turn"`` or a ``"token"``."""

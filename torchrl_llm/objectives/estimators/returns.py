@@ -11,6 +11,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm import keys
+from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.estimators.base import GRANULARITY_IDLE, Granularity, TurnEstimator, step_of
 from torchrl_llm.options import Count, Finite, Idle, Natural, NonNegative, Share, check_value
@@ -168,7 +169,8 @@ class GroupRelative(ReturnEstimator):
 
     Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]`` and ``"group_id"``
     ``[B]``; for states also ``"tokens"`` ``[B, L]`` or ``("turn", "extra", state)`` ``[B, T]``. Writes ``"advantage"``, ``"value_target"`` ``[B, L]`` and ``("turn", advantage / value_target)``
-    ``[B, T]``; the target is the return of the reward that was compared.
+    ``[B, T]``; the target is the return of the reward that was compared. With states also ``("turn", company)`` ``[B, T]``: how many
+    turns of other episodes each was compared with.
 
     Keyword Args:
         gamma: discount per turn. Default: 1.0.
@@ -252,6 +254,18 @@ class GroupRelative(ReturnEstimator):
             check_value(f"The weight of components[{name!r}]", weight, Finite)
         # A wrong option is an error now, not after the first rollout.
         F.group_relative(torch.empty(0), torch.empty(0, dtype=torch.int64), **self.options)
+
+    @property
+    def out_keys(self) -> list[NestedKey]:
+        return super().out_keys + ([self.tensor_keys.turn_company] if self.credit == "state" else [])
+
+    def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
+        estimated = super().estimate(tensordict)
+        if self.credit == "state":
+            *_, acted = self._turns(tensordict)
+            group_id = self._get(tensordict, "group_id")
+            estimated["turn_company"] = F.state_company(self.states(tensordict), group_id, acted)
+        return estimated
 
     @property
     def options(self) -> dict[str, Any]:

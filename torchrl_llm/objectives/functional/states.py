@@ -12,7 +12,7 @@ from torchrl_llm.objectives.functional.statistics import Partial, check_groups
 from torchrl_llm.objectives.functional.turns import edge_positions, turn_lengths
 from torchrl_llm.options import check_value
 
-__all__ = ["Alone", "observation_states", "prefix_states", "state_relative"]
+__all__ = ["Alone", "observation_states", "prefix_states", "state_company", "state_relative"]
 
 Alone = Literal["turn", "return"]
 """What a turn is compared with whose state no other episode of its group was in."""
@@ -122,13 +122,7 @@ def state_relative(
     labels, group, counts = group_id.unique(return_inverse=True, return_counts=True)
     if partial == "error":
         check_groups(labels, counts, group_size)
-    episode = torch.arange(len(score), device=score.device).view(-1, 1)
-    # A turn without a decision is in a state of its own, so that it is no company.
-    silent = torch.where(acted, -1, torch.arange(score.numel(), device=score.device).view_as(score))
-    visit = torch.stack([group.view(-1, 1).expand_as(state), torch.where(acted, state, 0), silent], -1).flatten(0, 1)
-    of_group = visit.unique(dim=0, return_inverse=True)[1].view_as(state)
-    of_episode = (of_group * len(score) + episode).unique(return_inverse=True)[1]
-    ours, all_turns = (_totals(score, each) for each in (of_episode, of_group))
+    ours, all_turns = (_totals(score, each) for each in _visits(state, group, acted))
     others, company = all_turns[0] - ours[0], all_turns[1] - ours[1]
     if alone == "turn":
         column = torch.zeros(len(labels), score.shape[1], dtype=torch.float64, device=score.device)
@@ -138,6 +132,42 @@ def state_relative(
         fallback = torch.zeros_like(others)
     baseline = torch.where(company > 0, others / company.clamp_min(1), fallback)
     return masked(score - baseline.to(score.dtype), acted)
+
+
+def state_company(state: Tensor, group_id: Tensor, acted: Tensor) -> Tensor:
+    """How many turns of the other episodes of its group :func:`state_relative` compares each turn with.
+
+    Args:
+        state: ``[B, T]`` int64, equal for turns in the same state.
+        group_id: ``[B]`` int64.
+        acted: ``[B, T]`` bool, the turns that were decided.
+
+    Returns:
+        ``[B, T]`` int64; 0 for a turn that is alone in its state, and where nothing was decided.
+
+    Examples:
+        >>> state = torch.tensor([[7, 8], [7, 7]])
+        >>> state_company(state, torch.tensor([0, 0]), torch.ones(2, 2, dtype=torch.bool))
+        tensor([[2, 0],
+                [1, 1]])
+    """
+    check_shapes(state=state, acted=acted)
+    if not state.numel():
+        return torch.zeros_like(state)
+    ours, all_turns = (
+        _totals(acted.float(), each)[1] for each in _visits(state, group_id.unique(return_inverse=True)[1], acted)
+    )
+    return torch.where(acted, all_turns - ours, 0)
+
+
+def _visits(state: Tensor, group: Tensor, acted: Tensor) -> tuple[Tensor, Tensor]:
+    """Number the turns ``[B, T]`` by episode and state, and by group and state."""
+    episode = torch.arange(len(state), device=state.device).view(-1, 1)
+    # A turn without a decision is in a state of its own, so that it is no company.
+    silent = torch.where(acted, -1, torch.arange(state.numel(), device=state.device).view_as(state))
+    visit = torch.stack([group.view(-1, 1).expand_as(state), torch.where(acted, state, 0), silent], -1).flatten(0, 1)
+    of_group = visit.unique(dim=0, return_inverse=True)[1].view_as(state)
+    return (of_group * len(state) + episode).unique(return_inverse=True)[1], of_group
 
 
 def _totals(score: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
