@@ -50,8 +50,13 @@ def table(runs: list[dict]) -> str:
 
 def draw(games: dict[str, list[dict]], path: Path) -> None:
     """A panel for each game."""
-    figure, panels = plt.subplots(1, len(games), figsize=(4.6 * len(games), 3.8), sharey=True, squeeze=False)
-    for panel, (game, runs) in zip(panels[0], games.items(), strict=True):
+    columns = min(2, len(games))
+    shape = -(-len(games) // columns), columns
+    size = 5.2 * columns, 4.6 * shape[0]
+    figure, panels = plt.subplots(*shape, figsize=size, sharey=True, squeeze=False, layout="constrained")
+    for panel in panels.flat[len(games) :]:
+        panel.remove()
+    for panel, (game, runs) in zip(panels.flat, games.items(), strict=False):
         for run in runs:
             color = COLORS[run["algo"]]
             panel.plot(run["episodes_trained"], run["batch_success"], color=color, alpha=0.35, linewidth=1.2)
@@ -67,10 +72,11 @@ def draw(games: dict[str, list[dict]], path: Path) -> None:
             panel.errorbar(ends, rates, yerr=errors, color=color, capsize=3, label=label, **style)
         panel.set(title=game, xlabel="episodes trained on", ylim=(0, 1.02))
         panel.grid(alpha=0.3)
-        panel.legend(loc="lower right")
-    panels[0][0].set_ylabel("win rate")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+        # Below: many runs leave no room inside.
+        panel.legend(loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2, fontsize="small", frameon=False)
+    for row in panels:
+        row[0].set_ylabel("win rate")
+    figure.savefig(path, dpi=100)
 
 
 class AddGame(argparse.Action):

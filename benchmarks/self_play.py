@@ -5,7 +5,7 @@
     python benchmarks/self_play.py --report
 
 ``take-away`` is :class:`~torchrl_llm.testing.games.TakeAway`, ``nim`` is TextArena's ``Nim-v0`` with piles of 2 and 3 (the extra
-``textarena``), which has no reported result yet. A small model imitates random legal play, once for each game; that is the start. From it each seed trains by self-play:
+``textarena``), in which no settings have taught it reliably yet. A small model imitates random legal play, once for each game; that is the start. From it each seed trains by self-play:
 LLMREINFORCE with role-relative advantages, both seats learn from every game. Then the trained weights play 400 games against their
 frozen start, and against two scripted players, with seats swapped from game to game, on games used for nothing else.
 
