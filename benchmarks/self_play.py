@@ -4,8 +4,8 @@
     python benchmarks/self_play.py --game nim --seeds 3
     python benchmarks/self_play.py --report
 
-``take-away`` is :class:`~torchrl_llm.testing.games.TakeAway`, ``nim`` is TextArena's ``Nim-v0`` with piles of 2 and 3 (the extra
-``textarena``), in which no settings have taught it reliably yet. A small model imitates random legal play, once for each game; that is the start. From it each seed trains by self-play:
+``take-away`` is :class:`~torchrl_llm.testing.games.TakeAway`, ``nim`` is TextArena's ``Nim-v0`` with two piles of up to 3 (the
+extra ``textarena``). A small model imitates random legal play, once for each game; that is the start. From it each seed trains by self-play:
 LLMREINFORCE with role-relative advantages, both seats learn from every game. Then the trained weights play 400 games against their
 frozen start, and against two scripted players, with seats swapped from game to game, on games used for nothing else.
 
@@ -19,13 +19,14 @@ import random
 import re
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from torchrl_llm.envs import SelfPlayEnv, resolve_env
+from torchrl_llm.envs import EnvSpec, SelfPlayEnv, resolve_env
 from torchrl_llm.modules import PlayerPolicy
 from torchrl_llm.testing.games import TakeAway, take_at_random, take_well
 from torchrl_llm.testing.tiny import random_model
@@ -44,7 +45,9 @@ MATCH = 400
 
 # ---------------------------------------------------------------------- games
 
-NIM, PILES = "textarena:Nim-v0", [2, 3]
+NIM = "textarena:Nim-v0"
+PILES = [[1, 2], [2, 1], [1, 3], [3, 1], [2, 3], [3, 2], [2, 2], [3, 3]]
+"""Of the games. Where all begin alike, the first player soon plays one line only, and nobody learns what to do in others."""
 _PILE = re.compile(r"pile (\d): (\d)")
 
 
@@ -74,11 +77,18 @@ def _nim(move: tuple[int, int]) -> str:
     return f"[{move[0]} {move[1]}]"
 
 
+def nim_games() -> list[EnvSpec]:
+    """Nim with each of the piles."""
+    spec = resolve_env(NIM)
+    return [replace(spec, name=f"{NIM}, piles {piles}", make=partial(spec.make, piles=piles)) for piles in PILES]
+
+
 def nim_tokenizer() -> PreTrainedTokenizerFast:
     """The phrases of Nim's messages, and bytes: it can spell whatever a player writes, control tokens too, for Nim repeats it."""
-    game, rng = resolve_env(NIM).make(piles=PILES), random.Random(0)
+    games, rng = [env.make() for env in nim_games()], random.Random(0)
     messages = []
-    for seed in range(50):
+    for seed in range(80):
+        game = games[seed % len(games)]
         game.start(seed)
         while game.seat is not None:
             seen = [game.observe(seat) for seat in (0, 1)][game.seat]
@@ -91,7 +101,7 @@ def nim_tokenizer() -> PreTrainedTokenizerFast:
 
 GAMES: dict[str, dict[str, Any]] = {
     "take-away": {
-        "env": TakeAway,
+        "env": lambda: TakeAway,
         "tokenizer": partial(word_tokenizer, TakeAway.WORDS),
         "players": {"random": take_at_random, "best": take_well},
         "model": {"hidden": 32, "max_length": 128},
@@ -100,19 +110,19 @@ GAMES: dict[str, dict[str, Any]] = {
         "train": {"lr_actor": 2e-3, "max_iterations": 40},
     },
     "nim": {
-        "env": NIM,
+        "env": nim_games,
         "tokenizer": nim_tokenizer,
         "players": {"random": nim_at_random, "best": nim_well},
         "model": {"hidden": 64, "max_length": 512},
-        "settings": {"env_options": {"piles": PILES}, "max_model_len": 512, "max_output_tokens": 6},
+        "settings": {"max_model_len": 512, "max_output_tokens": 6},
         "warm": {"lr_actor": 4e-3, "max_iterations": 60, "minibatch_size": 32},
-        # A KL to the start instead of an entropy bonus: both seats soon play well, and one that never sees an error learns
-        # to punish none. Nim forgives a first illegal move, so that a bonus would pay for them.
+        # A KL to the start instead of an entropy bonus: Nim forgives a first illegal move, so that a bonus would pay for them.
         "train": {
             "lr_actor": 1e-3,
-            "max_iterations": 60,
+            "schedule": "cosine",
+            "max_steps": 20_000,
             "entropy_coeff": 0.0,
-            "kl_coeff": 0.03,
+            "kl_coeff": 0.1,
             "kl_kind": "k2",
             "kl_in": "loss",
             "target_kl": 0.02,
@@ -153,10 +163,8 @@ def make_run(game: str, folder: Path, model: Path, **settings: Any) -> Run:
     """A run of self-play from the weights in ``model``."""
     chosen = GAMES[game]
     paths = {"model_path": str(model), "tokenizer_path": str(model.parent / "tokenizer"), "output_dir": folder}
-    env = chosen["env"]
-    named = {"env_name": env} if isinstance(env, str) else {}
-    config = RunConfig(**COMMON | chosen["settings"] | settings | named | paths)  # type: ignore[arg-type]
-    return build_run(config, env=None if named else env)
+    config = RunConfig(**COMMON | chosen["settings"] | settings | paths)  # type: ignore[arg-type]
+    return build_run(config, env=chosen["env"]())
 
 
 def warm_start(game: str, folder: Path) -> Path:
