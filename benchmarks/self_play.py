@@ -101,6 +101,7 @@ def nim_tokenizer() -> PreTrainedTokenizerFast:
 
 GAMES: dict[str, dict[str, Any]] = {
     "take-away": {
+        "draw": "self-play-1",
         "env": lambda: TakeAway,
         "tokenizer": partial(word_tokenizer, TakeAway.WORDS),
         "players": {"random": take_at_random, "best": take_well},
@@ -110,6 +111,7 @@ GAMES: dict[str, dict[str, Any]] = {
         "train": {"lr_actor": 2e-3, "max_iterations": 40},
     },
     "nim": {
+        "draw": "self-play-2",  # nothing was chosen on its seeds
         "env": nim_games,
         "tokenizer": nim_tokenizer,
         "players": {"random": nim_at_random, "best": nim_well},
@@ -263,17 +265,21 @@ def main() -> None:
     parser.add_argument("--game", choices=list(GAMES), help="what is played")
     parser.add_argument("--seeds", type=int, default=3, help="how many are drawn; default 3")
     parser.add_argument("--seed", type=int, help="one seed, in place of those drawn")
-    parser.add_argument("--draw", default="self-play-1", help="text that the seeds are drawn from; default self-play-1")
+    parser.add_argument("--draw", help="text that the seeds are drawn from; default: the game's")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/self_play"), help="default: runs/self_play")
     parser.add_argument("--report", action="store_true", help="write the table of docs/results/self_play.md")
     arguments = parser.parse_args()
     if arguments.game:
-        seeds = drawn_seeds(arguments.draw, arguments.seeds) if arguments.seed is None else [arguments.seed]
+        draw = arguments.draw or GAMES[arguments.game]["draw"]
+        seeds = drawn_seeds(draw, arguments.seeds) if arguments.seed is None else [arguments.seed]
         for each in map(partial(train, arguments.game, folder=arguments.output_dir / arguments.game), seeds):
             print(json.dumps({name: each[name] for name in ("game", "seed", "cpu_s")}), flush=True)
     if arguments.report:
-        seeds = drawn_seeds(arguments.draw, arguments.seeds)
-        paths = [arguments.output_dir / game / str(seed) / "result.json" for game in GAMES for seed in seeds]
+        paths = [
+            arguments.output_dir / name / str(seed) / "result.json"
+            for name, game in GAMES.items()
+            for seed in drawn_seeds(game["draw"], arguments.seeds)
+        ]
         fill(PAGE, "runs", table([json.loads(path.read_text()) for path in paths if path.exists()]))
         fill(PAGE, "machine", f"| machine |\n|---|\n| {machine()} |")
 
