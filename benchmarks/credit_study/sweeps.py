@@ -5,9 +5,10 @@ figure is exact: the gradient of each conversation, weighted by its probability.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from tensordict import TensorDict
@@ -25,7 +26,7 @@ from credit_study.gradients import (
     token_scores,
 )
 from torchrl_llm import keys
-from torchrl_llm.modules import TokenScorer
+from torchrl_llm.modules import TokenScorer, TurnCritic
 from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss, TurnVTrace
 from torchrl_llm.testing.enumerable import EnumerableMDP, batch_gradient, tiny_lm
 
@@ -60,23 +61,34 @@ _PLAIN_RETURNS = {"gamma": 1.0, "normalize_over": "none", "clipping": "none"}
 _WIDE = 1e9
 
 
-def _weights(kind: str, bounds: object, level: str) -> dict[str, object]:
-    return _PLAIN_RETURNS | {"sampler_correction": kind, "sampler_bounds": bounds, "sampler_level": level}
+def _returns(**options: Any) -> Callable[[TokenScorer, TurnCritic], TurnPolicyLoss]:
+    """A loss with returns to go."""
+    return lambda actor, _: LLMReinforceLoss(actor, **PLAIN | _PLAIN_RETURNS | options)
 
 
-CORRECTIONS: dict[str, tuple[bool, dict[str, object]]] = {
+def _weights(kind: str, bounds: Any, level: str) -> Callable[[TokenScorer, TurnCritic], TurnPolicyLoss]:
+    return _returns(sampler_correction=kind, sampler_bounds=bounds, sampler_level=level)
+
+
+def _vtrace(actor: TokenScorer, critic: TurnCritic) -> TurnPolicyLoss:
+    loss = LLMPPOLoss(actor, critic, **PLAIN, clipping="none")
+    loss.make_value_estimator(TurnVTrace, gamma=1.0)
+    return loss
+
+
+CORRECTIONS: dict[str, tuple[bool, Callable[[TokenScorer, TurnCritic], TurnPolicyLoss]]] = {
     # Whether "old_log_prob" is the learning policy's (the ratio is 1), or the ratio is taken against the sampler.
-    "none: as if on-policy": (True, _PLAIN_RETURNS | {"sampler_correction": None}),
-    "PPO's clipped ratio (0.2)": (False, _PLAIN_RETURNS | {"clipping": "ppo"}),
-    "ratio of a token, unclipped": (False, _PLAIN_RETURNS),
-    "CISPO (0.2)": (False, _PLAIN_RETURNS | {"clipping": "cispo"}),
+    "none: as if on-policy": (True, _returns()),
+    "PPO's clipped ratio (0.2)": (False, _returns(clipping="ppo")),
+    "ratio of a token, unclipped": (False, _returns()),
+    "CISPO (0.2)": (False, _returns(clipping="cispo")),
     "weight of a token, at most 2": (True, _weights("truncate", 2.0, "token")),
     "weight of a turn, at most 2": (True, _weights("truncate", 2.0, "turn")),
     "weight of a conversation, at most 2": (True, _weights("truncate", 2.0, "sequence")),
     "weight of a conversation, unbounded": (True, _weights("truncate", _WIDE, "sequence")),
     "tokens out of 0.5 to 2 left out": (True, _weights("mask", (0.5, 2.0), "token")),
     "conversations out of 0.5 to 2 left out": (True, _weights("reject", (0.5, 2.0), "sequence")),
-    "V-trace (1), exact critic": (True, {"gamma": 1.0, "clipping": "none"}),
+    "V-trace (1), exact critic": (True, _vtrace),
 }
 
 
@@ -167,12 +179,8 @@ def staleness(game: str, policy: int) -> Iterator[dict]:
         distance = probability @ (probability.log() - mdp.log_probability(actor).detach())
         rows = mdp.rows(sampler)
         rows[keys.STATE_VALUE], rows[keys.BOOTSTRAP_VALUE] = mdp.state_values(actor)
-        for name, (learning, options) in CORRECTIONS.items():
-            if name.startswith("V-trace"):
-                loss: TurnPolicyLoss = LLMPPOLoss(actor, critic, **PLAIN, clipping="none")
-                loss.make_value_estimator(TurnVTrace, gamma=1.0)
-            else:
-                loss = LLMReinforceLoss(actor, **PLAIN, **options)
+        for name, (learning, make) in CORRECTIONS.items():
+            loss = make(actor, critic)
             old = (mdp.rows(actor) if learning else rows)[keys.SAMPLE_LOG_PROB]
             batch = rows.clone()
             batch[keys.OLD_LOG_PROB] = old

@@ -187,14 +187,10 @@ def _states(episode: Episode) -> Iterator[int]:
         digest.update(len(turn.tokens).to_bytes(8, "big") + turn.tokens.astype("<i8").tobytes())
 
 
-def _index(env: GEMEnv, episode: Episode) -> int:
-    """The index of an episode's task in the sampler, which not every executor keeps; -1: it is none of its tasks."""
-    sampler = env.task_sampler
-    group, member = divmod(episode.episode_id - sampler.base, sampler.group_size)
-    round_, worker = divmod(group, sampler.num_workers)
-    index = round_ * sampler.group_size + member
-    ids = episode.episode_id, episode.group_id, episode.env_id
-    return index if index >= 0 and worker == sampler.worker and sampler[index][:3] == ids else -1
+def _index(env: GEMEnv, episode: Episode) -> int | None:
+    """The index of an episode's task in the sampler, which not every executor keeps; ``None``: it is none of its tasks."""
+    index = env.task_sampler.index_of(episode.episode_id, episode.group_id)
+    return index if index is not None and env.task_sampler[index].env_id == episode.env_id else None
 
 
 def _check(env: GEMEnv, points: Sequence[tuple[Episode, int]]) -> None:
@@ -209,7 +205,7 @@ def _check(env: GEMEnv, points: Sequence[tuple[Episode, int]]) -> None:
                 f"Turn {turn} of episode {episode.episode_id} is to be continued, which has {len(episode.turns)} turns; expected "
                 "a finished episode and one of its turns, counted from 0."
             )
-        if _index(env, episode) < 0:
+        if _index(env, episode) is None:
             raise ValueError(f"Episode {episode.episode_id} is of no task of env; expected the one that collected it.")
 
 
@@ -230,6 +226,7 @@ class _Continuations(EpisodeSource):
         for origin, turn in points:
             self.found.append([])
             index, state = _index(env, origin), [*_states(origin)][turn]
+            assert index is not None  # checked before
             for number in range(count):
                 key = blake2b(f"{state} {number}".encode(), digest_size=8).digest()
                 noise = BRANCH_IDS + int.from_bytes(key, "big") % BRANCH_IDS

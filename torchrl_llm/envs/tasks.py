@@ -179,6 +179,17 @@ class TaskSampler(Checked):
     def _group(self, index: int) -> int:
         return self.worker + index // self.group_size * self.num_workers
 
+    def index_of(self, episode_id: int, group_id: int) -> int | None:
+        """The index at which the tasks of this sampler have an episode; ``None``: it is of none of them.
+
+        Examples:
+            >>> TaskSampler(group_size=2, worker=1, num_workers=3).index_of(15, 7)
+            5
+        """
+        group, member = divmod(episode_id - self.base, self.group_size)
+        index = group // self.num_workers * self.group_size + member
+        return index if index >= 0 and self[index][:2] == (episode_id, group_id) else None
+
     def stage(self, group: int) -> Stage:
         """The stage in which the stream's ``group``-th group is sampled."""
         place = bisect_right(self.stages, group, key=lambda stage: stage.first_group)
