@@ -60,9 +60,6 @@ def study(arguments: argparse.Namespace) -> None:
 
     if arguments.action == "register":
         registered.register()
-    elif arguments.action == "one":
-        name, world, seed, chosen, iterations, output = json.loads(arguments.order)
-        runs.train(name, world, seed, chosen, iterations, Path(output))
     elif arguments.action == "run":
         runs.study(arguments.output_dir, arguments.jobs)
     else:
@@ -74,8 +71,7 @@ def study(arguments: argparse.Namespace) -> None:
 def add_study(commands: argparse._SubParsersAction) -> None:
     """The arguments of ``study``."""
     parser = commands.add_parser("study", help="eight estimators in four worlds, registered before it runs")
-    parser.add_argument("action", choices=["register", "run", "report", "one"])
-    parser.add_argument("order", nargs="?", help="of one run: what `run` gives to its processes")
+    parser.add_argument("action", choices=["register", "run", "report"])
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time; default: one a core")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/credit/study"), help="default: runs/credit/study")
 

@@ -1,12 +1,13 @@
 """The runs of the study: one run, the tuning, and all of them on all cores, each run once."""
 
 import json
+import multiprocessing
 import os
 import subprocess
-import sys
 import time
+import traceback
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -14,7 +15,6 @@ from typing import Any
 
 from credit_study import registered
 
-ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT = 1800.0
 """Seconds of one run; it takes less than 40 of one core."""
 
@@ -124,26 +124,25 @@ def folder_of(root: Path, name: str, world: str, seed: int, chosen: dict[str, fl
 
 
 def start(key: tuple[str, str, int, dict[str, float], int], root: Path) -> dict[str, Any]:
-    """The result of a run; it is made in a process of its own, with one thread, unless it is there.
+    """The result of a run, which is made unless it is there.
 
     Raises:
-        SystemExit: it is there, of another registration, or failed twice.
+        SystemExit: it is there, of another registration.
+        RuntimeError: it failed twice.
     """
-    name, world, seed, chosen, iterations = key
     output = folder_of(root, *key)
     result = output / "result.json"
     if not result.exists():
         output.mkdir(parents=True, exist_ok=True)
-        order = json.dumps([name, world, seed, chosen, iterations, str(output)])
-        command = [sys.executable, str(ROOT / "benchmarks" / "credit.py"), "study", "one", order]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-        for _ in range(2):
-            with open(output / "log.txt", "w") as log:
-                done = subprocess.run(command, stdout=log, stderr=log, env=environment, timeout=TIMEOUT, check=False)
-            if done.returncode == 0:
-                break
-        else:
-            raise SystemExit(f"{output} failed twice: see log.txt there.")
+        with open(output / "log.txt", "w") as log, redirect_stdout(log), redirect_stderr(log):
+            try:
+                train(*key, output)
+            except Exception:
+                traceback.print_exc()
+                try:
+                    train(*key, output)
+                except Exception as error:
+                    raise RuntimeError(f"{output} failed twice: see log.txt there.") from error
     found = json.loads(result.read_text())
     if found["registration"] != registered.digest():
         raise SystemExit(f"{output} is a run of another registration: give another --output-dir, or remove it.")
@@ -151,11 +150,17 @@ def start(key: tuple[str, str, int, dict[str, float], int], root: Path) -> dict[
 
 
 def run_all(keys: Iterable[tuple], root: Path, jobs: int) -> list[dict[str, Any]]:
-    """The results of runs, ``jobs`` of them at a time."""
-    keys = list(keys)
-    with ThreadPoolExecutor(jobs) as pool:
-        results = []
-        for result in pool.map(partial(start, root=root), keys):
+    """The results of runs in order, in ``jobs`` processes of one thread each.
+
+    Raises:
+        multiprocessing.TimeoutError: a process died, or a run does not end.
+    """
+    keys, results = list(keys), []
+    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # what the processes inherit
+    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
+        coming = pool.imap(partial(start, root=root), keys)
+        for _ in keys:
+            result = coming.next(TIMEOUT)
             results.append(result)
             print(
                 f"{len(results)}/{len(keys)} {result['world']}, {result['estimator']}: {result['score']:.3f}",

@@ -134,17 +134,27 @@ class TestRuns:
             runs.start(key, tmp_path)
 
     @pytest.mark.extra
-    def test_a_run_in_a_process_of_its_own(self, study, tmp_path, monkeypatch):
-        monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    def test_runs_in_other_processes(self, study, tmp_path):
+        """A process that made another run before makes the same one: nothing of it is left."""
         registered, runs = study["registered"], study["runs"]
-        (result,) = runs.run_all([("PPO 1", "stairs", 3, registered.GRID[0], 1)], tmp_path, jobs=2)
-        assert (result["estimator"], result["iterations"]) == ("PPO 1", 1)
+        first, second = (("PPO 1", world, 3, registered.GRID[0], 2) for world in ("stairs", "delayed-reward"))
+        both = runs.run_all([first, second], tmp_path / "one", jobs=1)
+        assert [result["world"] for result in both] == ["stairs", "delayed-reward"]
+        (alone,) = runs.run_all([second], tmp_path / "alone", jobs=2)
+        assert alone | {"cpu_s": 0} == both[1] | {"cpu_s": 0}
 
     def test_a_run_that_fails_twice_is_said(self, study, tmp_path, monkeypatch):
-        runs = study["runs"]
-        monkeypatch.setattr(runs.sys, "executable", "false")
-        with pytest.raises(SystemExit, match=r"failed twice: see log.txt"):
-            runs.start(("GRPO", "stairs", 3, {"lr_actor": 1.0}, 1), tmp_path)
+        runs, key = study["runs"], ("GRPO", "stairs", 3, {"lr_actor": 1.0}, 1)
+        failures = iter(["first", "second"])
+
+        def train(*_):
+            raise ValueError(next(failures))
+
+        monkeypatch.setattr(runs, "train", train)
+        with pytest.raises(RuntimeError, match=r"failed twice: see log.txt"):
+            runs.start(key, tmp_path)
+        assert "ValueError: first" in (runs.folder_of(tmp_path, *key) / "log.txt").read_text()
+        assert next(failures, None) is None
 
 
 class TestStatistics:
