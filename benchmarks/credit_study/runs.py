@@ -137,7 +137,7 @@ def start(key: tuple[str, str, int, dict[str, float], int], root: Path) -> dict[
         with open(output / "log.txt", "w") as log, redirect_stdout(log), redirect_stderr(log):
             try:
                 train(*key, output)
-            except Exception:
+            except Exception:  # noqa: BLE001  # whatever fails is repeated once, as was registered
                 traceback.print_exc()
                 try:
                     train(*key, output)
