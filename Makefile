@@ -105,7 +105,7 @@ test-faults: $(VENV)/.test ## plant 20 faults, one at a time; the tests must fin
 	$(RUN) $(BIN)/python tests/planted_faults.py
 
 # What make test runs, without the doctests of the modules and what takes more than ten seconds.
-test-lower: .venv-lower/.test ## run the quick tests with the oldest versions of the dependencies, which it installs (about 40 minutes on one busy core)
+test-lower: .venv-lower/.test ## run the quick tests with the oldest versions of the dependencies, which it installs (8 minutes on two quiet cores, installs included)
 	$(RUN) .venv-lower/bin/python -m pytest -n 2 --dist loadfile -m "not extra and not slow and $(USUAL)" tests
 
 test-vllm: $(VLLM)/.test ## run the tests that need vLLM, on CPUs (about 10 minutes, installs included)

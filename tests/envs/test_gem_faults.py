@@ -29,6 +29,8 @@ class TestErrors:
     def test_unknown_id_names_close_ones(self, make):
         with pytest.raises(UnknownEnvironmentError, match="GuessTheNumber-v0-easy"):
             make("game:GuesTheNumber-easy")
+        with pytest.raises(UnknownEnvironmentError, match="rg:chain_sum'"):
+            make("rg:chain_sums")
         with pytest.raises(UnknownEnvironmentError, match="print_envs"):
             make("zzzzzzzz")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from torchrl_llm import keys
+from torchrl_llm.cli import main
 from torchrl_llm.envs import GEMEnv, SelfPlayEnv
 from torchrl_llm.modules import PlayerPolicy
 from torchrl_llm.options import ConfigError
@@ -18,6 +19,7 @@ from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import byte_tokenizer, word_tokenizer
 from torchrl_llm.trainers import RunConfig, build_run, evaluate, parse_run_config, play_match
+from torchrl_llm.trainers.saved import SavedModel
 
 TOKENIZER = byte_tokenizer()
 GAMES = "torchrl_llm.testing.games"
@@ -150,6 +152,21 @@ class TestRun:
         assert before[keys.TOKENS].equal(after[keys.TOKENS])
         assert run.opponent.model is run.policy.model
         run.close()
+
+    @pytest.mark.parametrize("players", [2, 3])
+    def test_a_saved_model_plays_games_of_as_many_players(self, tmp_path, players):
+        config = small(tmp_path, model_path="tiny", group_size=players, batch_size=6, num_envs=6)
+        saved = SavedModel(path=tmp_path, weights=tmp_path, tokenizer=None, settings=asdict(config))
+        assert (saved.config().collector, saved.config().group_size) == ("self_play", players)
+
+    @pytest.mark.parametrize("role", ["model", "environment", "player"])
+    def test_play_shows_one_conversation_and_no_game(self, tmp_path, capsys, role):
+        run = build_run(small(tmp_path, model_path="tiny", env_name="world:take-away", max_iterations=1))
+        run.trainer.train()
+        run.close()
+        assert main(["play", str(tmp_path), "--as", role]) == 2
+        assert "let torchrl-llm eval play its games" in capsys.readouterr().err
+        assert main(["eval", str(tmp_path), "--episodes", "2", "--opponent", f"{GAMES}:take_at_random"]) == 0
 
     def test_a_resumed_run_ends_in_the_same_weights(self, tmp_path):
         words(tmp_path)

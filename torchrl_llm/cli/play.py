@@ -27,7 +27,7 @@ from torchrl_llm.modules.engine import TurnRequest
 from torchrl_llm.options import ConfigError
 from torchrl_llm.trainers.cli import given_settings
 from torchrl_llm.trainers.config import SamplingSettings
-from torchrl_llm.trainers.saved import LoadedModel, environment_of, find_saved_model
+from torchrl_llm.trainers.saved import LoadedModel, SavedModel, environment_of, find_saved_model
 from torchrl_llm.trainers.settings import names_of
 
 Answer = Callable[[GEMEnv], "list[int] | None"]
@@ -53,15 +53,20 @@ def run(arguments: Namespace) -> int:
     """Play."""
     _check(arguments)
     terminal = Terminal("play", stderr=arguments.json)
+    saved = find_saved_model(arguments.checkpoint or "tiny")
+    if saved.settings.get("collector") == "self_play":
+        raise ConfigError(
+            f"{arguments.checkpoint} was trained on games of several players, and play shows one conversation: read its run report, or "
+            "let torchrl-llm eval play its games against another (--opponent)."
+        )
     if arguments.role == "environment":
-        return _be_the_environment(terminal, arguments)
+        return _be_the_environment(terminal, arguments, saved)
     answer: Answer
     if arguments.role == "player":
-        saved = find_saved_model(arguments.checkpoint or "tiny")
         env = environment_of(saved.config(**given_settings(arguments), num_envs=1))
         answer = _typed(terminal)
     else:
-        loaded = load(arguments, num_envs=1)
+        loaded = load(arguments, saved, num_envs=1)
         env, answer = loaded.make_env(), _sampled(terminal, loaded, greedy=arguments.greedy)
     try:
         for index in range(vars(arguments).get("episodes", 1)):
@@ -159,8 +164,8 @@ def _typed(terminal: Terminal) -> Answer:
     return answer
 
 
-def _be_the_environment(terminal: Terminal, arguments: Namespace) -> int:
-    loaded = load(arguments, num_envs=1)
+def _be_the_environment(terminal: Terminal, arguments: Namespace, saved: SavedModel) -> int:
+    loaded = load(arguments, saved, num_envs=1)
     conversation, env = Conversation(loaded, greedy=arguments.greedy), loaded.make_env()
     try:
         env.start(0, 0, env.open(0, 0))

@@ -71,7 +71,9 @@ class SavedModel:
         Raises:
             ConfigError: they contradict each other, or ``model_path`` is given for a whole model.
         """
-        kept = {name: self.settings[name] for name in (*USED, "collector") if name in self.settings}
+        # The players of a game of self-play are a group, and batches and slots hold whole groups.
+        game = ("group_size", "batch_size") if self.settings.get("collector") == "self_play" else ()
+        kept = {name: self.settings[name] for name in (*USED, "collector", *game) if name in self.settings}
         kept = {name: value for name, value in kept.items() if name not in _NOT_KEPT}
         if "model_path" in changes and not self.is_adapter:
             raise ConfigError(f"model_path does nothing with {self.path}, which holds a whole model: leave it out.")
