@@ -60,6 +60,17 @@ WALK = EnumerableMDP(walk, tasks=1)
 """9 conversations of two turns."""
 
 
+def climb(task: int, said: tuple[tuple[int, ...], ...]) -> Step:
+    """Up to three steps of one letter, as long as it is "a": most episodes end early."""
+    reward = (0.5 * len(said) - 0.75, 1.0 - len(said), 0.25)[said[-1][0]] if said else 0.0
+    on = len(said) < 3 and set(said) <= {(0,)}
+    return Step(reward, (len(said) % 2,) if on else (), 1 if on else None)
+
+
+CLIMB = EnumerableMDP(climb, tasks=1, max_turns=None)
+"""7 conversations of one to three turns."""
+
+
 def pair(task: int, said: tuple[tuple[int, ...], ...]) -> Step:
     """Two letters, one a turn: won, for a reward of 1 at the end, by "a" and then not "." (task 0), or by "bb" (task 1)."""
     won = said == ((1,), (1,)) if task else said[:1] == ((0,),) and said[1:] != ((2,),)
@@ -217,6 +228,52 @@ def continued(
     expanded[keys.SAMPLED_VALUE] = torch.tensor(values, dtype=torch.float64)
     game.__dict__ |= {"_rows": expanded, "log_chance": torch.tensor(log_chance, dtype=torch.float64)}
     return game
+
+
+def grown(mdp: EnumerableMDP, actor: TokenScorer, turn: int) -> list[tuple[int, int, bool, float]]:
+    """All trees of a root and one more episode: the two, whether it was continued before ``turn``, and the probability.
+
+    A root that has ended by then has another episode of its task beside it.
+    """
+    rows, chance = mdp.rows(), mdp.log_probability(actor).exp().tolist()
+    spoken, tokens = rows[keys.TURN_IDS].tolist(), rows[keys.TOKENS].tolist()
+
+    def state(i: int) -> list[int] | None:
+        return tokens[i][: spoken[i].index(turn)] if turn in spoken[i] else None
+
+    found = []
+    for root in range(len(rows)):
+        alike = [i for i in range(len(rows)) if state(root) is None or state(i) == state(root)]
+        whole = sum(chance[i] for i in alike)
+        found += [(root, i, state(root) is not None, chance[root] * chance[i] / whole) for i in alike]
+    return found
+
+
+def gradient_of_trees(
+    mdp: EnumerableMDP, policy_loss: TurnPolicyLoss, rows: TensorDict, turns: tuple[int, int], *forgotten: str
+) -> tuple[Tensor, float]:
+    """Expected gradient of groups of two trees that branch at ``turns``, of two episodes each; and the number that it should be multiplied by.
+
+    Args:
+        rows: of ``mdp``, of one task.
+        forgotten: keys that the rows lack, to see that they are needed.
+    """
+    actor = policy_loss.actor_network
+    ways = [*itertools.product(*(grown(mdp, actor, turn) for turn in turns))]
+    index = torch.tensor([[*one[:2], *other[:2]] for one, other in ways])
+    chance = torch.tensor([one[3] * other[3] for one, other in ways], dtype=torch.float64)
+    branched = torch.tensor([[one[2]] * 2 + [other[2]] * 2 for one, other in ways])
+    batch = rows.exclude(keys.EPISODE_ID)[index.flatten()].clone()
+    batch[keys.GROUP_ID] = torch.arange(len(ways)).repeat_interleave(4)
+    batch[keys.TREE_ID] = torch.arange(2 * len(ways)).repeat_interleave(2)
+    at = torch.tensor([turns[0]] * 2 + [turns[1]] * 2)
+    batch[keys.BRANCH_TURN] = torch.where(branched, at, -1).flatten()
+    batch[keys.ROW_WEIGHT] = torch.where(branched, 0.5, 1.0).flatten()
+    batch = write_loss_weights(policy_loss.value_estimator(batch.exclude(*forgotten)), policy_loss)
+    # Each group by itself is the batch.
+    batch[keys.LOSS_WEIGHT] = batch[keys.LOSS_WEIGHT].double() * len(ways) * chance.repeat_interleave(4).unsqueeze(1)
+    counted = float((chance.unsqueeze(1) * torch.where(branched, 0.5, 1.0)).sum()) / 4
+    return -flat_gradient(total(policy_loss(batch)), actor), 1 / counted
 
 
 def gradient_of_one(mdp: EnumerableMDP, policy_loss: TurnPolicyLoss) -> Tensor:

@@ -14,6 +14,7 @@ import pytest
 import torch
 from biases import BIASES, kl_term
 from exact_games import (
+    CLIMB,
     CUT,
     KL,
     ONE,
@@ -25,15 +26,17 @@ from exact_games import (
     continued,
     graded,
     gradient_of_one,
+    gradient_of_trees,
     noise,
     prefix_parity,
 )
 from published_objectives import DPPO, GMPO, IPO, SAPO
+from tensordict import TensorDict
 from torch import Tensor
 
 from torchrl_llm import keys
 from torchrl_llm.modules import TokenScorer
-from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss, TurnVTrace
+from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss, TurnVTrace
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.testing.enumerable import (
     EnumerableMDP,
@@ -53,6 +56,13 @@ ROW = r"^\| (.+?) \| (-?\d\.\d{3}) \| (\d\.\d{3}) \| \d\.\d{3} \| .*/.* \|$"
 def check(actual: Tensor, expected: Tensor) -> None:
     assert expected.norm() > 1e-3  # there is something to agree on
     assert relative_error(actual, expected) <= EXACT
+
+
+def tree_rows() -> TensorDict:
+    """With the values of a critic that knows nothing, and a potential."""
+    rows = STUDY.rows(CLIMB, exact=False)
+    rows[keys.turn_extra("phi")] = 3.0 * prefix_parity(rows).double()
+    return rows
 
 
 class TestHolds:
@@ -150,6 +160,36 @@ class TestHolds:
         """The others are compared with the other episode of the batch, whose group is the whole game here."""
         game = continued(ONE, STUDY.actor, 1, lambda k, _: k == turn)
         check(game.expected_gradient(STUDY.vine(), 2), STUDY.truth(ONE))
+
+    @pytest.mark.parametrize("turns", [(1, 1), (1, 2)])
+    @pytest.mark.parametrize("name", ["state", "turn", "episode", "turn, potential", "reinforce", "ppo"])
+    def test_trees(self, name, turns):
+        """Groups of two trees of two episodes, over all that they can be, short ones included."""
+        gradient, factor = gradient_of_trees(CLIMB, self.of_trees(name), tree_rows(), turns)
+        check(factor * gradient, STUDY.truth(CLIMB))
+
+    def of_trees(self, name: str) -> TurnPolicyLoss:
+        if name == "ppo":
+            return STUDY.ppo()
+        if name == "reinforce":
+            return STUDY.reinforce()
+        credit, *shaped = name.split(", ")
+        return STUDY.grpo(credit=credit, **({"potential": "phi"} if shaped else {}))
+
+    @pytest.mark.parametrize(
+        ("name", "forgotten"),
+        [
+            ("state", (keys.TREE_ID,)),
+            ("turn", (keys.TREE_ID,)),
+            ("episode", (keys.TREE_ID,)),
+            ("reinforce", (keys.ROW_WEIGHT,)),
+        ],
+    )
+    def test_trees_that_are_taken_for_single_episodes(self, name, forgotten):
+        gradient, _ = gradient_of_trees(CLIMB, self.of_trees(name), tree_rows(), (1, 2), *forgotten)
+        truth = STUDY.truth(CLIMB)
+        along = gradient @ truth / truth.square().sum()
+        assert relative_error(gradient / along, truth) > 0.005  # whatever the scale
 
     def test_the_noise_of_continuations(self):
         """It falls with their number, to that of the exact value: values that are not read, or in the wrong place, do not."""

@@ -5,6 +5,7 @@ A task and the responses up to a turn are a saved environment: they are replayed
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -77,8 +78,8 @@ def branch(
     """Continue finished episodes from the middle, several times each.
 
     A continuation is an episode of the same task and group: the first ``turn`` responses are replayed, and the policy samples the
-    rest. Its ``episode_id``, by which the policy draws its noise, is a hash of the state and of the number of the continuation. So the
-    same weights sample the same continuations, whatever else runs, and nothing of them has to be saved with a run.
+    rest. Its ``episode_id``, by which the policy draws its noise, is a hash of the state and of how many continuations it had before. So
+    equal states have different continuations, and the same weights sample the same continuations, whatever else runs, and nothing of them has to be saved with a run.
 
     Args:
         env: that collected the episodes, or one made and seeded like it. No episode may be running in it.
@@ -223,12 +224,14 @@ class _Continuations(EpisodeSource):
         self.origin: dict[Episode, tuple[Episode, int]] = {}
         self.found: list[list[Episode]] = []
         self._faults = FaultCounter(max_faults, "of the continuations of a batch")
+        before = Counter[int]()
         for origin, turn in points:
             self.found.append([])
             index, state = _index(env, origin), [*_states(origin)][turn]
             assert index is not None  # checked before
-            for number in range(count):
-                key = blake2b(f"{state} {number}".encode(), digest_size=8).digest()
+            for _ in range(count):
+                key = blake2b(f"{state} {before[state]}".encode(), digest_size=8).digest()
+                before[state] += 1
                 noise = BRANCH_IDS + int.from_bytes(key, "big") % BRANCH_IDS
                 episode = Episode(index, noise, origin.group_id, origin.env_id)
                 self.origin[episode] = origin, turn

@@ -72,6 +72,7 @@ class EpisodeCollector(Checked, BaseCollector):
         max_staleness: int = 0,
         keep_failed: bool = False,
         background: bool = False,
+        tree_size: int = 1,
         /,  # the subclasses that can do these have options of their names, and the others must not take them
         *,
         batch_size: int,
@@ -93,7 +94,8 @@ class EpisodeCollector(Checked, BaseCollector):
                 "(num_envs) in place of a SerialEnv or ParallelEnv of several."
             )
         base = base_env(self.env)
-        self.group_size = base.group_size if isinstance(base, GEMEnv) else 1
+        sampled_group = base.group_size if isinstance(base, GEMEnv) else 1
+        self.group_size = sampled_group * tree_size
         self.env_names: tuple[str, ...] = base.names if isinstance(base, GEMEnv) else ()
         if batch_size < 1 or batch_size % self.group_size:
             raise ValueError(f"batch_size is {batch_size}; expected a multiple of the group size {self.group_size}.")
@@ -104,6 +106,7 @@ class EpisodeCollector(Checked, BaseCollector):
             share_stop_ids(base, policy)
         # requested_frames_per_batch is the name that TorchRL's statistics read.
         self.batch_size = self.requested_frames_per_batch = batch_size
+        self._num_wanted = batch_size // tree_size  # episodes that the queue is to deliver
         self.max_staleness, self.background = max_staleness, background
         self.total_frames, self.total_batches = total_frames, total_batches
         self.replay_buffer, self.postproc, self.exploration_type = replay_buffer, postproc, exploration_type
@@ -112,7 +115,7 @@ class EpisodeCollector(Checked, BaseCollector):
         self.texts: dict[int, str] = {}
         self.episodes: list[Episode] = []
         self._queue = EpisodeQueue(
-            self._next_task, self._release, group_size=self.group_size, max_faults=max_faults, keep_failed=keep_failed
+            self._next_task, self._release, group_size=sampled_group, max_faults=max_faults, keep_failed=keep_failed
         )
         self._thread: BackgroundThread | None = None
         self._weight_sync_schemes = weight_sync_schemes
@@ -199,13 +202,13 @@ class EpisodeCollector(Checked, BaseCollector):
         if wanted and (batch := self._pop_batch()) is not None:
             return batch, True
         # While the caller trains, one more update lies between a task sampled now and its batch.
-        self._queue.limit = (self.max_staleness + wanted) * self.batch_size
+        self._queue.limit = (self.max_staleness + wanted) * self._num_wanted
         busy = self._executor.step()
         return (self._pop_batch() if wanted else None), busy
 
     def _pop_batch(self) -> list[Episode] | None:
         version = self.policy.policy_version if isinstance(self.policy, TurnPolicy) else 0
-        return self._queue.pop_batch(self.batch_size, version, self.max_staleness)
+        return self._queue.pop_batch(self._num_wanted, version, self.max_staleness)
 
     def _next_task(self) -> Episode:
         index = self.env.next_task()
@@ -315,7 +318,9 @@ class EpisodeCollector(Checked, BaseCollector):
     def _env_state(self) -> OrderedDict:
         count = self.env.num_sampled
         # Nothing in flight: from the start of a group that was dropped half sampled.
-        first = next((episode.index for episode in self._queue.episodes.values()), count - count % self.group_size)
+        first = next(
+            (episode.index for episode in self._queue.episodes.values()), count - count % self._queue.group_size
+        )
         return OrderedDict(task_sampler=asdict(self.env.task_sampler), num_sampled=first, slots=[])
 
     def shutdown(self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True) -> None:

@@ -16,6 +16,7 @@ from torchrl_llm.collectors._queue import EpisodeQueue, RolloutExecutor
 from torchrl_llm.collectors.async_turn import check_slots
 from torchrl_llm.collectors.branching import Branches, value_states
 from torchrl_llm.collectors.collector import EpisodeCollector, base_env
+from torchrl_llm.collectors.trees import Trees, grow, mark_trees
 from torchrl_llm.data.sequence import new_episodes, record_turns
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.slots import FAILED
@@ -56,6 +57,9 @@ class TurnCollector(EpisodeCollector):
             next task fills the batch. Default False.
         branches: play continuations of the states of every batch, and write what they return to ``("turn", "sampled_value")``
             ``[B, T]`` (:func:`~torchrl_llm.collectors.value_states`); for a GEMEnv and a TurnPolicy. Default none.
+        trees: continue some of the episodes from the middle and deliver all that comes of it, rows in which ``"tree_id"`` and
+            ``"branch_turn"`` tell which begin alike, and ``"row_weight"`` how much each counts (:class:`~torchrl_llm.collectors.Trees`); for a
+            GEMEnv and a TurnPolicy. ``batch_size`` counts all rows; a group has those of all its trees. Default none.
         policy_device: the policy reads its input on this device; default the environment's.
         weight_sync_schemes: by model id, what ``update_policy_weights_()`` sends weights with, such as
             ``{"policy": EngineWeightSync(...)}``; default none: the policy shares the trained weights.
@@ -88,28 +92,47 @@ class TurnCollector(EpisodeCollector):
         *,
         keep_failed: bool = False,
         branches: Branches | None = None,
+        trees: Trees | None = None,
         policy_device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(env, policy, 0, keep_failed, **kwargs)
+        if trees is not None and (branches is not None or keep_failed):
+            raise ValueError(
+                "trees cannot go with branches or keep_failed: their continuations are rows, and must not fail."
+            )
+        super().__init__(env, policy, 0, keep_failed, False, 1 if trees is None else trees.size, **kwargs)
         self._executor = LockstepExecutor(self.env, policy, self._queue, policy_device)
-        self.branches, self._played = branches, Counter[str]()
-        if branches is not None:
+        self.branches, self.trees, self._played = branches, trees, Counter[str]()
+        if branches is not None or trees is not None:
             check_slots(self.env)
 
     def metrics(self) -> dict[str, float]:
-        played = {} if self.branches is None else {f"data/{name}": float(n) for name, n in self._played.items()}
-        return super().metrics() | played
+        return super().metrics() | {f"data/{name}": float(n) for name, n in self._played.items()}
 
     def state_dict(self) -> OrderedDict:
-        return super().state_dict() | ({} if self.branches is None else {"branches": dict(self._played)})
+        return super().state_dict() | ({"branches": dict(self._played)} if self._played else {})
 
     def load_state_dict(self, state_dict: OrderedDict, **kwargs: Any) -> None:
         super().load_state_dict(state_dict, **kwargs)
         self._played = Counter(state_dict.get("branches", {}))
 
+    def _next_batch(self) -> list[Episode]:
+        if self.trees is None:
+            return super()._next_batch()
+        episodes: list[Episode] = []
+        limit = self._queue.faults.max_faults
+        while len(episodes) < self.batch_size:
+            self._num_wanted = (self.batch_size - len(episodes)) // self.trees.size
+            roots = super()._next_batch()
+            grown, replayed = grow(self.env, self.policy, roots, self.trees, greedy=self._greedy, max_faults=limit)
+            episodes += grown
+            self._played.update(replayed_turns=replayed)
+        return episodes
+
     def _rows(self, episodes: list[Episode]) -> TensorDict:
         rows = super()._rows(episodes)
+        if self.trees is not None:
+            mark_trees(rows, episodes, self.trees)
         if self.branches is not None:
             limit = self._queue.faults.max_faults
             found = value_states(self.env, self.policy, episodes, self.branches, greedy=self._greedy, max_faults=limit)

@@ -350,14 +350,18 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
             return F.cispo_objective(log_ratio, advantage, self.clip_low, self.clip_high)
         return F.clipped_objective(log_ratio, advantage, self.clip_low, self.clip_high, self.dual_clip)
 
-    def weights(self, turn_ids: Tensor, process_group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    def weights(
+        self, turn_ids: Tensor, process_group: dist.ProcessGroup | None = None, row_weight: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """The weights of an optimizer batch, ``[B, L]`` each, under their names in ``_AcceptedKeys``.
 
         Args:
             turn_ids: ``[B, L]`` int64 of the whole batch (of this rank), -1 off actions.
             process_group: count over all ranks of this group; ``None`` is this process only.
+            row_weight: ``[B]``, how much each row counts; ``None``: all alike.
         """
-        return {"loss_weight": F.loss_weights(turn_ids, self.weighting, self.weight_constant, process_group)}
+        weight = F.loss_weights(turn_ids, self.weighting, self.weight_constant, process_group, row_weight)
+        return {"loss_weight": weight}
 
     @dispatch(auto_batch_size=False)
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
@@ -409,7 +413,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         written = {name: tensordict.get(getattr(self.tensor_keys, name), None) for name in self._weight_names}
         missing = [getattr(self.tensor_keys, name) for name, weight in written.items() if weight is None]
         if len(missing) == len(written):
-            return self.weights(turn_ids)
+            return self.weights(turn_ids, row_weight=tensordict.get(self.tensor_keys.row_weight, None))
         if missing:
             raise KeyError(f"The rows have a loss weight but no {missing}: write all of them with write_loss_weights.")
         return {name: torch.where(turn_ids >= 0, weight, 0.0) for name, weight in written.items()}

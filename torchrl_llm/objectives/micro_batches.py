@@ -26,14 +26,15 @@ def write_loss_weights(
     """Write every weight that ``loss_module`` reads into an optimizer batch, before it is split into micro-batches.
 
     Args:
-        batch: ``[B]`` rows with ``"turn_ids"``: all rows of one optimizer step on this rank.
+        batch: ``[B]`` rows with ``"turn_ids"``, and ``"row_weight"`` if they count differently: all rows of one optimizer step on this rank.
         loss_module: the loss, which computes its weights (``"loss_weight"``; ``"critic_weight"`` too for PPO).
         process_group: count over all ranks of this group; losses are then summed over the ranks.
 
     Returns:
         ``batch``.
     """
-    weights = loss_module.weights(batch.get(loss_module.tensor_keys.turn_ids), process_group)
+    names = loss_module.tensor_keys
+    weights = loss_module.weights(batch.get(names.turn_ids), process_group, batch.get(names.row_weight, None))
     for name, weight in weights.items():
         batch.set(getattr(loss_module.tensor_keys, name), weight)
     return batch

@@ -87,10 +87,13 @@ class LLMPPOLoss(TurnPolicyLoss):
     def _token_granularity(self) -> bool:
         return self._declared.granularity == "token"
 
-    def weights(self, turn_ids: Tensor, process_group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
+    def weights(
+        self, turn_ids: Tensor, process_group: dist.ProcessGroup | None = None, row_weight: Tensor | None = None
+    ) -> dict[str, Tensor]:
         """The policy's weights, and the critic's: ``1/K`` for each of ``K`` turns (or ``1/N`` for each token)."""
-        critic = F.loss_weights(turn_ids, "token" if self._token_granularity else "turn", None, process_group)
-        return {**super().weights(turn_ids, process_group), "critic_weight": critic}
+        kind: F.WeightKind = "token" if self._token_granularity else "turn"
+        critic = F.loss_weights(turn_ids, kind, None, process_group, row_weight)
+        return {**super().weights(turn_ids, process_group, row_weight), "critic_weight": critic}
 
     def _pool(self, value: Tensor, turn_ids: Tensor) -> Tensor:
         """Each action token's value, or its turn's, as the estimator reads it; ``[B, L]``."""

@@ -116,6 +116,9 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         turn_ids: NestedKey = keys.TURN_IDS
         tokens: NestedKey = keys.TOKENS
         group_id: NestedKey = keys.GROUP_ID
+        tree_id: NestedKey = keys.TREE_ID
+        branch_turn: NestedKey = keys.BRANCH_TURN
+        row_weight: NestedKey = keys.ROW_WEIGHT
         sampled_value: NestedKey = keys.SAMPLED_VALUE
         turn_value: NestedKey = keys.TURN_VALUE
         turn_company: NestedKey = keys.TURN_COMPANY
@@ -137,6 +140,10 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
 
     needs_branches: ClassVar[bool] = False
     """Whether it reads ``("turn", "sampled_value")``, which a collector writes that continues episodes from their states."""
+
+    takes_trees: ClassVar[bool] = False
+    """Whether rows of a tree, which begin with the same actions (``"tree_id"``), are credited rightly: as they are, where no row is
+    compared with another. Otherwise such rows are refused."""
 
     granularity: ClassVar[str] = "turn"
     """The step of the estimator: a ``"turn"`` or a ``"token"``."""
@@ -193,6 +200,7 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         if params is not None or target_params is not None:
             raise ValueError(f"{type(self).__name__} runs plain modules; params and target_params must be None.")
         self._check_ids(tensordict)
+        self._check_trees(tensordict)
         self._check_finished(tensordict)
         rows = tensordict
         if self.kl_coeff and not self.takes_kl:
@@ -266,6 +274,14 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
             fault = F.group_fault(self._get(tensordict, "group_id"), *compared)
         if fault is not None:
             raise ValueError(fault)
+
+    def _check_trees(self, tensordict: TensorDictBase) -> None:
+        if not self.takes_trees and tensordict.get(self.tensor_keys.tree_id, None) is not None:
+            raise ValueError(
+                f"The rows are of trees ({self.tensor_keys.tree_id!r}), and {type(self).__name__} does not know that some begin with the same "
+                "actions. Collect without trees, or use GroupRelative, ReBN or TurnGAE; an estimator of your own that compares "
+                "no rows says takes_trees = True."
+            )
 
     def _check_finished(self, tensordict: TensorDictBase) -> None:
         ended = self._at_end(tensordict, "terminated") | self._at_end(tensordict, "truncated")

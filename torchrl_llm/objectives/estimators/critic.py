@@ -19,6 +19,7 @@ from torchrl_llm.options import NonNegative, Share
 class CriticEstimator(TurnEstimator):
     """Base class of the estimators with a critic, which runs under ``no_grad`` unless its values are in the batch."""
 
+    takes_trees = True
     _writes = (*TurnEstimator._writes, "turn_value")
 
     @property

@@ -93,6 +93,8 @@ class NoCredit(TurnEstimator):
         tensor([[0., 0.]])
     """
 
+    takes_trees = True
+
     gamma: Share = 1.0
 
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:

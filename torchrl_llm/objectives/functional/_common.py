@@ -56,6 +56,14 @@ def check_shapes(**tensors: Tensor | None) -> None:
         raise ValueError(f"Expected tensors of one shape; got {given}.")
 
 
+def label_totals(score: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum (float64) and number of the scores with the label of each, in the shape of ``score``; labels are small integers."""
+    flat = label.flatten()
+    size = int(flat.max()) + 1
+    total = torch.zeros(size, dtype=torch.float64, device=score.device).index_add(0, flat, score.double().flatten())
+    return total[label], torch.bincount(flat, minlength=size)[label]
+
+
 def all_sum(x: Tensor, process_group: dist.ProcessGroup | None) -> Tensor:
     if process_group is None:
         return x

@@ -7,8 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchrl_llm.objectives.functional._common import check_shapes, masked
+from torchrl_llm.objectives.functional._common import check_shapes, label_totals, masked
 from torchrl_llm.objectives.functional.statistics import Partial, check_groups
+from torchrl_llm.objectives.functional.trees import mean_of_others
 from torchrl_llm.objectives.functional.turns import edge_positions, turn_lengths
 from torchrl_llm.options import check_value
 
@@ -81,6 +82,7 @@ def state_relative(
     acted: Tensor,
     alone: Alone = "turn",
     *,
+    unit: Tensor | None = None,
     group_size: int | None = None,
     partial: Partial = "error",
 ) -> Tensor:
@@ -98,6 +100,7 @@ def state_relative(
         acted: ``[B, T]`` bool, the turns that were decided.
         alone: a turn whose state no other episode of the group was in is compared with the mean of the others at the same ``"turn"``
             (0 for an episode that is over by then), or keeps its ``"return"``.
+        unit: ``[B, T]`` int64, :func:`tree_units` of rows of trees; ``None``: every episode is one.
         group_size, partial: see :func:`group_relative`.
 
     Returns:
@@ -122,25 +125,22 @@ def state_relative(
     labels, group, counts = group_id.unique(return_inverse=True, return_counts=True)
     if partial == "error":
         check_groups(labels, counts, group_size)
-    ours, all_turns = (_totals(score, each) for each in _visits(state, group, acted))
+    unit = _episodes(state) if unit is None else unit
+    ours, all_turns = (label_totals(score, each) for each in _visits(state, group, acted, unit))
     others, company = all_turns[0] - ours[0], all_turns[1] - ours[1]
-    if alone == "turn":
-        column = torch.zeros(len(labels), score.shape[1], dtype=torch.float64, device=score.device)
-        rest = column.index_add(0, group, score.double())[group] - score
-        fallback = rest / (counts - 1).clamp_min(1)[group].view(-1, 1)
-    else:
-        fallback = torch.zeros_like(others)
+    fallback = mean_of_others(score, group, unit) if alone == "turn" else torch.zeros_like(others)
     baseline = torch.where(company > 0, others / company.clamp_min(1), fallback)
     return masked(score - baseline.to(score.dtype), acted)
 
 
-def state_company(state: Tensor, group_id: Tensor, acted: Tensor) -> Tensor:
+def state_company(state: Tensor, group_id: Tensor, acted: Tensor, unit: Tensor | None = None) -> Tensor:
     """How many turns of the other episodes of its group :func:`state_relative` compares each turn with.
 
     Args:
         state: ``[B, T]`` int64, equal for turns in the same state.
         group_id: ``[B]`` int64.
         acted: ``[B, T]`` bool, the turns that were decided.
+        unit: see :func:`state_relative`.
 
     Returns:
         ``[B, T]`` int64; 0 for a turn that is alone in its state, and where nothing was decided.
@@ -154,25 +154,19 @@ def state_company(state: Tensor, group_id: Tensor, acted: Tensor) -> Tensor:
     check_shapes(state=state, acted=acted)
     if not state.numel():
         return torch.zeros_like(state)
-    ours, all_turns = (
-        _totals(acted.float(), each)[1] for each in _visits(state, group_id.unique(return_inverse=True)[1], acted)
-    )
+    visits = _visits(state, group_id.unique(return_inverse=True)[1], acted, _episodes(state) if unit is None else unit)
+    ours, all_turns = (label_totals(acted.float(), each)[1] for each in visits)
     return torch.where(acted, all_turns - ours, 0)
 
 
-def _visits(state: Tensor, group: Tensor, acted: Tensor) -> tuple[Tensor, Tensor]:
-    """Number the turns ``[B, T]`` by episode and state, and by group and state."""
-    episode = torch.arange(len(state), device=state.device).view(-1, 1)
+def _episodes(state: Tensor) -> Tensor:
+    return torch.arange(len(state), device=state.device).view(-1, 1).expand_as(state)
+
+
+def _visits(state: Tensor, group: Tensor, acted: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+    """Number the turns ``[B, T]`` by unit and state, and by group and state."""
     # A turn without a decision is in a state of its own, so that it is no company.
     silent = torch.where(acted, -1, torch.arange(state.numel(), device=state.device).view_as(state))
     visit = torch.stack([group.view(-1, 1).expand_as(state), torch.where(acted, state, 0), silent], -1).flatten(0, 1)
     of_group = visit.unique(dim=0, return_inverse=True)[1].view_as(state)
-    return (of_group * len(state) + episode).unique(return_inverse=True)[1], of_group
-
-
-def _totals(score: Tensor, label: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum (float64) and number of the scores with the label of each, in the shape of ``score``."""
-    flat = label.flatten()
-    size = int(flat.max()) + 1
-    total = torch.zeros(size, dtype=torch.float64, device=score.device).index_add(0, flat, score.double().flatten())
-    return total[label], torch.bincount(flat, minlength=size)[label]
+    return (of_group * (int(unit.max()) + 1) + unit).unique(return_inverse=True)[1], of_group

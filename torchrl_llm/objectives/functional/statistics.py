@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchrl_llm.objectives.functional._common import all_sum, check_shapes, masked, wide
+from torchrl_llm.objectives.functional.trees import mean_of_others
 from torchrl_llm.options import check_value
 
 __all__ = [
@@ -141,6 +142,7 @@ def group_relative(
     partial: Partial = "error",
     penalty: Tensor | None = None,
     mask: Tensor | None = None,
+    unit: Tensor | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Score relative to the episodes of the same group (GRPO, Shao et al., 2024, arXiv:2402.03300, sec. 4.1.2).
@@ -166,6 +168,8 @@ def group_relative(
         penalty: the shape of ``score``, added to it: the return of a KL penalty in the reward. Whether there is a spread is
             judged on ``score`` alone. Where it has none it counts for 0 and the penalty enters centered but unscaled.
         mask: bool, the shape of ``score``: those of which ``"batch"`` takes the standard deviation; ``None``: all.
+        unit: int64, the shape of ``score``, :func:`tree_units` of rows of trees: ``"leave_one_out"`` leaves out the unit, and needs
+            another one in the group; ``None``: every episode is one.
         process_group: ``"batch"`` means the rows of all ranks of this group (``None``: of this process only).
 
     Returns:
@@ -173,7 +177,7 @@ def group_relative(
         differ (``std <= 1e-6 * max(1, |mean|)``).
 
     Raises:
-        ValueError: options that do not go together, a part of a group, or ``scale="mean"`` with a negative score.
+        ValueError: options that do not go together, a part of a group, a group of one tree, or ``scale="mean"`` with a negative score.
 
     Examples:
         >>> group_relative(torch.tensor([0.0, 1.0, 5.0, 5.0]), torch.tensor([4, 4, 9, 9]), scale="none")
@@ -185,7 +189,7 @@ def group_relative(
         raise ValueError(
             f"Expected score [B] or [B, T] and group_id [B]; got {tuple(score.shape)} and {tuple(group_id.shape)}."
         )
-    check_shapes(score=score, penalty=penalty, mask=mask)
+    check_shapes(score=score, penalty=penalty, mask=mask, unit=unit)
     check_value("baseline", baseline, Baseline)
     check_value("scale", scale, Scale)
     check_value("partial", partial, Partial)
@@ -193,6 +197,8 @@ def group_relative(
         raise ValueError(
             f'baseline="leave_one_out" with scale="{scale}" is biased; use scale="none", or baseline="mean".'
         )
+    if unit is not None and baseline != "leave_one_out":
+        raise ValueError(f'baseline="{baseline}" is biased with rows of trees, which begin alike; use "leave_one_out".')
     score = wide(score)
     if scale == "batch":
         # Before a rank without rows returns, for which the others would wait.
@@ -209,6 +215,10 @@ def group_relative(
     labels, index, counts = group_id.unique(return_inverse=True, return_counts=True)
     if partial == "error":
         check_groups(labels, counts, group_size)
+    if unit is not None:
+        total = score if penalty is None else score + wide(penalty)
+        columns = total.view(len(total), -1)
+        return (columns - mean_of_others(columns, index, unit.view_as(columns))).view_as(total).to(total.dtype)
     size = counts.to(score.dtype).view(-1, *[1] * (score.ndim - 1))
     statistics = bind(_group_statistics, index=index, size=size, ddof=ddof)
     centered, std, spread = _center(score, penalty, statistics)

@@ -227,6 +227,7 @@ def loss_weights(
     kind: WeightKind = "token",
     constant: float | None = None,
     process_group: dist.ProcessGroup | None = None,
+    row_weight: Tensor | None = None,
 ) -> Tensor:
     """The weight of each token in the loss's sum, once per optimizer batch.
 
@@ -242,6 +243,8 @@ def loss_weights(
         constant: ``C`` of ``kind="constant"`` in tokens per episode, > 0.
         process_group: count over all ranks of this group (``None``: this process only). The loss is then a sum over
             ranks.
+        row_weight: ``[B]``, each row counts as so many, its tokens and turns too; with ``"constant"`` the divisor stays what it is.
+            ``None``: as one.
 
     Returns:
         ``[B, L]`` float32; 0 off actions.
@@ -260,12 +263,14 @@ def loss_weights(
     unit_ids = turn_ids.clamp_max(0) if kind in ("sequence", "constant") else turn_ids
     action = turn_ids >= 0
     if kind == "token":
-        sizes, units = action.to(torch.float32), action.sum()
+        sizes, units = action.to(torch.float32), action.sum(1)
     else:
         lengths = turn_lengths(unit_ids, count_turns(unit_ids))
-        sizes, units = turn_to_token(lengths, unit_ids), (lengths > 0).sum()
+        sizes, units = turn_to_token(lengths, unit_ids), (lengths > 0).sum(1)
+    # Integers are added over ranks, so that the weights do not depend on how rows are distributed.
+    count = units.sum() if row_weight is None or constant is not None else (units * row_weight.double()).sum()
     if constant is not None:
         sizes = torch.full_like(sizes, constant)
-    # Integers are added over ranks, so that the weights do not depend on how rows are distributed.
-    divisor = sizes * all_sum(units, process_group).to(torch.float32)
-    return torch.where(action, divisor.reciprocal(), 0.0)
+    divisor = sizes * all_sum(count, process_group).to(torch.float32)
+    weight = torch.where(action, divisor.reciprocal(), 0.0)
+    return weight if row_weight is None else weight * row_weight.to(torch.float32).unsqueeze(1)
