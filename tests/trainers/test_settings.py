@@ -178,6 +178,18 @@ LAW: dict[str, list[Case]] = {
         idle(2, estimator="TurnVine", collector="async"),
         idle(2, estimator="TurnVine", overlong_penalty=0.1),
     ],
+    "tree_branches": [
+        works(1, "GRPO", group_size=4, baseline="leave_one_out", scale="none", env=Guess),
+        works(1, group_size=2, env=Guess),
+        works(1, "LLMPPO", group_size=2, env=Guess),
+        idle(1, group_size=2, collector="async"),
+        idle(1),  # a group of one
+        idle(1, "GRPO", group_size=4),  # the group's mean
+        idle(1, "GRPO", group_size=2, baseline="leave_one_out", scale="none"),  # a single tree
+        idle(1, "SFT", group_size=2),
+        idle(1, group_size=2, estimator="TurnVine", branches=1),
+    ],
+    "tree_depth": [works(1, group_size=2, tree_branches=1, env=Guess), idle(1)],
     "branch_share": [works(0.5, estimator="TurnVine", branches=1, env=Guess), idle(0.5)],
     "demonstrations": [
         works("guess_by_hints", "SFT"),

@@ -65,6 +65,7 @@ METRICS: dict[str, str] = {
     "data/dropped": "episodes started and not delivered so far: stale (async collector), or of a group with a failed one",
     "data/passed": "episodes so far whose seat never got to move, because its game had ended (self-play)",
     "data/continuations": "continuations played so far, to value states (branches)",
+    "data/replayed_turns": "turns sampled once that further rows repeat, which rollout/steps counts in each (tree_branches)",
     "data/continued_turns": "turns sampled in continuations so far, which rollout/steps does not count (branches)",
     "data/faults": "episodes whose environment failed so far",
     "data/lost_workers": "workers on Ray that were lost and replaced so far",

@@ -27,6 +27,7 @@ from torchrl_llm.collectors import (
     RayTurnCollector,
     RecordedCollector,
     SelfPlayCollector,
+    Trees,
     TurnCollector,
     adapt_mixture,
 )
@@ -335,7 +336,7 @@ def make_collector(
     if config.adaptive_mixture:
         options["post_collect_hook"] = partial(adapt_mixture, env, gather=distributed.all_gather)
     if config.collector == "turn":
-        return TurnCollector(env, policy, branches=_branches(config), **options)
+        return TurnCollector(env, policy, **_continuations(config), **options)
     if config.collector == "self_play":
         return SelfPlayCollector(env, policy, **options)
     options |= _given(config, "max_staleness", "step_timeout", num_threads="env_threads")
@@ -344,12 +345,13 @@ def make_collector(
     return RayTurnCollector(env, policy, **options)
 
 
-def _branches(config: RunConfig) -> Branches | None:
-    estimator = config.value_estimator()
-    if not config.branches or estimator is None:
-        return None
+def _continuations(config: RunConfig) -> dict[str, Any]:
+    if config.tree_branches:
+        return {"trees": Trees(branches=config.tree_branches, depth=config.tree_depth)}
+    if not config.branches or (estimator := config.value_estimator()) is None:
+        return {}
     gamma = estimator.gamma if config.gamma is None else config.gamma
-    return Branches(count=config.branches, share=config.branch_share, gamma=gamma)
+    return {"branches": Branches(count=config.branches, share=config.branch_share, gamma=gamma)}
 
 
 def make_objective(config: RunConfig, models: ActorCritic) -> TurnPolicyLoss:

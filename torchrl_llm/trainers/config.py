@@ -18,7 +18,7 @@ from tensordict.nn import TensorDictModuleBase
 from torchrl_llm import objectives
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.options import ConfigError, Idle, meanings, nearest, options_class, options_of
-from torchrl_llm.trainers import settings
+from torchrl_llm.trainers import settings, wrong_settings
 from torchrl_llm.trainers.idle_settings import IDLE
 from torchrl_llm.trainers.loss_settings import (
     LOSSES,
@@ -143,8 +143,9 @@ class RunConfig(
         yield from self._wrong_folders()
         yield from self._wrong_sizes()
         yield from self._wrong_rollout()
-        yield from settings.wrong_self_play(self) if self.collector == "self_play" else ()
-        yield from settings.wrong_branches(self)
+        yield from wrong_settings.wrong_self_play(self) if self.collector == "self_play" else ()
+        yield from wrong_settings.wrong_branches(self)
+        yield from wrong_settings.wrong_trees(self)
         yield from self._wrong_model()
 
     def _wrong_changes(self) -> Iterator[str]:

@@ -65,6 +65,13 @@ IDLE: tuple[Idle, ...] = (
         {"max_staleness": 0},
     ),
     Idle(("branches",), {"collector": ("async", "ray", "self_play")}, 'set collector to "turn"', {"branches": 0}),
+    Idle(
+        ("tree_branches",),
+        {"collector": ("async", "ray", "self_play")},
+        'set collector to "turn"',
+        {"tree_branches": 0},
+    ),
+    Idle(("tree_depth",), {"tree_branches": (0,)}, "set tree_branches"),
     Idle(("branch_share",), {"branches": (0,)}, "set branches"),
     Idle(("opponent",), {"collector": ("turn", "async", "ray")}, 'set collector to "self_play"'),
     Idle(("env_threads", "step_timeout"), {"collector": ("self_play",)}, 'set collector to "turn" or "async"'),

@@ -240,7 +240,7 @@ def _build(
     config = with_max_tokens(config, saved, accelerator.device, distributed)
     shard = {"worker": distributed.rank, "num_workers": distributed.world_size} if distributed.world_size > 1 else {}
     make_env = partial(build.make_environment, config, tokenizer, make_env or build.stock_env(config, env), **shard)
-    make_train_env = partial(make_env, stream="train", group_size=config.group_size)
+    make_train_env = partial(make_env, stream="train", group_size=config.group_size // (1 + config.tree_branches))
     train_env = make_train_env()
     opened.callback(train_env.close, raise_if_closed=False)
     config = with_granularity(config, saved, train_env)

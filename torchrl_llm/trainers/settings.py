@@ -307,47 +307,15 @@ class RolloutConfig(Checked):
     plays none. The turns sampled are those of max_steps and, in an episode of T turns, up to branches * T * (T + 1) / 2 more."""
     branch_share: PositiveShare = 1.0
     """Share of the states that get them."""
+    tree_branches: Natural = 0
+    """Of every 1 + tree_branches episodes of a group one is played from the start, and the others continue it from one of its turns
+    (collector="turn"); all are trained on, and share the turns before. 0: all episodes are played from the start."""
+    tree_depth: Count = 4
+    """The last turn, counted from 0, before which they branch; each of 1 to this is as likely. An episode that has ended by then is not
+    continued: others of its task are played instead."""
     demonstrations: str | None = None
     """What SFT imitates: a scripted player, of torchrl_llm.envs.players or as "package.module:name"; a file of messages
     (.jsonl), or the folder of a run, whose recorded episodes are read; None: the model's own episodes (SFT)."""
-
-
-def wrong_self_play(config: Any) -> Iterator[str]:
-    """What is wrong with the settings of a run with ``collector="self_play"``, and what to do."""
-    if config.algo == "GRPO":
-        yield (
-            "GRPO compares the episodes of one task, and the seats of a game have different ones, of which one wins what another "
-            'loses: use algo="LLMREINFORCE" with estimator="RoleRelative", or another algorithm.'
-        )
-    if config.dynamic_sampling:
-        yield (
-            f"dynamic_sampling={config.dynamic_sampling} compares the episodes of one task, and the seats of a game have different "
-            "ones: leave it out."
-        )
-    if config.evaluation_greedy:
-        yield "evaluation_greedy plays each task once, and games against an opponent are none that repeat: leave it out."
-    if config.offload_base or config.sleep_mode:
-        yield (
-            'offload_base and sleep_mode move weights away while the engine samples, and the opponent of collector="self_play" needs '
-            "them: leave them out."
-        )
-
-
-def wrong_branches(config: Any) -> Iterator[str]:
-    """What is wrong with the settings of continuations and of what reads them, and what to do."""
-    estimator = config.value_estimator()
-    needed = estimator is not None and estimator.needs_branches
-    if config.branches and not needed:
-        yield f'branches={config.branches} value states, and no estimator reads that: set estimator to "TurnVine", or leave them out.'
-    if needed and not config.branches:
-        yield f"estimator={config.estimator!r} values states by continuations, and branches=0: say how many, such as branches=4."
-    if needed and config.algo not in ("LLMREINFORCE", "GRPO"):
-        yield f'estimator={config.estimator!r} has no critic and no demonstrations: use algo="LLMREINFORCE" or "GRPO", not {config.algo!r}.'
-    if config.branches and config.overlong_penalty:
-        yield (
-            f"overlong_penalty={config.overlong_penalty} is taken from the rewards of a batch, and the continuations of "
-            f"branches={config.branches} do not pay it: leave one of them out."
-        )
 
 
 @dataclass(kw_only=True)

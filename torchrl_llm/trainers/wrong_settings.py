@@ -1,0 +1,72 @@
+"""What is wrong with settings that contradict each other, and what to do: of self-play and of episodes that are continued.
+
+Settings that merely do nothing are in :mod:`torchrl_llm.trainers.idle_settings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torchrl_llm.objectives import GroupRelative
+from torchrl_llm.trainers.loss_settings import LOSSES
+
+
+def wrong_self_play(config: Any) -> Iterator[str]:
+    """What is wrong with the settings of a run with ``collector="self_play"``, and what to do."""
+    if config.algo == "GRPO":
+        yield (
+            "GRPO compares the episodes of one task, and the seats of a game have different ones, of which one wins what another "
+            'loses: use algo="LLMREINFORCE" with estimator="RoleRelative", or another algorithm.'
+        )
+    if config.dynamic_sampling:
+        yield (
+            f"dynamic_sampling={config.dynamic_sampling} compares the episodes of one task, and the seats of a game have different "
+            "ones: leave it out."
+        )
+    if config.evaluation_greedy:
+        yield "evaluation_greedy plays each task once, and games against an opponent are none that repeat: leave it out."
+    if config.offload_base or config.sleep_mode:
+        yield (
+            'offload_base and sleep_mode move weights away while the engine samples, and the opponent of collector="self_play" needs '
+            "them: leave them out."
+        )
+
+
+def wrong_branches(config: Any) -> Iterator[str]:
+    """What is wrong with the settings of continuations and of what reads them, and what to do."""
+    estimator = config.value_estimator()
+    needed = estimator is not None and estimator.needs_branches
+    if config.branches and not needed:
+        yield f'branches={config.branches} value states, and no estimator reads that: set estimator to "TurnVine", or leave them out.'
+    if needed and not config.branches:
+        yield f"estimator={config.estimator!r} values states by continuations, and branches=0: say how many, such as branches=4."
+    if needed and config.algo not in ("LLMREINFORCE", "GRPO"):
+        yield f'estimator={config.estimator!r} has no critic and no demonstrations: use algo="LLMREINFORCE" or "GRPO", not {config.algo!r}.'
+    if config.branches and config.overlong_penalty:
+        yield (
+            f"overlong_penalty={config.overlong_penalty} is taken from the rewards of a batch, and the continuations of "
+            f"branches={config.branches} do not pay it: leave one of them out."
+        )
+
+
+def wrong_trees(config: Any) -> Iterator[str]:
+    """What is wrong with the settings of trees and of what reads their rows, and what to do."""
+    if not (branches := config.tree_branches):
+        return
+    kind = config.value_estimator() or LOSSES[config.algo].default_value_estimator
+    size, group = 1 + branches, config.group_size
+    if group % size:
+        yield f"tree_branches={branches} makes trees of {size} episodes, and group_size={group} is no multiple of that: use one."
+    if config.branches:
+        yield (
+            f"tree_branches={branches} trains on continuations, and branches={config.branches} values states by further ones: leave one of "
+            "them out."
+        )
+    elif not kind.takes_trees:
+        yield f"tree_branches={branches} makes rows that begin with the same turns, and {kind.__name__} takes none: leave one of them out."
+    elif issubclass(kind, GroupRelative):
+        if config.baseline != "leave_one_out":
+            yield f'tree_branches={branches} with the mean of the group as baseline is biased: use baseline="leave_one_out" and scale="none".'
+        if group == size:
+            yield f"tree_branches={branches} and group_size={group} are one tree a task, and trees are compared: use {2 * group} or more."
