@@ -66,8 +66,8 @@ FAULTS = {
     ),
     "an empty episode counts in the loss weights": Fault(
         "objectives/functional/surrogate.py",
-        "sizes, units = turn_to_token(lengths, unit_ids), (lengths > 0).sum()",
-        "sizes, units = turn_to_token(lengths, unit_ids), torch.tensor(lengths.numel())",
+        "sizes, units = turn_to_token(lengths, unit_ids), (lengths > 0).sum(1)",
+        "sizes, units = turn_to_token(lengths, unit_ids), torch.ones_like(lengths).long().sum(1)",
         "tests/objectives/test_functional_surrogate.py",
     ),
     "a custom objective is never called": Fault(

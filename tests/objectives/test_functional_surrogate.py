@@ -235,6 +235,19 @@ class TestLossWeights:
         padded = torch.nn.functional.pad(ids, (0, 3, 0, 2), value=-1)
         close(F.loss_weights(padded, kind)[: len(ids), : ids.shape[1]], F.loss_weights(ids, kind))
 
+    @law(layouts(), st.sampled_from(["token", "turn", "sequence"]))
+    def test_a_row_that_counts_twice_is_two_rows(self, case, kind):
+        ids = make_rows(*case)["turn_ids"]
+        times = torch.arange(len(ids)) % 3 + 1
+        twice = F.loss_weights(ids.repeat_interleave(times, 0), kind)
+        first = times.cumsum(0) - times
+        close(F.loss_weights(ids, kind, row_weight=times), twice[first] * times.unsqueeze(1), atol=1e-6)
+
+    def test_the_constant_stays_for_rows_that_count_less(self):
+        ids = torch.tensor([[0, 0, 1], [0, -1, -1]])
+        expected = torch.tensor([[0.025, 0.025, 0.025], [0.05, 0.0, 0.0]])
+        close(F.loss_weights(ids, "constant", 10, row_weight=torch.tensor([0.5, 1.0])), expected, atol=1e-8)
+
     @pytest.mark.parametrize(("kind", "constant"), [("constant", None), ("constant", 0.0), ("token", 5.0)])
     def test_the_constant_is_asked_for(self, kind, constant):
         with pytest.raises(ValueError, match="takes a constant > 0"):

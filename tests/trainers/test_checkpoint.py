@@ -57,6 +57,7 @@ CASES = [
     ("GRPO", {"env_name": [f"game:GuessTheNumber-v0-{level}" for level in ("easy", "hard")], "adaptive_mixture": True}),
     ("SFT", {"demonstrations": "guess_by_half_the_hints", "imitate": "success", "kl_coeff": 0.0}),
     ("LLMREINFORCE", {"estimator": "TurnVine", "branches": 2, "branch_share": 0.5}),
+    ("GRPO", {"tree_branches": 1, "tree_depth": 2, "baseline": "leave_one_out", "scale": "none", "credit": "state"}),
 ]
 
 

@@ -267,8 +267,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         return out
 
     def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
-        estimator = self._value_estimator
-        if estimator is not None:
+        if (estimator := self._value_estimator) is not None:
             # TorchRL's own estimators have other names; forward those that both have.
             known, own = ({field.name for field in fields(each._AcceptedKeys)} for each in (estimator, self))
             estimator.set_keys(**{name: getattr(self.tensor_keys, name) for name in known & own})
@@ -289,8 +288,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         Returns:
             The loss itself.
         """
-        value_type = self.default_value_estimator if value_type is None else value_type
-        value_type = TurnGAE if value_type is ValueEstimators.GAE else value_type
+        value_type = TurnGAE if value_type is ValueEstimators.GAE else value_type or self.default_value_estimator
         if isinstance(value_type, ValueEstimators):
             raise NotImplementedError(f"{type(self).__name__} has no {value_type}: pass .GAE of these, or a class.")
         if isinstance(value_type, ValueEstimatorBase) and hyperparams:
@@ -357,8 +355,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
 
         Args:
             turn_ids: ``[B, L]`` int64 of the whole batch (of this rank), -1 off actions.
-            process_group: count over all ranks of this group; ``None`` is this process only.
-            row_weight: ``[B]``, how much each row counts; ``None``: all alike.
+            process_group, row_weight: see :func:`~torchrl_llm.objectives.functional.loss_weights`.
         """
         weight = F.loss_weights(turn_ids, self.weighting, self.weight_constant, process_group, row_weight)
         return {"loss_weight": weight}
@@ -422,8 +419,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         """Under sum pooling a unit counts with one token's weight, else with the sum of its tokens' weights."""
         if self.ratio_level == "token" or self.ratio_reduction == "mean" or self.unit_weight == "equal":
             return weight
-        tokens = F.pool_log_ratio(torch.ones_like(weight), turn_ids, self.ratio_level, "sum")
-        return weight / tokens.clamp_min(1.0)
+        return weight / F.pool_log_ratio(torch.ones_like(weight), turn_ids, self.ratio_level, "sum").clamp_min(1.0)
 
     def _old_log_prob(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """The old log-prob, the denominator of ratios, and the sampler correction; ``[B, L]`` each."""

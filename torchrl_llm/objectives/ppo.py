@@ -6,7 +6,6 @@ from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
@@ -87,13 +86,11 @@ class LLMPPOLoss(TurnPolicyLoss):
     def _token_granularity(self) -> bool:
         return self._declared.granularity == "token"
 
-    def weights(
-        self, turn_ids: Tensor, process_group: dist.ProcessGroup | None = None, row_weight: Tensor | None = None
-    ) -> dict[str, Tensor]:
+    def weights(self, turn_ids: Tensor, *counted: Any, **named: Any) -> dict[str, Tensor]:
         """The policy's weights, and the critic's: ``1/K`` for each of ``K`` turns (or ``1/N`` for each token)."""
         kind: F.WeightKind = "token" if self._token_granularity else "turn"
-        critic = F.loss_weights(turn_ids, kind, None, process_group, row_weight)
-        return {**super().weights(turn_ids, process_group, row_weight), "critic_weight": critic}
+        critic = F.loss_weights(turn_ids, kind, None, *counted, **named)
+        return {**super().weights(turn_ids, *counted, **named), "critic_weight": critic}
 
     def _pool(self, value: Tensor, turn_ids: Tensor) -> Tensor:
         """Each action token's value, or its turn's, as the estimator reads it; ``[B, L]``."""
