@@ -229,9 +229,8 @@ def compare_gradients(game: str, policy: int, batches: int, sizes: list[int]) ->
         for estimator in ESTIMATORS:
             loss, sampled_value, turns = estimator.build(actor, critic), None, own
             if isinstance(estimator.critic, int):
-                generator = torch.Generator().manual_seed(
-                    policy + 2000
-                )  # not that of the batches: they would not be independent
+                # Another seed than that of the batches: with the same one the values would not be independent of them.
+                generator = torch.Generator().manual_seed(policy + 2000)
                 sampled_value = continuations.sample(index, GROUP, estimator.critic, generator)
                 turns += estimator.critic * continued
             found = gradients_of(loss, values.get(estimator.critic, rows), scores, index, sampled_value=sampled_value)
