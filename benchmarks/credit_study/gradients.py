@@ -220,20 +220,21 @@ def compare_gradients(game: str, policy: int, batches: int, sizes: list[int]) ->
     exact = rows.clone()
     exact[keys.STATE_VALUE], exact[keys.BOOTSTRAP_VALUE] = mdp.state_values(actor)
     with torch.no_grad():
-        values = {"exact": exact, "random": critic(rows.clone())}
+        values = {"exact": exact, "random": critic(rows.clone()), None: rows}
     continuations = Continuations.of(mdp, actor)
     results = []
     for size in sizes:
         index = draw(mdp, actor, batches, size, torch.Generator().manual_seed(policy))
         own, continued = continuations.cost(index, GROUP)
         for estimator in ESTIMATORS:
-            loss, sampled_value, turns = estimator.build(actor, critic), None, own
+            loss, turns, sampled_value = estimator.build(actor, critic), own, None
             if isinstance(estimator.critic, int):
                 # Another seed than that of the batches: with the same one the values would not be independent of them.
                 generator = torch.Generator().manual_seed(policy + 2000)
                 sampled_value = continuations.sample(index, GROUP, estimator.critic, generator)
                 turns += estimator.critic * continued
-            found = gradients_of(loss, values.get(estimator.critic, rows), scores, index, sampled_value=sampled_value)
+            carried = rows if isinstance(estimator.critic, int) else values[estimator.critic]
+            found = gradients_of(loss, carried, scores, index, sampled_value=sampled_value)
             about = {"game": game, "estimator": estimator.name, "policy": policy, "size": size, "batches": batches}
             results.append(about | {"turns": turns} | summary(found, truth))
         print(f"{game}, policy {policy}, batches of {size}: done", flush=True)
