@@ -13,7 +13,7 @@
 estimator's loss with the true one; ``sweeps`` changes one choice at a time there. ``learning`` trains LLMPPO, LLMREINFORCE and GRPO with several seeds, on GuessTheNumber
 (:mod:`learning`'s runs) or on :class:`~torchrl_llm.testing.environments.EarlyDecision`, where each algorithm first chooses its
 learning rate and entropy bonus from the same grid, on seeds that are not reported. A run that is finished (it has a ``result.json``) is not
-run again. ``report`` writes the tables and plots of ``docs/results/credit.md``.
+run again. ``report`` writes the tables and plots of ``docs/results/credit.md`` for which there are data.
 
 ``study`` compares eight estimators in four worlds (:mod:`torchrl_llm.testing.credit_worlds`), each of which separates some of them.
 ``register`` writes hypotheses, seeds, settings and rules (:mod:`credit_study.registered`), which are committed before ``run``
@@ -35,23 +35,62 @@ PAGE = ROOT / "docs" / "results" / "credit.md"
 PLOTS = ROOT / "docs" / "results" / "credit"
 
 
-def write_report(folder: Path) -> None:
-    """Fill the tables of the page and draw its plots."""
-    from credit_study import curves, gradients, sweeps
+def report_gradients(folder: Path) -> None:
+    """The estimators on identical data."""
+    from credit_study import gradients
 
     results = json.loads((folder / "gradients.json").read_text())
-    swept = json.loads((folder / "sweeps.json").read_text())
-    PLOTS.mkdir(exist_ok=True)
     gradients.plot_gradients(results, PLOTS / "gradients.png")
-    curves.plot_learning(folder, PLOTS / "learning.png")
     for game in gradients.GAMES:
         fill(PAGE, f"gradients, {game}", gradients.gradient_table(results, game))
+
+
+def report_sweeps(folder: Path) -> None:
+    """One choice at a time."""
+    from credit_study import sweeps
+
+    results = json.loads((folder / "sweeps.json").read_text())
     for name in sweeps.SWEEPS:
-        fill(PAGE, name, sweeps.sweep_table(swept, name, "unequal tasks"))
+        fill(PAGE, name, sweeps.sweep_table(results, name, "unequal tasks"))
+
+
+def report_learning(folder: Path) -> None:
+    """Learning curves, and the machine of their CPU seconds."""
+    from credit_study import curves
+
+    curves.plot_learning(folder, PLOTS / "learning.png")
     for env in curves.TITLES:
         fill(PAGE, f"learning {env}", curves.learning_table(env, folder))
     fill(PAGE, "tuning", curves.tuning_table(folder))
     fill(PAGE, "machine", f"| machine |\n|---|\n| {machine()} |")
+
+
+PARTS = {
+    "gradients": (report_gradients, ["gradients.json"]),
+    "sweeps": (report_sweeps, ["sweeps.json"]),
+    "learning": (report_learning, ["guess", "early"]),
+}
+"""What each part of the page is written by, and the data that it needs."""
+
+
+def write_report(folder: Path) -> None:
+    """Fill the tables of the page and draw its plots, of the parts whose data the folder has.
+
+    Raises:
+        SystemExit: it has the data of none.
+    """
+    missing = {name: [each for each in data if not (folder / each).exists()] for name, (_, data) in PARTS.items()}
+    if all(missing.values()):
+        raise SystemExit(
+            f"{folder} has the data of no part of {PAGE.name}: run `gradients`, `sweeps` or `learning` first."
+        )
+    PLOTS.mkdir(exist_ok=True)
+    for name, (report, _) in PARTS.items():
+        if missing[name]:
+            lacking = " and no ".join(missing[name])
+            print(f"{name}: {folder} has no {lacking}; its tables and plots stay as they are.")
+        else:
+            report(folder)
 
 
 def study(arguments: argparse.Namespace) -> None:

@@ -1,6 +1,7 @@
 """The estimators' gradients against the true one, on batches from a language MDP that is small enough to enumerate."""
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median, stdev
@@ -12,6 +13,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
+from credit_study.continuations import Continuations
 from torchrl_llm import keys
 from torchrl_llm.modules import TokenScorer, TurnCritic
 from torchrl_llm.objectives import (
@@ -19,6 +21,7 @@ from torchrl_llm.objectives import (
     LLMPPOLoss,
     LLMReinforceLoss,
     TurnPolicyLoss,
+    TurnVine,
     write_loss_weights,
 )
 from torchrl_llm.testing.enumerable import (
@@ -53,20 +56,21 @@ class Estimator:
         name: in tables and plots.
         algo: the loss.
         options: of the loss.
-        critic: whose values the rows carry: ``"exact"``, ``"random"``, or none.
+        critic: whose values the rows carry: ``"exact"``, ``"random"``, those of a number of continuations of each state, or none.
     """
 
     name: str
     algo: type[TurnPolicyLoss]
     options: dict[str, Any] = field(default_factory=dict)
-    critic: str | None = None
+    critic: str | int | None = None
 
     def build(self, actor: TokenScorer, critic: TurnCritic) -> TurnPolicyLoss:
         """The loss, with constant weights unless the options say otherwise."""
         options = PLAIN | self.options
         if options["weighting"] != "constant":
             options.pop("weight_constant")
-        return self.algo(actor, critic, **options) if self.algo is LLMPPOLoss else self.algo(actor, **options)
+        loss = self.algo(actor, critic, **options) if self.algo is LLMPPOLoss else self.algo(actor, **options)
+        return loss.make_value_estimator(TurnVine) if isinstance(self.critic, int) else loss
 
 
 def _gae(lmbda: float, **options: Any) -> dict[str, Any]:
@@ -97,6 +101,8 @@ ESTIMATORS = [
     Estimator("GAE 0, random critic", LLMPPOLoss, _gae(0.0), "random"),
     Estimator('GAE 1, exact critic, value "mean"', LLMPPOLoss, _gae(1.0, value_reduction="mean"), "exact"),
     Estimator('GAE 1, exact critic, value "last"', LLMPPOLoss, _gae(1.0, value_reduction="last"), "exact"),
+    Estimator("continuations, 1", LLMReinforceLoss, _RETURNS, 1),
+    Estimator("continuations, 4", LLMReinforceLoss, _RETURNS, 4),
 ]
 
 
@@ -124,31 +130,45 @@ def draw(
     return given_task[tasks].multinomial(group, replacement=True, generator=generator).view(batches, size)
 
 
-def credit_of(loss: TurnPolicyLoss, rows: TensorDict, index: Tensor, group: int = GROUP) -> Tensor:
+def credit_of(loss: TurnPolicyLoss, batch: TensorDict) -> Tensor:
     """What multiplies each token's score in the gradient of one batch: weight times advantage, ``[B, L]``."""
-    batch = write_loss_weights(loss.value_estimator(_batch(rows, index, group)), loss)
+    batch = write_loss_weights(loss.value_estimator(batch), loss)
     return (batch[keys.LOSS_WEIGHT].double() * batch[keys.ADVANTAGE]).where(batch[keys.TURN_IDS] >= 0, 0.0)
 
 
-def _batch(rows: TensorDict, index: Tensor, group: int) -> TensorDict:
-    """The rows ``index`` as a batch of groups."""
-    batch = rows.exclude(keys.EPISODE_ID)[index]
-    batch[keys.GROUP_ID] = torch.arange(len(index)) // group
-    return batch
+def batches_of(
+    rows: TensorDict, index: Tensor, group: int = GROUP, sampled_value: Tensor | None = None
+) -> Iterator[TensorDict]:
+    """The rows of each batch of ``index [M, B]``, in groups, with their ``sampled_value [M, B, T]`` if there is one."""
+    rows = rows.exclude(keys.EPISODE_ID)
+    for i, chosen in enumerate(index):
+        batch = rows[chosen]
+        batch[keys.GROUP_ID] = torch.arange(len(chosen)) // group
+        if sampled_value is not None:
+            batch[keys.SAMPLED_VALUE] = sampled_value[i]
+        yield batch
 
 
-def gradients_of(loss: TurnPolicyLoss, rows: TensorDict, scores: Tensor, index: Tensor, group: int = GROUP) -> Tensor:
+def gradients_of(
+    loss: TurnPolicyLoss,
+    rows: TensorDict,
+    scores: Tensor,
+    index: Tensor,
+    group: int = GROUP,
+    sampled_value: Tensor | None = None,
+) -> Tensor:
     """The ascent direction ``[M, P]`` that the loss gives on each batch of ``index [M, B]``.
 
     At ratio 1 the gradient of the loss is the sum of credit times score, so that one table of scores serves all batches.
     That this is the gradient of the real loss is checked by backward passes through the first three batches.
     """
     coefficients = scores.new_zeros(len(index), *scores.shape[:2])
-    for coefficient, chosen in zip(coefficients, index, strict=True):
-        coefficient.index_add_(0, chosen, credit_of(loss, rows, chosen, group))
+    batches = batches_of(rows, index, group, sampled_value)
+    for coefficient, chosen, batch in zip(coefficients, index, batches, strict=True):
+        coefficient.index_add_(0, chosen, credit_of(loss, batch))
     gradients = coefficients.flatten(1) @ scores.flatten(0, 1)
-    for gradient, chosen in zip(gradients[:3], index, strict=False):
-        torch.testing.assert_close(gradient, batch_gradient(loss, _batch(rows, chosen, group)), rtol=1e-9, atol=1e-12)
+    for gradient, batch in zip(gradients[:3], batches_of(rows, index, group, sampled_value), strict=False):
+        torch.testing.assert_close(gradient, batch_gradient(loss, batch), rtol=1e-9, atol=1e-12)
     return gradients
 
 
@@ -190,7 +210,10 @@ def random_critic(seed: int) -> TurnCritic:
 
 
 def compare_gradients(game: str, policy: int, batches: int, sizes: list[int]) -> list[dict]:
-    """Every estimator on the same batches of one policy: ``{game, estimator, policy, size, batches, **summary}`` each."""
+    """Every estimator on the same batches of one policy: ``{game, estimator, policy, size, batches, turns, **summary}`` each.
+
+    ``turns`` is how many the policy samples for a batch, with those of continuations.
+    """
     mdp = EnumerableMDP(game=GAMES[game], max_turns=None)
     actor, critic = TokenScorer(tiny_lm(policy)), random_critic(policy + 1000)
     rows, truth, scores = mdp.rows(actor), mdp.policy_gradient(actor), token_scores(mdp, actor)
@@ -198,14 +221,22 @@ def compare_gradients(game: str, policy: int, batches: int, sizes: list[int]) ->
     exact[keys.STATE_VALUE], exact[keys.BOOTSTRAP_VALUE] = mdp.state_values(actor)
     with torch.no_grad():
         values = {"exact": exact, "random": critic(rows.clone()), None: rows}
+    continuations = Continuations.of(mdp, actor)
     results = []
     for size in sizes:
         index = draw(mdp, actor, batches, size, torch.Generator().manual_seed(policy))
+        own, continued = continuations.cost(index, GROUP)
         for estimator in ESTIMATORS:
-            loss = estimator.build(actor, critic)
-            figures = summary(gradients_of(loss, values[estimator.critic], scores, index), truth)
+            loss, turns, sampled_value = estimator.build(actor, critic), own, None
+            if isinstance(estimator.critic, int):
+                # Another seed than that of the batches: with the same one the values would not be independent of them.
+                generator = torch.Generator().manual_seed(policy + 2000)
+                sampled_value = continuations.sample(index, GROUP, estimator.critic, generator)
+                turns += estimator.critic * continued
+            carried = rows if isinstance(estimator.critic, int) else values[estimator.critic]
+            found = gradients_of(loss, carried, scores, index, sampled_value=sampled_value)
             about = {"game": game, "estimator": estimator.name, "policy": policy, "size": size, "batches": batches}
-            results.append(about | figures)
+            results.append(about | {"turns": turns} | summary(found, truth))
         print(f"{game}, policy {policy}, batches of {size}: done", flush=True)
     return results
 

@@ -18,6 +18,7 @@ from credit_study.gradients import (
     GAMES,
     PLAIN,
     Estimator,
+    batches_of,
     credit_of,
     draw,
     gradients_of,
@@ -107,7 +108,8 @@ def exact_summary(gradients: Tensor, probability: Tensor, truth: Tensor, size: i
 
 def _conversations(loss: TurnPolicyLoss, rows: TensorDict, scores: Tensor) -> Tensor:
     """The gradient ``[n, P]`` of each conversation, at ratio 1 and without statistics of the batch."""
-    credit = credit_of(loss, rows, torch.arange(len(rows)))
+    (batch,) = batches_of(rows, torch.arange(len(rows)).unsqueeze(0))
+    credit = credit_of(loss, batch)
     return torch.einsum("nl,nlp->np", credit, scores)
 
 
