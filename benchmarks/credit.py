@@ -51,7 +51,8 @@ def report_sweeps(folder: Path) -> None:
 
     results = json.loads((folder / "sweeps.json").read_text())
     for name in sweeps.SWEEPS:
-        fill(PAGE, name, sweeps.sweep_table(results, name, "unequal tasks"))
+        (game, *_) = sweeps.OWN.get(name, ["unequal tasks"])
+        fill(PAGE, name, sweeps.sweep_table(results, name, game))
 
 
 def report_learning(folder: Path) -> None:

@@ -14,6 +14,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from credit_study.branched import trees
 from credit_study.gradients import (
     GAMES,
     PLAIN,
@@ -191,13 +192,16 @@ def staleness(game: str, policy: int) -> Iterator[dict]:
             yield {"row": name, "column": f"{updates}", "kl": float(distance), **figures}
 
 
-SWEEPS = {"critics": critics, "groups": groups, "whitening": whitening, "staleness": staleness}
-DRAWN = ("groups", "whitening")
+SWEEPS = {"critics": critics, "groups": groups, "whitening": whitening, "staleness": staleness, "trees": trees}
+DRAWN = ("groups", "whitening", "trees")
+OWN = {"trees": ["three turns"]}
+"""Sweeps with games of their own."""
 HEADINGS = {
     "critics": ("lambda", "error of the critic: {}"),
     "groups": ("", "groups of {}"),
     "whitening": ("", "batches of {}"),
     "staleness": ("correction", "updates: {}"),
+    "trees": ("", "what decides: {}"),
 }
 
 
@@ -205,7 +209,7 @@ def sweeps(output: Path, policies: int, batches: int) -> None:
     """Write ``sweeps.json``."""
     results = []
     for name, sweep in SWEEPS.items():
-        for game in GAMES:
+        for game in OWN.get(name, [*GAMES]):
             for policy in range(policies):
                 found = sweep(game, policy, batches) if name in DRAWN else sweep(game, policy)
                 results += [{"sweep": name, "game": game, "policy": policy} | each for each in found]

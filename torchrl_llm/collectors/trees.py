@@ -30,8 +30,8 @@ class Trees(Checked):
 
     The rows of a tree count one ``branches + 1``-th each (``"row_weight"``). A turn before the branch then gets the mean of what
     followed, and one behind it is compared with the others in the very same state (``LLMGRPOLoss(credit="state", ...)``,
-    TreePO, Li et al., 2025, arXiv:2508.17445; Tree-GRPO, Ji et al., 2025, arXiv:2509.21240, which count rows alike and compare them
-    across actions that they share). The expected gradient is that of episodes that do not branch, times a number.
+    after TreePO, Li et al., 2025, arXiv:2508.17445, and Tree-GRPO, Ji et al., 2025, arXiv:2509.21240, which also compare rows in
+    turns that they share). The expected gradient is that of episodes that do not branch, times a number.
 
     Args:
         branches: continuations of each root.
