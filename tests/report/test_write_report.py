@@ -170,6 +170,14 @@ class TestPage:
         assert re.search(r"penalized turns</th><td>25\.0% <.*><td>3\.1% <", text)
         assert "of 9 episodes 2 gained, 9 lost (McNemar p = 0.07)." in text
 
+    def test_long_ids_have_names_of_their_own(self, tmp_path):
+        """A browser takes numbers for doubles, to which the ids of continuations that lie close are one."""
+        rows = made_rows(2, 3, 24)
+        rows[keys.EPISODE_ID] = 2**61 + torch.tensor([5, 6])
+        write_rows(tmp_path, rows)
+        index = index_of(write_report(tmp_path).read_text())
+        assert [episode["name"] for group in index["groups"] for episode in group["episodes"]] == [5, 6]
+
     def test_characters_of_several_tokens_are_whole(self, tmp_path):
         rows = made_rows(1, 1, 4)
         rows[keys.TOKENS] = torch.tensor([[1, 2, 3, 1]])

@@ -209,7 +209,8 @@ class GroupEncoder:
         env = int(rows["env_id"][row])
         clipped = rows["clipped"][row].sum() if "clipped" in rows else 0
         return {
-            "id": int(rows["episode_id"][row]),
+            # The streams of evaluations begin at multiples of it; and a browser's numbers have 53 bits.
+            "name": int(rows["episode_id"][row]) % 2**40,
             "env": recording.env_names[env] if env < len(recording.env_names) else "",
             "stop": StopReason(int(rows["turn.stop_reason"][row, count - 1])).name if count else "ERROR",
             "won": bool((rows["turn.success"][row] & rows["turn.mask"][row]).any()),

@@ -74,7 +74,6 @@ function prepare() {
       }
       tokenStart += episode.length;
       actionStart += episode.actions;
-      episode.name = episode.id % 2 ** 40; // the streams of evaluations begin at multiples of it
       episode.turns = episode.lanes.reward.length;
       episode.total = episode.lanes.reward.reduce((sum, reward) => sum + reward, 0);
       episode.surprise = largest(episode.lanes.error || episode.lanes.advantage);
