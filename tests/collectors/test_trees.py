@@ -178,10 +178,11 @@ class TestRefused:
 class TestCredit:
     """``GroupRelative`` of rows of trees, turn by turn, against the definition."""
 
-    @pytest.mark.parametrize("credit", ["turn", "state"])
-    def test_others(self, make, credit):
+    @pytest.mark.parametrize(("credit", "kind"), [("turn", None), ("state", "prefix"), ("state", "observation")])
+    def test_others(self, make, credit, kind):
+        """Rows are in the state of an observation at several turns: before their tree branches and behind."""
         rows = make(batch_size=36).rollout()
-        options = {"alone": "return"} if credit == "state" else {}
+        options = {} if kind is None else {"alone": "return", "state": kind}
         out = GroupRelative(credit=credit, baseline="leave_one_out", scale="none", **options)(rows.clone())
         reward, mask = rows[keys.TURN_REWARD], rows[keys.TURN_MASK]
         to_go = (reward * mask).flip(1).cumsum(1).flip(1)
@@ -189,7 +190,11 @@ class TestCredit:
         ids, tokens = rows[keys.TURN_IDS].tolist(), rows[keys.TOKENS].tolist()
 
         def state(i: int, k: int) -> list[int]:
-            return tokens[i][: ids[i].index(k)]
+            end = ids[i].index(k)
+            begin = end if kind == "observation" else 0
+            while kind == "observation" and begin and ids[i][begin - 1] < 0:
+                begin -= 1
+            return tokens[i][begin:end]
 
         for i, k in mask.nonzero().tolist():
             apart = 0 <= turns[i] <= k

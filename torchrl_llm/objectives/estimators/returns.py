@@ -168,45 +168,49 @@ class ReBN(ReturnEstimator):
 class GroupRelative(ReturnEstimator):
     """Group-relative returns, of the whole episode, from each turn on, or from each state on.
 
-        Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]`` and ``"group_id"``
-        ``[B]``; for states also ``"tokens"`` ``[B, L]`` or ``("turn", "extra", state)`` ``[B, T]``. Writes ``"advantage"``, ``"value_target"`` ``[B, L]`` and ``("turn", advantage / value_target)``
-        ``[B, T]``; the target is the return of the reward that was compared. With states also ``("turn", company)`` ``[B, T]``: how many
-    XX: ``"episode"`` compares the returns of whole episodes, and every turn of a row gets the same advantage;
-                ``"turn"`` compares, turn by turn, the returns from there on, so that a turn is not credited with what came
-                before it. An episode that has ended by then counts with 0. ``"state"`` compares the returns from a state on
-                with those of other episodes of the group that were in the same state, at whichever turn; it needs
-                ``baseline="leave_one_out", scale="none"``, for with either of the others it is biased. Default: ``"episode"``.
-            state: when turns are in the same state: ``"prefix"``: all tokens before them are equal; ``"observation"``: those
-                since the last action token are; or the name of an extra that the environment declares as text. Default: ``"prefix"``.
-            alone: what a turn is compared with whose state no other episode of the group was in: the others at the same
-                ``"turn"``, or nothing: it keeps its ``"return"``. Default: ``"turn"``.
-            baseline: ``"mean"`` of the group, or ``"leave_one_out"``: the mean of the others. Default: ``"mean"``.
-            scale: divide by the standard deviation of the group (``"std"``), of the batch (``"batch"``), by the group's ``"mean"``
-                (MaxRL, arXiv:2602.02710; for episode returns that are not negative), or not (``"none"``). Default: ``"std"``.
-            components: further rewards, the extras of these names, with their weights: each is compared by itself, with the
-                options here, and added (GDPO, Liu et al., 2026, arXiv:2601.05242, eqs. 4, 5), so that one with a large spread does
-                not drown the others. The reward itself has the weight 1; pay the main one as the reward and declare the others. A KL
-                penalty is compared by itself, too, without scale. ``None``: the reward alone. Default: ``None``.
-            whiten: normalize advantages to mean 0 and variance 1 over what was compared in the batch, episodes or, with ``credit="turn"``,
-                turns: the last step of GDPO, and with ``scale="none"`` REINFORCE++ with its baseline (Hu et al., 2025,
-                arXiv:2501.03262). Default: ``False``.
-            potential: see :class:`~torchrl_llm.objectives.ReturnEstimator`; for ``credit="turn"`` and ``"state"``. Default: ``None``.
-            ddof: the variance divides by ``size - ddof``. Default: 1.
-            eps: added to the standard deviation. Default: 1e-6.
-            group_size: episodes in a group; ``None``: as many as in the largest group of the batch.
-            partial: a group of another size is an ``"error"``, or ``"allow"``-ed. Default: ``"error"``.
-            kl_coeff, discounted_objective, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`;
-                ``discounted_objective`` is for ``credit="turn"`` and ``"state"``.
+    Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]`` and ``"group_id"``
+    ``[B]``; for states also ``"tokens"`` ``[B, L]`` or ``("turn", "extra", state)`` ``[B, T]``. Writes ``"advantage"``, ``"value_target"`` ``[B, L]`` and ``("turn", advantage / value_target)``
+    ``[B, T]``; the target is the return of the reward that was compared. With states also ``("turn", company)`` ``[B, T]``: how many
+    turns of other episodes each was compared with.
 
-        Examples:
-            >>> import torch
-            >>> from tensordict import TensorDict
-            >>> yes, no = torch.ones(2, 1, dtype=torch.bool), torch.zeros(2, 1, dtype=torch.bool)
-            >>> turn = dict(reward=torch.tensor([[0.0], [2.0]]), mask=yes, terminated=yes, truncated=no)
-            >>> rows = TensorDict({"turn": turn, "turn_ids": torch.tensor([[-1, 0], [-1, 0]])}, [2])
-            >>> GroupRelative(scale="none")(rows.set("group_id", torch.tensor([7, 7])))["advantage"]
-            tensor([[ 0., -1.],
-                    [ 0.,  1.]])
+    Keyword Args:
+        gamma: discount per turn. Default: 1.0.
+        credit: ``"episode"`` compares the returns of whole episodes, and every turn of a row gets the same advantage;
+            ``"turn"`` compares, turn by turn, the returns from there on, so that a turn is not credited with what came
+            before it. An episode that has ended by then counts with 0. ``"state"`` compares the returns from a state on
+            with those of other episodes of the group that were in the same state, at whichever turn; it needs
+            ``baseline="leave_one_out", scale="none"``, for with either of the others it is biased. Default: ``"episode"``.
+        state: when turns are in the same state: ``"prefix"``: all tokens before them are equal; ``"observation"``: those
+            since the last action token are; or the name of an extra that the environment declares as text. Default: ``"prefix"``.
+        alone: what a turn is compared with whose state no other episode of the group was in: the others at the same
+            ``"turn"``, or nothing: it keeps its ``"return"``. Default: ``"turn"``.
+        baseline: ``"mean"`` of the group, or ``"leave_one_out"``: the mean of the others. Default: ``"mean"``.
+        scale: divide by the standard deviation of the group (``"std"``), of the batch (``"batch"``), by the group's ``"mean"``
+            (MaxRL, arXiv:2602.02710; for episode returns that are not negative), or not (``"none"``). Default: ``"std"``.
+        components: further rewards, the extras of these names, with their weights: each is compared by itself, with the
+            options here, and added (GDPO, Liu et al., 2026, arXiv:2601.05242, eqs. 4, 5), so that one with a large spread does
+            not drown the others. The reward itself has the weight 1; pay the main one as the reward and declare the others. A KL
+            penalty is compared by itself, too, without scale. ``None``: the reward alone. Default: ``None``.
+        whiten: normalize advantages to mean 0 and variance 1 over what was compared in the batch, episodes or, with ``credit="turn"``,
+            turns: the last step of GDPO, and with ``scale="none"`` REINFORCE++ with its baseline (Hu et al., 2025,
+            arXiv:2501.03262). Default: ``False``.
+        potential: see :class:`~torchrl_llm.objectives.ReturnEstimator`; for ``credit="turn"`` and ``"state"``. Default: ``None``.
+        ddof: the variance divides by ``size - ddof``. Default: 1.
+        eps: added to the standard deviation. Default: 1e-6.
+        group_size: episodes in a group; ``None``: as many as in the largest group of the batch.
+        partial: a group of another size is an ``"error"``, or ``"allow"``-ed. Default: ``"error"``.
+        kl_coeff, discounted_objective, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`;
+            ``discounted_objective`` is for ``credit="turn"`` and ``"state"``.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> yes, no = torch.ones(2, 1, dtype=torch.bool), torch.zeros(2, 1, dtype=torch.bool)
+        >>> turn = dict(reward=torch.tensor([[0.0], [2.0]]), mask=yes, terminated=yes, truncated=no)
+        >>> rows = TensorDict({"turn": turn, "turn_ids": torch.tensor([[-1, 0], [-1, 0]])}, [2])
+        >>> GroupRelative(scale="none")(rows.set("group_id", torch.tensor([7, 7])))["advantage"]
+        tensor([[ 0., -1.],
+                [ 0.,  1.]])
     """
 
     idle = (*ReturnEstimator.idle, STATE_IDLE, POTENTIAL_IDLE)
