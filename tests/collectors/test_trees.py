@@ -140,6 +140,15 @@ class TestFaults:
         assert len(lost) == 1
         assert set(Counter(rows[keys.GROUP_ID].tolist()).values()) == {6}
         assert Breaking.resets >= 24 + 6
+        found = collector.metrics()
+        assert (found["data/faults"], found["data/dropped"]) == (1, 6)
+
+    def test_faults_are_counted_over_all_that_is_played_for_a_batch(self, make, monkeypatch):
+        """One group after the other, of which one continuation fails: it would never end."""
+        monkeypatch.setattr(Breaking, "resets", 0)
+        monkeypatch.setattr(Breaking, "fails", range(6, 600, 6))
+        with pytest.raises(EnvironmentFault, match="first of 4 failed episodes of the continuations"):
+            make(Breaking, script=lambda *_: "a", batch_size=6, max_faults=3, num_envs=2).rollout()
 
     def test_too_many_of_them_end_the_collection(self, make, monkeypatch):
         monkeypatch.setattr(Breaking, "resets", 0)
