@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from scripted_episodes import make_env
 from torchrl.envs import RewardScaling, TransformedEnv
 
 from torchrl_llm import keys
-from torchrl_llm.collectors import Branches, Trees, TurnCollector, branch
+from torchrl_llm.collectors import Branches, Trees, TurnCollector, adapt_mixture, branch
 from torchrl_llm.envs import EnvironmentFault
 from torchrl_llm.objectives import GroupRelative, ReBN, TurnVine
 from torchrl_llm.options import ConfigError
+from torchrl_llm.record import credit_metrics, rollout_metrics
 from torchrl_llm.testing.policies import ScriptedPolicy
 
 
@@ -227,3 +229,55 @@ class TestCredit:
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
         shuffled = estimator(rows[order].clone())[keys.TURN_ADVANTAGE]
         torch.testing.assert_close(shuffled, estimator(rows.clone())[keys.TURN_ADVANTAGE][order])
+
+
+class Coin:
+    """Lost by "b" in the first turn, otherwise won in the second."""
+
+    def reset(self, seed=None):
+        self.turn = 0
+        return "Say.", {}
+
+    def step(self, action):
+        self.turn += 1
+        over = action[0] == "b" or self.turn == 2
+        return "Go on.", float(over and action[0] != "b"), over, False, {}
+
+
+class TestMetrics:
+    """Of the rows of trees more last to the branch than of the policy's episodes."""
+
+    @pytest.fixture
+    def collector(self, make):
+        def script(episode, turn, _):
+            return random.Random(f"{episode} {turn}").choice("ab") if turn == 0 else "a"
+
+        return make([Coin, Coin], script, batch_size=1200, num_envs=16, trees=Trees(branches=3, depth=1))
+
+    def test_are_those_of_the_policy(self, collector):
+        rows = collector.rollout()
+        won = (rows[keys.TURN_SUCCESS] & rows[keys.TURN_MASK]).any(1)
+        rows[keys.SAMPLE_LOG_PROB] = torch.where(won.view(-1, 1), -1.0, -3.0).expand_as(rows[keys.TURN_IDS])
+        assert won.float().mean() > 0.62  # 0.69 of them
+        rows[keys.ADVANTAGE] = rows[keys.SAMPLE_LOG_PROB]
+        figures = rollout_metrics(rows, ["one", "other"]) | credit_metrics(rows)
+        first = won[rows[keys.TREE_ID] == rows[keys.EPISODE_ID]].float().mean().item()
+        for name, expected in (
+            ("rollout/reward", 0.5),
+            ("rollout/success", 0.5),
+            ("rollout/success/one", 0.5),
+            ("rollout/turns", 1.5),
+        ):
+            assert figures[name] == pytest.approx(expected, abs=0.06)
+        assert abs(first - 0.5) < 0.06
+        # A letter is one token and the end of the turn another.
+        per_turn = figures["rollout/response_length"]
+        assert figures["policy/first_turn_entropy"] == pytest.approx(2.0 * per_turn, abs=0.06 * 2 * per_turn)
+
+    def test_a_mixture_learns_from_first_episodes(self, collector):
+        rows = collector.rollout()
+        adapt_mixture(collector.env, rows)
+        first = rows[rows[keys.TREE_ID] == rows[keys.EPISODE_ID]]
+        won = (first[keys.TURN_SUCCESS] & first[keys.TURN_MASK]).any(1)
+        again = replace(collector.env.task_sampler, success=None).learn(first[keys.ENV_ID].tolist(), won.tolist())
+        assert collector.env.task_sampler.success == again.success
