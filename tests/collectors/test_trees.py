@@ -73,6 +73,9 @@ class TestRows:
         assert (collector.group_size, len(rows)) == (6, 24)
         assert Counter(rows[keys.GROUP_ID].tolist()) == dict.fromkeys(rows[keys.GROUP_ID].unique().tolist(), 6)
         assert len(set(rows[keys.EPISODE_ID].tolist())) == 24
+        # The order that the ranks of a run agree on, so that the same rows share a step however many they are.
+        order = [*zip(rows[keys.TREE_ID].tolist(), rows[keys.EPISODE_ID].tolist(), strict=True)]
+        assert order == sorted(order)
         branched = 0
         for first in range(0, 24, 3):
             tree, root = collector.episodes[first : first + 3], collector.episodes[first]
