@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from scripted_episodes import make_env
 from torchrl.envs import RewardScaling, TransformedEnv
 
 from torchrl_llm import keys
-from torchrl_llm.collectors import Branches, Trees, TurnCollector, branch
+from torchrl_llm.collectors import Branches, Trees, TurnCollector, adapt_mixture, branch
 from torchrl_llm.envs import EnvironmentFault
 from torchrl_llm.objectives import GroupRelative, ReBN, TurnVine
 from torchrl_llm.options import ConfigError
+from torchrl_llm.record import credit_metrics, rollout_metrics
 from torchrl_llm.testing.policies import ScriptedPolicy
 
 
@@ -71,6 +73,9 @@ class TestRows:
         assert (collector.group_size, len(rows)) == (6, 24)
         assert Counter(rows[keys.GROUP_ID].tolist()) == dict.fromkeys(rows[keys.GROUP_ID].unique().tolist(), 6)
         assert len(set(rows[keys.EPISODE_ID].tolist())) == 24
+        # The order that the ranks of a run agree on, so that the same rows share a step however many they are.
+        order = [*zip(rows[keys.TREE_ID].tolist(), rows[keys.EPISODE_ID].tolist(), strict=True)]
+        assert order == sorted(order)
         branched = 0
         for first in range(0, 24, 3):
             tree, root = collector.episodes[first : first + 3], collector.episodes[first]
@@ -140,6 +145,15 @@ class TestFaults:
         assert len(lost) == 1
         assert set(Counter(rows[keys.GROUP_ID].tolist()).values()) == {6}
         assert Breaking.resets >= 24 + 6
+        found = collector.metrics()
+        assert (found["data/faults"], found["data/dropped"]) == (1, 6)
+
+    def test_faults_are_counted_over_all_that_is_played_for_a_batch(self, make, monkeypatch):
+        """One group after the other, of which one continuation fails: it would never end."""
+        monkeypatch.setattr(Breaking, "resets", 0)
+        monkeypatch.setattr(Breaking, "fails", range(6, 600, 6))
+        with pytest.raises(EnvironmentFault, match="first of 4 failed episodes of the continuations"):
+            make(Breaking, script=lambda *_: "a", batch_size=6, max_faults=3, num_envs=2).rollout()
 
     def test_too_many_of_them_end_the_collection(self, make, monkeypatch):
         monkeypatch.setattr(Breaking, "resets", 0)
@@ -169,6 +183,12 @@ class TestRefused:
             TurnVine()(rows.clone())
         with pytest.raises(ValueError, match='baseline="mean" is biased with rows of trees'):
             GroupRelative(scale="none")(rows.clone())
+
+        class Louder(ReBN):
+            pass
+
+        with pytest.raises(ValueError, match="an estimator of your own that compares no rows says takes_trees = True"):
+            Louder()(rows.clone())
         single = make(group_size=1).rollout()
         for credit in ("episode", "turn", "state"):
             with pytest.raises(ValueError, match="A group is a single tree"):
@@ -178,10 +198,11 @@ class TestRefused:
 class TestCredit:
     """``GroupRelative`` of rows of trees, turn by turn, against the definition."""
 
-    @pytest.mark.parametrize("credit", ["turn", "state"])
-    def test_others(self, make, credit):
+    @pytest.mark.parametrize(("credit", "kind"), [("turn", None), ("state", "prefix"), ("state", "observation")])
+    def test_others(self, make, credit, kind):
+        """Rows are in the state of an observation at several turns: before their tree branches and behind."""
         rows = make(batch_size=36).rollout()
-        options = {"alone": "return"} if credit == "state" else {}
+        options = {} if kind is None else {"alone": "return", "state": kind}
         out = GroupRelative(credit=credit, baseline="leave_one_out", scale="none", **options)(rows.clone())
         reward, mask = rows[keys.TURN_REWARD], rows[keys.TURN_MASK]
         to_go = (reward * mask).flip(1).cumsum(1).flip(1)
@@ -189,7 +210,11 @@ class TestCredit:
         ids, tokens = rows[keys.TURN_IDS].tolist(), rows[keys.TOKENS].tolist()
 
         def state(i: int, k: int) -> list[int]:
-            return tokens[i][: ids[i].index(k)]
+            end = ids[i].index(k)
+            begin = end if kind == "observation" else 0
+            while kind == "observation" and begin and ids[i][begin - 1] < 0:
+                begin -= 1
+            return tokens[i][begin:end]
 
         for i, k in mask.nonzero().tolist():
             apart = 0 <= turns[i] <= k
@@ -213,3 +238,55 @@ class TestCredit:
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))
         shuffled = estimator(rows[order].clone())[keys.TURN_ADVANTAGE]
         torch.testing.assert_close(shuffled, estimator(rows.clone())[keys.TURN_ADVANTAGE][order])
+
+
+class Coin:
+    """Lost by "b" in the first turn, otherwise won in the second."""
+
+    def reset(self, seed=None):
+        self.turn = 0
+        return "Say.", {}
+
+    def step(self, action):
+        self.turn += 1
+        over = action[0] == "b" or self.turn == 2
+        return "Go on.", float(over and action[0] != "b"), over, False, {}
+
+
+class TestMetrics:
+    """Of the rows of trees more last to the branch than of the policy's episodes."""
+
+    @pytest.fixture
+    def collector(self, make):
+        def script(episode, turn, _):
+            return random.Random(f"{episode} {turn}").choice("ab") if turn == 0 else "a"
+
+        return make([Coin, Coin], script, batch_size=1200, num_envs=16, trees=Trees(branches=3, depth=1))
+
+    def test_are_those_of_the_policy(self, collector):
+        rows = collector.rollout()
+        won = (rows[keys.TURN_SUCCESS] & rows[keys.TURN_MASK]).any(1)
+        rows[keys.SAMPLE_LOG_PROB] = torch.where(won.view(-1, 1), -1.0, -3.0).expand_as(rows[keys.TURN_IDS])
+        assert won.float().mean() > 0.62  # 0.69 of them
+        rows[keys.ADVANTAGE] = rows[keys.SAMPLE_LOG_PROB]
+        figures = rollout_metrics(rows, ["one", "other"]) | credit_metrics(rows)
+        first = won[rows[keys.TREE_ID] == rows[keys.EPISODE_ID]].float().mean().item()
+        for name, expected in (
+            ("rollout/reward", 0.5),
+            ("rollout/success", 0.5),
+            ("rollout/success/one", 0.5),
+            ("rollout/turns", 1.5),
+        ):
+            assert figures[name] == pytest.approx(expected, abs=0.06)
+        assert abs(first - 0.5) < 0.06
+        # A letter is one token and the end of the turn another.
+        per_turn = figures["rollout/response_length"]
+        assert figures["policy/first_turn_entropy"] == pytest.approx(2.0 * per_turn, abs=0.06 * 2 * per_turn)
+
+    def test_a_mixture_learns_from_first_episodes(self, collector):
+        rows = collector.rollout()
+        adapt_mixture(collector.env, rows)
+        first = rows[rows[keys.TREE_ID] == rows[keys.EPISODE_ID]]
+        won = (first[keys.TURN_SUCCESS] & first[keys.TURN_MASK]).any(1)
+        again = replace(collector.env.task_sampler, success=None).learn(first[keys.ENV_ID].tolist(), won.tolist())
+        assert collector.env.task_sampler.success == again.success

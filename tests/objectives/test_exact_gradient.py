@@ -62,6 +62,7 @@ def tree_rows() -> TensorDict:
     """With the values of a critic that knows nothing, and a potential."""
     rows = STUDY.rows(CLIMB, exact=False)
     rows[keys.turn_extra("phi")] = 3.0 * prefix_parity(rows).double()
+    rows[keys.turn_extra("parity")] = prefix_parity(rows)
     return rows
 
 
@@ -162,7 +163,9 @@ class TestHolds:
         check(game.expected_gradient(STUDY.vine(), 2), STUDY.truth(ONE))
 
     @pytest.mark.parametrize("turns", [(1, 1), (1, 2)])
-    @pytest.mark.parametrize("name", ["state", "turn", "episode", "turn, potential", "reinforce", "ppo"])
+    @pytest.mark.parametrize(
+        "name", ["state", "state, coarse", "turn", "episode", "turn, potential", "reinforce", "ppo"]
+    )
     def test_trees(self, name, turns):
         """Groups of two trees of two episodes, over all that they can be, short ones included."""
         gradient, factor = gradient_of_trees(CLIMB, self.of_trees(name), tree_rows(), turns)
@@ -173,8 +176,10 @@ class TestHolds:
             return STUDY.ppo()
         if name == "reinforce":
             return STUDY.reinforce()
-        credit, *shaped = name.split(", ")
-        return STUDY.grpo(credit=credit, **({"potential": "phi"} if shaped else {}))
+        credit, _, more = name.partition(", ")
+        # The parity throws turns of one row together, some before its tree branches and some behind.
+        options = {"potential": {"potential": "phi"}, "coarse": {"state": "parity"}}.get(more, {})
+        return STUDY.grpo(credit=credit, **options)
 
     @pytest.mark.parametrize(
         ("name", "forgotten"),

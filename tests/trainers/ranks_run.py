@@ -51,6 +51,15 @@ LAWS = {
     "LLMPPO": {"algo": "LLMPPO", "dtype": "float64", "critic_warmup": 1, "whiten": True},
     "GRPO": {"algo": "GRPO", "dtype": "float64", "kl_coeff": 0.05},
     "LoRA": {"algo": "LLMPPO", "dtype": "float64", "lora_r": 4},
+    "trees": {
+        "algo": "GRPO",
+        "dtype": "float64",
+        "credit": "state",
+        "baseline": "leave_one_out",
+        "scale": "none",
+        "tree_branches": 1,
+        "tree_depth": 2,
+    },
     "SFT": {"algo": "SFT", "dtype": "float64", "demonstrations": "guess_by_half_the_hints", "imitate": "success"},
     "float32": {"algo": "GRPO", "dtype": "float32", "max_iterations": 1, "minibatch_size": None, "epochs": 1},
 }

@@ -180,7 +180,7 @@ LAW: dict[str, list[Case]] = {
     ],
     "tree_branches": [
         works(1, "GRPO", group_size=4, baseline="leave_one_out", scale="none", env=Guess),
-        works(1, group_size=2, env=Guess),
+        works(1, group_size=2, num_envs=1, env=Guess),
         works(1, "LLMPPO", group_size=2, env=Guess),
         idle(1, group_size=2, collector="async"),
         idle(1),  # a group of one

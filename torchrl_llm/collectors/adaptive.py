@@ -24,7 +24,7 @@ def adapt_mixture(env: GEMEnv, batch: TensorDictBase, *, gather: Callable[[list]
 
     Args:
         env: collected the batch, also beneath transforms; its ``task_sampler`` is replaced.
-        batch: rows ``[B]`` that the collector delivered.
+        batch: rows ``[B]`` that the collector delivered; of trees the first episode of each counts, which is no continuation.
         gather: concatenates the lists of several processes, such as ``Distributed.all_gather`` of the trainer, so
             that all of them update alike. Default: there is one process.
 
@@ -54,6 +54,8 @@ def adapt_mixture(env: GEMEnv, batch: TensorDictBase, *, gather: Callable[[list]
         raise RuntimeError(
             f"adapt_mixture: {running} episodes are running, whose tasks would change. Collect with max_staleness=0."
         )
+    if (tree_id := batch.get(keys.TREE_ID, None)) is not None:
+        batch = batch[tree_id == batch[keys.EPISODE_ID]]
     won = (batch[keys.TURN_SUCCESS] & batch[keys.TURN_MASK]).any(-1)
     env_ids, won = gather(batch[keys.ENV_ID].tolist()), gather(won.tolist())
     base: Any = base_env(env)

@@ -27,6 +27,8 @@ from torchrl_llm.options import Checked, Count, Natural, PositiveShare, Share
 BRANCH_IDS = 2**61
 """The episode ids of continuations are the 2**61 from here on, of which no stream of :mod:`torchrl_llm.envs.tasks` has any."""
 
+FAULT_SCOPE = "of the continuations of a batch"
+
 
 class ReplayError(RuntimeError):
     """An environment did not repeat itself when its task and the responses were replayed."""
@@ -73,7 +75,7 @@ def branch(
     *,
     count: Count = 1,
     greedy: bool = False,
-    max_faults: Natural = 16,
+    max_faults: Natural | FaultCounter = 16,
 ) -> list[list[Episode]]:
     """Continue finished episodes from the middle, several times each.
 
@@ -87,7 +89,7 @@ def branch(
         points: each an episode and the turn, counted from 0, before which it is continued.
         count: continuations of each. Default 1.
         greedy: decode greedily; then all of a state are the same. Default False.
-        max_faults: continuations tolerated whose environment fails; they are left out. Default 16.
+        max_faults: continuations tolerated whose environment fails; they are left out. A counter goes on counting. Default 16.
 
     Returns:
         For each point its continuations, fewer than ``count`` where some failed.
@@ -115,7 +117,8 @@ def branch(
         [[1, 1], [2, 2]]
     """
     _check(env, points)
-    source = _Continuations(env, points, count, max_faults)
+    counter = max_faults if isinstance(max_faults, FaultCounter) else FaultCounter(max_faults, FAULT_SCOPE)
+    source = _Continuations(env, points, count, counter)
     timeout = env.step_timeout or STEP_TIMEOUT
     executor = BranchExecutor(env, policy, source, greedy=greedy, num_threads=env.num_threads, step_timeout=timeout)
     try:
@@ -220,10 +223,10 @@ def _replay_error(env: GEMEnv, origin: Episode, turn: int) -> ReplayError:
 class _Continuations(EpisodeSource):
     """The continuations that are to be played, and those that were."""
 
-    def __init__(self, env: GEMEnv, points: Sequence[tuple[Episode, int]], count: int, max_faults: int) -> None:
+    def __init__(self, env: GEMEnv, points: Sequence[tuple[Episode, int]], count: int, faults: FaultCounter) -> None:
         self.origin: dict[Episode, tuple[Episode, int]] = {}
         self.found: list[list[Episode]] = []
-        self._faults = FaultCounter(max_faults, "of the continuations of a batch")
+        self._faults = faults
         before = Counter[int]()
         for origin, turn in points:
             self.found.append([])

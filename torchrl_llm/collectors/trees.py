@@ -68,14 +68,16 @@ def grow(
         options: ``greedy`` and ``max_faults`` of :func:`~torchrl_llm.collectors.branch`.
 
     Returns:
-        ``len(roots) * trees.size`` episodes, each root followed by its continuations; fewer where environments failed, for
-        then the whole group is left out.
+        ``len(roots) * trees.size`` episodes, each root followed by its continuations, by their ids; fewer where environments
+        failed, for then the whole group is left out.
 
     Raises:
         Exception: what :func:`~torchrl_llm.collectors.branch` raises.
     """
     points = [(root, max(0, trees.turn(root))) for root in roots]
     found = branch(env, policy, points, count=trees.branches, **options)
+    for rest in found:
+        rest.sort(key=lambda each: each.episode_id)  # the order that several processes agree on
     failed = {root.group_id for root, rest in zip(roots, found, strict=True) if len(rest) < trees.branches}
     kept = [each for each in zip(points, found, strict=True) if each[0][0].group_id not in failed]
     return [*chain.from_iterable([root, *rest] for (root, _), rest in kept)], sum(

@@ -14,12 +14,13 @@ from torchrl.envs import EnvBase, TransformedEnv
 from torchrl_llm import keys
 from torchrl_llm.collectors._queue import EpisodeQueue, RolloutExecutor
 from torchrl_llm.collectors.async_turn import check_slots
-from torchrl_llm.collectors.branching import Branches, value_states
+from torchrl_llm.collectors.branching import FAULT_SCOPE, Branches, value_states
 from torchrl_llm.collectors.collector import EpisodeCollector, base_env
 from torchrl_llm.collectors.trees import Trees, grow, mark_trees
 from torchrl_llm.data.sequence import new_episodes, record_turns
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.envs.slots import FAILED
+from torchrl_llm.envs.text_env import FaultCounter
 from torchrl_llm.episode import Episode
 from torchrl_llm.keys import StopReason
 
@@ -51,7 +52,7 @@ class TurnCollector(EpisodeCollector):
         postproc: called on every batch, before it is stored or yielded; default none.
         exploration_type: as in TorchRL; default ``ExplorationType.RANDOM``.
         max_faults: failed episodes tolerated for one batch; one more raises an ``EnvironmentFault``. Default 16. The
-            environment's own ``max_faults``, in a row, holds too.
+            environment's own ``max_faults``, in a row, holds too. With ``trees``, of the continuations as many more.
         keep_failed: deliver episodes whose environment failed as far as they were collected, and replace none, so that they
             count where nothing is trained on them, as in an evaluation. One that failed at its reset never began: the
             next task fills the batch. Default False.
@@ -120,14 +121,25 @@ class TurnCollector(EpisodeCollector):
         if self.trees is None:
             return super()._next_batch()
         episodes: list[Episode] = []
-        limit = self._queue.faults.max_faults
+        counted = self._queue.faults
+        faults = FaultCounter(counted.max_faults, FAULT_SCOPE, counted.counts)  # of all rounds
         while len(episodes) < self.batch_size:
             self._num_wanted = (self.batch_size - len(episodes)) // self.trees.size
             roots = super()._next_batch()
-            grown, replayed = grow(self.env, self.policy, roots, self.trees, greedy=self._greedy, max_faults=limit)
+            grown, replayed = grow(self.env, self.policy, roots, self.trees, greedy=self._greedy, max_faults=faults)
+            self._count_dropped(roots, grown, faults)
             episodes += grown
             self._played.update(replayed_turns=replayed)
         return episodes
+
+    def _count_dropped(self, roots: list[Episode], grown: list[Episode], faults: FaultCounter) -> None:
+        """Count the episodes of groups that are left out because a continuation failed."""
+        assert self.trees is not None
+        kept = {episode.group_id for episode in grown}
+        reasons = {fault.task_spec.group_id: fault.reason for fault in faults.recent}
+        for root in roots:
+            if root.group_id not in kept:
+                self._queue.dropped[reasons[root.group_id]] += self.trees.size
 
     def _rows(self, episodes: list[Episode]) -> TensorDict:
         rows = super()._rows(episodes)

@@ -109,6 +109,7 @@ ROLLOUT_KEYS = (
     keys.TURN_SUCCESS,
     keys.TURN_TERMINATED,
     keys.TURN_TRUNCATED,
+    keys.ROW_WEIGHT,
 )
 """The keys of rows that :func:`rollout_metrics`, :func:`staleness` and :func:`throughput` read."""
 
@@ -124,6 +125,7 @@ CREDIT_KEYS = (
     keys.TURN_VALUE_TARGET,
     keys.SAMPLED_VALUE,
     keys.TURN_COMPANY,
+    keys.ROW_WEIGHT,
 )
 """The keys of rows that :func:`credit_metrics` reads."""
 
@@ -251,7 +253,8 @@ def rollout_metrics(rows: TensorDictBase, env_names: Sequence[str] = ()) -> dict
     """Statistics of episodes: return, success, turns, lengths, from rows ``[B]``.
 
     Args:
-        rows: one episode each.
+        rows: one episode each. Those of trees count by their ``"row_weight"``: more of them are of episodes that lasted to the branch
+            than the policy would play.
         env_names: of the environments of a mixture, such as ``GEMEnv.names``. If there are several, :data:`PER_ENVIRONMENT`
             is also reported as ``rollout/<metric>/<name>`` for each that occurs; environments of the same name count together.
     """
@@ -266,18 +269,27 @@ def rollout_metrics(rows: TensorDictBase, env_names: Sequence[str] = ()) -> dict
     return result
 
 
+def _row_weights(rows: TensorDictBase) -> Tensor:
+    """How much each row counts in a mean over episodes, ``[B]``, 1 on average."""
+    weight = rows.get(keys.ROW_WEIGHT, None)
+    return torch.ones(len(rows), device=rows.device) if weight is None else weight / weight.mean()
+
+
 def _rollout_metrics(rows: TensorDictBase) -> dict[str, float]:
-    mask = rows[keys.TURN_MASK]
+    mask, weight = rows[keys.TURN_MASK], _row_weights(rows)
     actions = rows[keys.TURN_IDS] >= 0
-    turns, valid = mask.sum(), rows[keys.ATTENTION_MASK].sum()
+    turns, valid = (mask.sum(-1) * weight).sum(), rows[keys.ATTENTION_MASK].sum()
     truncated = rows[keys.TURN_TRUNCATED] & ~rows[keys.TURN_TERMINATED] & mask
-    return {
-        "rollout/reward": (rows[keys.TURN_REWARD] * mask).sum(-1).mean().item(),
-        "rollout/success": rows[keys.TURN_SUCCESS].logical_and(mask).any(-1).float().mean().item(),
-        "rollout/truncated": truncated.any(-1).float().mean().item(),
-        "rollout/turns": mask.sum(-1).float().mean().item(),
-        "rollout/penalized": ((rows[keys.TURN_REWARD] < 0) & mask).sum().div(turns).item(),
-        "rollout/response_length": (actions.sum() / turns).item(),
+    penalized = (rows[keys.TURN_REWARD] < 0) & mask
+    means = {
+        "rollout/reward": (rows[keys.TURN_REWARD] * mask).sum(-1),
+        "rollout/success": rows[keys.TURN_SUCCESS].logical_and(mask).any(-1),
+        "rollout/truncated": truncated.any(-1),
+        "rollout/turns": mask.sum(-1),
+    }
+    return {name: (each * weight).mean().item() for name, each in means.items()} | {
+        "rollout/penalized": ((penalized.sum(-1) * weight).sum() / turns).item(),
+        "rollout/response_length": ((actions.sum(-1) * weight).sum() / turns).item(),
         "data/tokens": float(valid),
         "data/action_share": (actions.sum() / valid).item(),
     }
@@ -289,10 +301,11 @@ def credit_metrics(rows: TensorDictBase) -> dict[str, float]:
     turn_ids, surprisal = rows[keys.TURN_IDS], -rows[keys.SAMPLE_LOG_PROB].double()
     size = rows[keys.ADVANTAGE][turn_ids >= 0].double().abs().sort(descending=True).values
     top = size[: math.ceil(len(size) / 100)]
+    first = torch.where(turn_ids == 0, surprisal, 0.0).sum(-1)
     metrics = {
         "credit/largest": size[:1].sum().item(),  # 0 where every prompt filled the context and nothing was sampled
         "credit/top_percent": (top.sum() / size.sum()).item() if size.any() else float("nan"),
-        "policy/first_turn_entropy": surprisal[turn_ids == 0].sum().item() / len(rows),
+        "policy/first_turn_entropy": (first * _row_weights(rows)).mean().item(),
     }
     known = set(rows.keys(include_nested=True))
     metrics |= _critic_metrics(rows) if keys.TURN_VALUE in known else {}

@@ -169,9 +169,10 @@ class RunConfig(
 
     def _wrong_sizes(self) -> Iterator[str]:
         group, length = self.group_size, self.max_output_tokens
-        for name, value in (("batch_size", self.batch_size), ("num_envs", self.num_envs)):
-            if value % group:
-                yield f"{name}={value} is not a multiple of group_size={group}, and a group must not be cut: use one."
+        if self.batch_size % group:
+            yield f"batch_size={self.batch_size} is not a multiple of group_size={group}, and a group must not be cut: use one."
+        if self.num_envs % (begun := max(1, group // (1 + self.tree_branches))):  # at a time; trees are continued later
+            yield f"num_envs={self.num_envs} is not a multiple of {begun}, the episodes of a group that begin together: use one."
         for given, name in ((self.dynamic_sampling, "dynamic_sampling"), (self.algo == "GRPO", "GRPO")):
             if given and group < 2:
                 yield f"{name} compares the episodes of one task: group_size={group}, expected at least 2."

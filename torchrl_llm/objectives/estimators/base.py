@@ -143,13 +143,17 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
 
     takes_trees: ClassVar[bool] = False
     """Whether rows of a tree, which begin with the same actions (``"tree_id"``), are credited rightly: as they are, where no row is
-    compared with another. Otherwise such rows are refused."""
+    compared with another. Otherwise such rows are refused. Not inherited: a subclass may compare otherwise, and says it itself."""
 
     granularity: ClassVar[str] = "turn"
     """The step of the estimator: a ``"turn"`` or a ``"token"``."""
 
     value_reduction: ClassVar[F.ValueReduction] = "first"
     """Which of a turn's token values is the value of the state."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.takes_trees = vars(cls).get("takes_trees", False)
 
     # torch.nn.Module takes modules as attributes only after its own constructor: hence not a field.
     value_network: InitVar[TensorDictModuleBase | None] = field(default=None, kw_only=False)

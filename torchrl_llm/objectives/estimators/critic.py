@@ -19,7 +19,6 @@ from torchrl_llm.options import NonNegative, Share
 class CriticEstimator(TurnEstimator):
     """Base class of the estimators with a critic, which runs under ``no_grad`` unless its values are in the batch."""
 
-    takes_trees = True
     _writes = (*TurnEstimator._writes, "turn_value")
 
     @property
@@ -95,6 +94,7 @@ class TurnGAE(CriticEstimator):
     """
 
     idle = (*TurnEstimator.idle, *GRANULARITY_IDLE)
+    takes_trees = True
 
     gamma: Share | None = None  # type: ignore[assignment]
     lmbda: Share = 0.95
@@ -172,6 +172,7 @@ class TurnVTrace(CriticEstimator):
     """
 
     corrects_sampler = True
+    takes_trees = True
 
     _reads = (*CriticEstimator._reads, "old_log_prob", "sample_log_prob")
 

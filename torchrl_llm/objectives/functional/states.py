@@ -126,8 +126,7 @@ def state_relative(
     if partial == "error":
         check_groups(labels, counts, group_size)
     unit = _episodes(state) if unit is None else unit
-    ours, all_turns = (label_totals(score, each) for each in _visits(state, group, acted, unit))
-    others, company = all_turns[0] - ours[0], all_turns[1] - ours[1]
+    others, company = _of_others(score, state, group, acted, unit)
     fallback = mean_of_others(score, group, unit) if alone == "turn" else torch.zeros_like(others)
     baseline = torch.where(company > 0, others / company.clamp_min(1), fallback)
     return masked(score - baseline.to(score.dtype), acted)
@@ -154,19 +153,30 @@ def state_company(state: Tensor, group_id: Tensor, acted: Tensor, unit: Tensor |
     check_shapes(state=state, acted=acted)
     if not state.numel():
         return torch.zeros_like(state)
-    visits = _visits(state, group_id.unique(return_inverse=True)[1], acted, _episodes(state) if unit is None else unit)
-    ours, all_turns = (label_totals(acted.float(), each)[1] for each in visits)
-    return torch.where(acted, all_turns - ours, 0)
+    unit = _episodes(state) if unit is None else unit
+    group = group_id.unique(return_inverse=True)[1]
+    return torch.where(acted, _of_others(acted.float(), state, group, acted, unit)[1], 0)
 
 
 def _episodes(state: Tensor) -> Tensor:
     return torch.arange(len(state), device=state.device).view(-1, 1).expand_as(state)
 
 
-def _visits(state: Tensor, group: Tensor, acted: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
-    """Number the turns ``[B, T]`` by unit and state, and by group and state."""
+def _of_others(score: Tensor, state: Tensor, group: Tensor, acted: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum and number, ``[B, T]``, of the scores of turns in the same state that do not depend on a turn's action."""
     # A turn without a decision is in a state of its own, so that it is no company.
     silent = torch.where(acted, -1, torch.arange(state.numel(), device=state.device).view_as(state))
     visit = torch.stack([group.view(-1, 1).expand_as(state), torch.where(acted, state, 0), silent], -1).flatten(0, 1)
     of_group = visit.unique(dim=0, return_inverse=True)[1].view_as(state)
-    return (of_group * (int(unit.max()) + 1) + unit).unique(return_inverse=True)[1], of_group
+
+    size = max(int(unit.max()) + 1, len(state))
+
+    def within(label: Tensor) -> tuple[Tensor, Tensor]:
+        return label_totals(score, (of_group * size + label).unique(return_inverse=True)[1])
+
+    # On a turn before the branch all of its tree depends, also behind; on one from the branch on its own row, also the turns
+    # before, whose returns hold what it earned.
+    of_tree = unit == unit[:, :1]
+    (total, number), tree, row = label_totals(score, of_group), within(unit[:, :1]), within(_episodes(state))
+    ours, count = (torch.where(of_tree, *both) for both in zip(tree, row, strict=True))
+    return total - ours, number - count
