@@ -18,13 +18,14 @@ ROWS, TURNS = 8, 3
 """Episodes of a group, and turns of each."""
 DECIDE = {"the first": (1.0, 0.1, 0.1), "all alike": (0.5, 0.5, 0.5), "the last": (0.1, 0.1, 1.0)}
 """How much each turn counts."""
-FORMS = {
-    "8 episodes": (8, 0),
-    "4 trees of 2, from turn 1": (4, 1),
-    "4 trees of 2, from turn 2": (4, 2),
-    "2 trees of 4, from turn 2": (2, 2),
+FORMS: dict[str, tuple[int, list[int]]] = {
+    "8 episodes": (8, []),
+    "4 trees of 2, depth 1": (4, [1]),
+    "4 trees of 2, depth 2": (4, [1, 2]),
+    "4 trees of 2, before the last turn": (4, [2]),
+    "2 trees of 4, before the last turn": (2, [2]),
 }
-"""Trees of a group, and the turn, counted from 0, before which they branch."""
+"""Trees of a group, and the turns, counted from 0, before which they branch: each tree before one of them."""
 
 
 def three_turns(counts: tuple[float, ...], task: int, said: tuple[tuple[int, ...], ...]) -> Step:
@@ -34,15 +35,14 @@ def three_turns(counts: tuple[float, ...], task: int, said: tuple[tuple[int, ...
     return Step(sum(count * (1.0, -0.5, 0.2)[letter] for count, (letter,) in zip(counts, said, strict=True)), (), None)
 
 
-def group_rows(rows: TensorDict, index: Tensor, trees: int, turn: int) -> TensorDict:
-    """Groups of ``index [M, ROWS]``, each of ``trees`` trees, as rows."""
+def group_rows(rows: TensorDict, index: Tensor, turn: Tensor | None) -> TensorDict:
+    """The trees of ``index [M, size]``, which branch before ``turn [M]``, as rows in groups; ``None``: single episodes."""
     batch = rows.exclude(keys.EPISODE_ID)[index.flatten()]
-    number = torch.arange(index.numel())
+    number, size = torch.arange(index.numel()), index.shape[1]
     batch[keys.GROUP_ID] = number // ROWS
-    if turn:
-        size = ROWS // trees
+    if turn is not None:
         batch[keys.TREE_ID] = number // size
-        batch[keys.BRANCH_TURN] = torch.full_like(number, turn)
+        batch[keys.BRANCH_TURN] = turn.repeat_interleave(size)
         batch[keys.ROW_WEIGHT] = torch.full(number.shape, 1 / size)
     return batch
 
@@ -56,16 +56,15 @@ def trees(_: str, policy: int, batches: int) -> Iterator[dict]:
         rows, truth, scores = mdp.rows(actor), mdp.policy_gradient(actor), token_scores(mdp, actor)
         follows, probability = Continuations.of(mdp, actor), mdp.log_probability(actor).detach().exp()
         loss = LLMGRPOLoss(actor, **PLAIN, credit="state", baseline="leave_one_out", scale="none")
-        for name, (roots, turn) in FORMS.items():
-            index = probability.expand(batches * roots, -1).multinomial(1, replacement=True, generator=generator)
-            if turn:
+        for name, (roots, turns) in FORMS.items():
+            index, turn = probability.expand(batches * roots, -1).multinomial(1, True, generator=generator), None
+            if turns:
+                turn = torch.tensor(turns)[torch.randint(len(turns), (len(index),), generator=generator)]
                 after = follows.share[follows.state[index[:, 0], turn]]
-                more = after.multinomial(ROWS // roots - 1, replacement=True, generator=generator)
-                index = torch.cat([index, more], 1)
-            index = index.view(batches, ROWS)
-            credit = credit_of(loss, group_rows(rows, index, roots, turn))
+                index = torch.cat([index, after.multinomial(ROWS // roots - 1, True, generator=generator)], 1)
+            credit = credit_of(loss, group_rows(rows, index, turn))
             gradients = torch.einsum("bl,blp->bp", credit, scores[index.flatten()]).view(batches, ROWS, -1).sum(1)
             found = summary(gradients, truth)
-            sampled = ROWS * TURNS - (ROWS - roots) * turn
+            sampled = ROWS * TURNS - (ROWS - roots) * (sum(turns) / len(turns) if turns else 0)
             noise = found["noise"] * sampled / (ROWS * TURNS)
             yield {"row": name, "column": column, "cosine": found["cosine_mean"], "noise": noise}

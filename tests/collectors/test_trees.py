@@ -279,6 +279,9 @@ class TestMetrics:
         ):
             assert figures[name] == pytest.approx(expected, abs=0.06)
         assert abs(first - 0.5) < 0.06
+        turn = rows[keys.BRANCH_TURN].view(-1, 4)[:, 0]
+        assert figures["credit/branched"] == pytest.approx((turn > 0).float().mean().item())
+        assert 0.4 < figures["credit/branched"] < 0.6
         # A letter is one token and the end of the turn another.
         per_turn = figures["rollout/response_length"]
         assert figures["policy/first_turn_entropy"] == pytest.approx(2.0 * per_turn, abs=0.06 * 2 * per_turn)

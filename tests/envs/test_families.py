@@ -168,8 +168,12 @@ class TestErrors:
     def test_an_id_of_no_family_is_gems(self, family):
         named, plain = resolve_env("gem:game:Sudoku-v0-easy"), resolve_env("game:Sudoku-v0-easy")
         assert (named.name, named.success_by) == (plain.name, plain.success_by) == ("game:Sudoku-v0-easy", "return")
-        with pytest.raises(UnknownEnvironmentError, match="register_env_family"):
+        with pytest.raises(UnknownEnvironmentError, match=r"of the family 'contdown', which .* register_env_family"):
             resolve_env("contdown:3")
+
+    def test_what_success_is(self):
+        with pytest.raises(ValueError, match="mine: success_by is 'last_reward'"):
+            EnvSpec("mine", Countdown, success_by="last_reward")
 
     @pytest.mark.parametrize("name", ["", "a:b"])
     def test_names_that_no_id_can_begin_with(self, name):

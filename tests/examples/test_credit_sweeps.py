@@ -64,9 +64,9 @@ def test_only_the_whole_weight_of_a_conversation_is_exact(sweeps, monkeypatch):
 def test_trees_are_unbiased_and_pay_where_the_last_turn_decides(sweeps):
     cells = by_cell(sweeps.trees("", 0, 500))
     assert all(found["cosine"] == pytest.approx(1.0, abs=0.02) for found in cells.values())
-    none, late = (cells[name, "the last"]["noise"] for name in ("8 episodes", "2 trees of 4, from turn 2"))
+    none, late = (cells[name, "the last"]["noise"] for name in ("8 episodes", "2 trees of 4, before the last turn"))
     assert late < 0.8 * none
-    none, late = (cells[name, "the first"]["noise"] for name in ("8 episodes", "2 trees of 4, from turn 2"))
+    none, late = (cells[name, "the first"]["noise"] for name in ("8 episodes", "2 trees of 4, before the last turn"))
     assert late > 2.0 * none
 
 

@@ -128,6 +128,13 @@ def _registered(env_id: str) -> Any:
     """
     registry = import_gem(env_id).envs.registration.ENV_REGISTRY
     if env_id not in registry:
+        family, named, _ = env_id.partition(":")
+        if named and family not in (own := {each.partition(":")[0] for each in registry}):
+            raise UnknownEnvironmentError(
+                f"{env_id!r} is of the family {family!r}, which is neither registered here nor one of GEM's, {sorted(own)}. A family of your own "
+                "is known once the module that calls register_env_family is imported: run your own script that does and then "
+                "calls torchrl_llm.cli.main, or pass the environment as a factory."
+            )
         close = difflib.get_close_matches(env_id, registry, n=5, cutoff=0.4)
         raise UnknownEnvironmentError(
             f"GEM has no environment {env_id!r}. "

@@ -22,6 +22,7 @@ from torchrl_llm.envs.chat import Role, compose_message
 from torchrl_llm.envs.extras import NO_EXTRAS, ExtraKinds, Extras, check_kinds
 from torchrl_llm.envs.tasks import TaskSpec
 from torchrl_llm.keys import StopReason
+from torchrl_llm.options import check_value
 
 logger = logging.getLogger(__name__)
 
@@ -249,6 +250,7 @@ class EnvSpec:
             class that is given as a factory, its own attribute ``single_turn``.
 
     Raises:
+        ValueError: ``success_by`` is neither ``"last"`` nor ``"return"``.
         TypeError: ``extras`` is no mapping from names to ``float`` or ``str``, or ``single_turn`` is no boolean.
     """
 
@@ -260,6 +262,7 @@ class EnvSpec:
     single_turn: bool | None = None
 
     def __post_init__(self) -> None:
+        check_value(f"{self.name}: success_by", self.success_by, SuccessBy)
         check_kinds(self.extras, self.name)
         if self.single_turn not in (None, True, False):
             raise TypeError(f"{self.name}: single_turn is {self.single_turn!r:.80}; expected True, False or None.")

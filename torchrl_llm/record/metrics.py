@@ -49,6 +49,7 @@ METRICS: dict[str, str] = {
     "credit/valued": "share of turns whose state continuations have valued (branches)",
     "credit/alone": 'share of turns whose state no other episode of the group was in (GRPO with credit="state")',
     "credit/company": 'turns of other episodes that a turn was compared with, mean over those that had any (GRPO with credit="state")',
+    "credit/branched": "share of trees that branched; the episodes of the others had ended before (tree_branches)",
     "critic/explained_variance": "1 - Var[target - value] / Var[target] over turns, before the update",
     "critic/value_return_correlation": "Pearson correlation of value and value target over turns",
     "critic/clip_fraction": "share of turns whose value left the clip range around the old value",
@@ -126,6 +127,8 @@ CREDIT_KEYS = (
     keys.SAMPLED_VALUE,
     keys.TURN_COMPANY,
     keys.ROW_WEIGHT,
+    keys.TREE_ID,
+    keys.BRANCH_TURN,
 )
 """The keys of rows that :func:`credit_metrics` reads."""
 
@@ -315,6 +318,9 @@ def credit_metrics(rows: TensorDictBase) -> dict[str, float]:
 def _state_metrics(rows: TensorDictBase, known: set[keys.NestedKey]) -> dict[str, float]:
     """What states had to be compared with: continuations, or turns of other episodes."""
     metrics = {}
+    if keys.TREE_ID in known:
+        first = rows[keys.TREE_ID] == rows[keys.EPISODE_ID]
+        metrics["credit/branched"] = (rows[keys.BRANCH_TURN][first] >= 0).double().mean().item()
     for key in (keys.SAMPLED_VALUE, keys.TURN_COMPANY):
         if key not in known:
             continue

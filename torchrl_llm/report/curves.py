@@ -60,6 +60,7 @@ PANELS = (
         low=0.0,
     ),
     Panel("Critic's explained variance", {"critic/explained_variance": "before the update"}, high=1.0),
+    Panel("Trees that branched", {"credit/branched": "before their end"}, low=0.0, high=1.0),
     Panel("Turns with a valued state", {"credit/valued": "by continuations"}, low=0.0, high=1.0),
     Panel("Turns alone in their state", {"credit/alone": "of the group"}, low=0.0, high=1.0),
     Panel("Company in a state, turns of others", {"credit/company": "mean, where there are any"}, low=0.0),

@@ -12,6 +12,12 @@ import yaml
 from torchrl_llm.files import write_text
 from torchrl_llm.options import ConfigError, Option, check_value, fits, nearest
 
+RENAMED = {
+    "adaptive_tasks": "adaptive_mixture",
+    "keep_discount": "discounted_objective",
+}
+"""Settings that have other names since 0.2.0, as far as the nearest name is another."""
+
 
 class Loader(yaml.SafeLoader):
     """Scalars of YAML 1.2's core schema, decimal only.
@@ -63,7 +69,9 @@ def read_settings(path: Path, known: Mapping[str, Option]) -> Iterator[tuple[str
     for key, node in root.value:
         where = f"{path}, line {key.start_mark.line + 1}:"
         if key.value not in known:
-            raise ConfigError(f"{where} {key.value} is no setting.{nearest(str(key.value), [*known])}")
+            new = RENAMED.get(str(key.value))
+            hint = f" It is {new} since 0.2.0." if new in known else nearest(str(key.value), [*known])
+            raise ConfigError(f"{where} {key.value} is no setting.{hint}")
         if key.value in seen:
             raise ConfigError(f"{where} {key.value} is given twice.")
         seen.add(key.value)

@@ -56,8 +56,6 @@ def wrong_trees(config: Any) -> Iterator[str]:
         return
     kind = config.value_estimator() or LOSSES[config.algo].default_value_estimator
     size, group = 1 + branches, config.group_size
-    if group % size:
-        yield f"tree_branches={branches} makes trees of {size} episodes, and group_size={group} is no multiple of that: use one."
     if config.branches:
         yield (
             f"tree_branches={branches} trains on continuations, and branches={config.branches} values states by further ones: leave one of "
@@ -69,4 +67,12 @@ def wrong_trees(config: Any) -> Iterator[str]:
         if config.baseline != "leave_one_out":
             yield f'tree_branches={branches} with the mean of the group as baseline is biased: use baseline="leave_one_out" and scale="none".'
         if group == size:
-            yield f"tree_branches={branches} and group_size={group} are one tree a task, and trees are compared: use {2 * group} or more."
+            yield (
+                f"tree_branches={branches} and group_size={group} are one tree a task, and trees are compared: set group_size to "
+                f"{2 * group} or more."
+            )
+    if group % size:
+        yield (
+            f"tree_branches={branches} makes trees of {size} episodes, and group_size={group} is no multiple of that: set group_size to "
+            f"{max(1, group // size) * size} or another multiple."
+        )
