@@ -64,6 +64,24 @@ def test_settled_on_one_response(caplog):
     assert warnings_of(runs(0.95, 0.95, **{"policy/first_turn_entropy": 0.001}), caplog) == []
 
 
+def test_rewards_that_teach_nothing(caplog):
+    dead = {"credit/largest": 0.0}
+    (message,) = warnings_of([*runs(0.02, 0.01), *runs(*[0.0] * 7, **dead)], caplog)
+    assert message.startswith("iteration 7: no episode was won and no turn had an advantage for 5 iterations")
+    assert warnings_of(runs(*[0.0] * 4, **dead), caplog) == []
+    assert warnings_of(runs(*[0.3] * 9, **dead), caplog) == []  # a teacher's
+    assert warnings_of(runs(*[0.0] * 9, **{"credit/largest": 0.5}), caplog) == []
+
+
+def test_a_policy_that_turns_to_noise(caplog):
+    rising = [{"policy/entropy": 0.4 * 1.3**i} for i in range(12)]
+    (message,) = warnings_of([run | each for run, each in zip(runs(*[0.1] * 12), rising, strict=True)], caplog)
+    assert message.startswith("iteration 6: the entropy of a token rose from 0.40 to 1.49 nats")
+    assert "entropy_target" in message
+    learning = runs(*[0.1 + 0.05 * i for i in range(12)])
+    assert warnings_of([run | each for run, each in zip(learning, rising, strict=True)], caplog) == []
+
+
 def test_every_run_is_watched(tmp_path):
     from small_runs import small_config
 

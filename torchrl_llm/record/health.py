@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from statistics import fmean
 
@@ -13,6 +14,11 @@ LONG_UPDATE = 0.05
 """KL per action token, in nats: healthy updates of those runs moved the policy by less than 0.01, collapses by 0.1 and more."""
 SETTLED = 0.02
 """Entropy of the first response, in nats, below which about one in 300 differs from the others."""
+
+
+SCATTERED = 3.0
+"""Growth of the entropy of a token, above :data:`NOISY` nats, that without more success is a policy that turns to noise."""
+NOISY = 1.0
 
 
 class HealthRules:
@@ -30,10 +36,15 @@ class HealthRules:
         self._warned: set[str] = set()
         self._wins: list[float] = []
         self._best = 0.0
+        self._without_credit = 0
+        self._first_mean = self._first_entropy = math.inf
 
     def problems(self, metrics: Mapping[str, float]) -> list[str]:
         """What the metrics of the next iteration say for the first time, each with what to do."""
         self._wins = [*self._wins, metrics["rollout/success"]][-WINDOW:]
+        self._without_credit = self._without_credit + 1 if metrics.get("credit/largest") == 0.0 else 0
+        if math.isinf(self._first_entropy):
+            self._first_entropy = metrics.get("policy/entropy", math.inf)
         found = [(kind, problem) for kind, problem in self._problems(metrics) if kind not in self._warned]
         self._warned |= {kind for kind, _ in found}
         return [problem for _, problem in found]
@@ -48,12 +59,15 @@ class HealthRules:
             )
         mean = fmean(self._wins) if len(self._wins) == WINDOW else 0.0
         self._best = max(self._best, mean)
+        if len(self._wins) == WINDOW and math.isinf(self._first_mean):
+            self._first_mean = mean
         if self._best - mean > FALL and len(self._wins) == WINDOW:
             yield (
                 "fall",
                 f"success fell from {self._best:.2f} to {mean:.2f} (means of {WINDOW} iterations): start again from an earlier "
                 "checkpoint with init_from, with target_kl=0.01 or a lower lr_actor.",
             )
+        yield from self._nothing_learned(metrics, mean)
         entropy, success = metrics.get("policy/first_turn_entropy", SETTLED), metrics["rollout/success"]
         # A policy that wins nearly always may settle.
         if entropy < SETTLED and success < 0.9:
@@ -62,4 +76,20 @@ class HealthRules:
                 f"the first response is nearly always the same (policy/first_turn_entropy {entropy:.2g}) and success is {success:.2f}: "
                 "what is never tried is never learned. Start again with a KL that falls (kl_coeff=0.1, kl_kind=k2, kl_in=loss, "
                 "kl_decay_fraction=0.8), with a higher entropy_coeff and entropy_target, or with a lower lr_actor.",
+            )
+
+    def _nothing_learned(self, metrics: Mapping[str, float], mean: float) -> Iterator[tuple[str, str]]:
+        # Advantages of 0 alone are no fault: with a teacher they are meant, and where all episodes are won.
+        if self._without_credit >= WINDOW and not any(self._wins):
+            yield (
+                "no credit",
+                f"no episode was won and no turn had an advantage for {WINDOW} iterations: rewards teach nothing. Begin with a model that wins "
+                "at times (torchrl-llm warmup), with easier tasks or rewards on the way, or compare more episodes (group_size).",
+            )
+        entropy, first = metrics.get("policy/entropy", 0.0), self._first_entropy
+        if entropy > max(NOISY, SCATTERED * first) and len(self._wins) == WINDOW and mean <= self._first_mean:
+            yield (
+                "scattered",
+                f"the entropy of a token rose from {first:.2f} to {entropy:.2f} nats, and success did not rise: the bonus outweighs the rewards. Lower "
+                "entropy_coeff, or bound it with entropy_target.",
             )
