@@ -23,6 +23,8 @@ from torchrl_llm.report import write_report
 from torchrl_llm.report.curves import draw_curves
 from torchrl_llm.report.episodes import QUANTITIES, quantized, spans, token_values, turn_lanes, visible
 from torchrl_llm.report.page import by_importance, spread
+from torchrl_llm.report.run_files import RunFiles
+from torchrl_llm.report.summary import headline
 
 
 def index_of(text: str) -> dict:
@@ -169,6 +171,17 @@ class TestPage:
         text = write_report(tmp_path).read_text()
         assert re.search(r"penalized turns</th><td>25\.0% <.*><td>3\.1% <", text)
         assert "of 9 episodes 2 gained, 9 lost (McNemar p = 0.07)." in text
+
+    @pytest.mark.parametrize(
+        ("metrics", "sampled"),
+        [({"data/continued_turns": 1000.0}, "1,040"), ({"data/replayed_turns": 7.0}, "33"), ({}, None)],
+    )
+    def test_turns_of_continuations_are_counted(self, tmp_path, metrics, sampled):
+        """Forty turns are in rows: others were played beside them, or some of them were sampled once."""
+        write_metrics(tmp_path, **metrics)
+        write_result(tmp_path)
+        shown = headline(RunFiles.of(tmp_path))
+        assert (shown["turns"], shown.get("turns sampled")) == ("40", sampled)
 
     def test_long_ids_have_names_of_their_own(self, tmp_path):
         """A browser takes numbers for doubles, to which the ids of continuations that lie close are one."""

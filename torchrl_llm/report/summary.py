@@ -45,10 +45,13 @@ def headline(files: RunFiles) -> dict[str, str]:
     """The few numbers at the top: name -> value."""
     history, result = files.history, files.result
     last = history[-1] if history else {}
+    # Continuations cost turns that no row has, and rows of trees repeat turns that were sampled once.
+    further = last.get("data/continued_turns", 0.0) - last.get("data/replayed_turns", 0.0)
     shown = {
         "iterations": f"{len(history):,}" if history else "",
         "episodes": _count(last.get("rollout/episodes")),
         "turns": _count(last.get("rollout/steps")),
+        "turns sampled": _count(last["rollout/steps"] + further) if further else "",
         "tokens": _count(_sum(history, "data/tokens")),
         "wall clock": _seconds(result.get("wall_s")),
         "CPU time": _seconds(result.get("cpu_s")),
