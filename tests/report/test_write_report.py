@@ -191,6 +191,15 @@ class TestPage:
         index = index_of(write_report(tmp_path).read_text())
         assert [episode["name"] for group in index["groups"] for episode in group["episodes"]] == [5, 6]
 
+    def test_where_episodes_were_continued(self, tmp_path):
+        rows = made_rows(3, 3, 24)
+        rows[keys.EPISODE_ID] = torch.tensor([7, 2**61 + 5, 8])
+        rows[keys.TREE_ID], rows[keys.BRANCH_TURN] = torch.tensor([7, 7, 8]), torch.tensor([1, 1, -1])
+        write_rows(tmp_path, rows)
+        index = index_of(write_report(tmp_path).read_text())
+        told = {episode["name"]: episode["tree"] for group in index["groups"] for episode in group["episodes"]}
+        assert told == {7: "continued by others before turn 2", 5: "continued from episode 7 before turn 2", 8: ""}
+
     def test_characters_of_several_tokens_are_whole(self, tmp_path):
         rows = made_rows(1, 1, 4)
         rows[keys.TOKENS] = torch.tensor([[1, 2, 3, 1]])

@@ -10,7 +10,7 @@ import base64
 import math
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -209,8 +209,8 @@ class GroupEncoder:
         env = int(rows["env_id"][row])
         clipped = rows["clipped"][row].sum() if "clipped" in rows else 0
         return {
-            # The streams of evaluations begin at multiples of it; and a browser's numbers have 53 bits.
-            "name": int(rows["episode_id"][row]) % 2**40,
+            "name": _short_id(rows["episode_id"][row]),
+            "tree": _place_in_tree(rows, row),
             "env": recording.env_names[env] if env < len(recording.env_names) else "",
             "stop": StopReason(int(rows["turn.stop_reason"][row, count - 1])).name if count else "ERROR",
             "won": bool((rows["turn.success"][row] & rows["turn.mask"][row]).any()),
@@ -270,3 +270,18 @@ def quantized(values: Floats, *, signed: bool) -> tuple[npt.NDArray[np.uint8], l
 def compressed(data: bytes) -> str:
     """Base64 of a zlib stream, which every browser inflates (``DecompressionStream("deflate")``)."""
     return base64.b64encode(zlib.compress(data, 9)).decode("ascii")
+
+
+def _short_id(episode_id: Any) -> int:
+    # The streams of evaluations begin at multiples of it; and a browser's numbers have 53 bits.
+    return int(episode_id) % 2**40
+
+
+def _place_in_tree(rows: Mapping[str, Any], row: int) -> str:
+    """Where an episode was continued, turns counted from 1; nothing for one that was not."""
+    if "tree_id" not in rows or rows["branch_turn"][row] < 0:
+        return ""
+    turn, root = int(rows["branch_turn"][row]) + 1, rows["tree_id"][row]
+    if root == rows["episode_id"][row]:
+        return f"continued by others before turn {turn}"
+    return f"continued from episode {_short_id(root)} before turn {turn}"

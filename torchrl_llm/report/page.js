@@ -253,7 +253,7 @@ function switches(groups, change) {
 
 function headline(episode) {
   const { group } = episode;
-  const facts = [group.from.label, group.taskName, episode.env, `${episode.turns} turns`, `${episode.length} tokens, ${episode.actions} of them the model's`];
+  const facts = [group.from.label, group.taskName, episode.env, `${episode.turns} turns`, `${episode.length} tokens, ${episode.actions} of them the model's`, episode.tree];
   return el("div", {}, el("h3", {}, el("span", { class: `mark ${episode.won ? "won" : "lost"}` }), ` Episode ${episode.name}: ${STOPS[episode.stop]}, return ${number(episode.total)}`),
     el("p", { class: "muted small" }, facts.filter(Boolean).join(" · ")));
 }
@@ -394,7 +394,7 @@ function branch(node, scale) {
   rate.firstChild.style.width = `${100 * wins}%`;
   const chip = advantages.length ? signed(el("span", { class: "cell" }, number(mean(advantages))), mean(advantages), scale) : el("span", {}, "–");
   const replies = byVisits(node.replies).map((reply) => el("li", {}, el("div", { class: "reply" }, reply.short),
-    ...reply.ends.map((episode) => el("div", { class: "end" }, el("a", { href: `#episodes/${episode.number}` }, `episode ${episode.name}: ${STOPS[episode.stop]}, return ${number(episode.total)}`))),
+    ...reply.ends.map((episode) => el("div", { class: "end" }, el("a", { href: `#episodes/${episode.number}` }, `episode ${episode.name}: ${STOPS[episode.stop]}, return ${number(episode.total)}`), el("span", { class: "muted small" }, episode.tree && `  ${episode.tree}`))),
     reply.children.size ? el("ul", {}, ...byVisits(reply.children).map((child) => branch(child, scale))) : null));
   return el("li", {}, el("details", { open: visits.length > 1 }, el("summary", {},
     el("code", {}, node.text), el("span", { class: "num" }, `${visits.length} `, el("small", {}, visits.length === 1 ? "visit" : "visits")),
