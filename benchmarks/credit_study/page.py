@@ -95,7 +95,8 @@ def plot_curves(runs: Results, path: Path) -> None:
             axis.plot(np.arange(len(smooth)) + 5, smooth, color=color, label=name, linewidth=1.4)
         axis.set(title=world, ylim=(-0.3, 1.05))
         axis.grid(alpha=0.3)
-    figure.supxlabel("iteration")
+    for axis in axes[1]:
+        axis.set_xlabel("iteration")
     figure.supylabel("score of training batches (mean of the last 5)")
     figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     figure.savefig(path, dpi=85)
