@@ -61,7 +61,7 @@ METRICS: dict[str, str] = {
     "optim/kl_fraction": "share of kl_coeff that counted (kl_decay_fraction)",
     "optim/step_share": "share of an optimizer step that was kept, less than 1 where it reached target_kl",
     "data/padding_share": "share of padding in the training micro-batches; where rows share prefixes, most of it is not computed",
-    "data/frac_nonzero_variance": "share of the collected episodes that the update learns from (dynamic sampling)",
+    "data/frac_nonzero_variance": "share of the collected episodes that the update learns from; 1 without dynamic_sampling",
     "data/staleness": "updates between the weights a token was sampled with and those it trains, mean over tokens",
     "data/dropped": "episodes started and not delivered so far: stale (async collector), or of a group with a failed one",
     "data/passed": "episodes so far whose seat never got to move, because its game had ended (self-play)",
