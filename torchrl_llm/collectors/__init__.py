@@ -13,7 +13,7 @@ from torchrl_llm.collectors.collector import EpisodeCollector
 from torchrl_llm.collectors.ray_turn import RayTurnCollector, WorkerLostError
 from torchrl_llm.collectors.recorded import RecordedCollector
 from torchrl_llm.collectors.self_play import SelfPlayCollector
-from torchrl_llm.collectors.trees import Trees, mark_trees
+from torchrl_llm.collectors.trees import Trees
 from torchrl_llm.collectors.turn import TurnCollector
 
 __all__ = [
@@ -30,6 +30,5 @@ __all__ = [
     "WorkerLostError",
     "adapt_mixture",
     "branch",
-    "mark_trees",
     "value_states",
 ]

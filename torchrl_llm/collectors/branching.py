@@ -81,7 +81,8 @@ def branch(
 
     A continuation is an episode of the same task and group: the first ``turn`` responses are replayed, and the policy samples the
     rest. Its ``episode_id``, by which the policy draws its noise, is a hash of the state and of how many continuations it had before. So
-    equal states have different continuations, and the same weights sample the same continuations, whatever else runs, and nothing of them has to be saved with a run.
+    equal states have different continuations, and the same weights sample the same ones, whatever else runs: nothing of them has to be
+    saved with a run.
 
     Args:
         env: that collected the episodes, or one made and seeded like it. No episode may be running in it.

@@ -33,7 +33,8 @@ def minibatches(
             small remainder, whose step would count as much as the others.
         generator: of the permutation, on the CPU; ``None`` keeps the order.
         process_group: the rows of all ranks are one batch, in the order of ``"episode_id"`` (of trees of ``"tree_id"``
-            first), and ``size`` counts all of them: whatever the number of ranks, the same rows share a step (if the generators are in the same state). Each rank
+            first), and ``size`` counts all of them: whatever the number of ranks, the same rows share a step (if the
+            generators are in the same state). Each rank
             gets its own of these rows, in equally many batches, some of which may be empty.
 
     Examples:
