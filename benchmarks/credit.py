@@ -8,6 +8,8 @@
     python benchmarks/credit.py study register
     python benchmarks/credit.py study run --output-dir runs/credit/study
     python benchmarks/credit.py study report --output-dir runs/credit/study
+    python benchmarks/credit.py real run --init-from runs/smollm2/warm/checkpoints/last
+    python benchmarks/credit.py real report
 
 ``gradients`` draws batches from a language MDP that is small enough to enumerate and compares the gradient of each
 estimator's loss with the true one; ``sweeps`` changes one choice at a time there. ``learning`` trains LLMPPO, LLMREINFORCE and GRPO with several seeds, on GuessTheNumber
@@ -18,6 +20,9 @@ run again. ``report`` writes the tables and plots of ``docs/results/credit.md`` 
 ``study`` compares eight estimators in four worlds (:mod:`torchrl_llm.testing.credit_worlds`), each of which separates some of them.
 ``register`` writes hypotheses, seeds, settings and rules (:mod:`credit_study.registered`), which are committed before ``run``
 starts; ``run`` uses all cores and goes on where it was interrupted; ``report`` writes tables, plots and ``docs/results/data/credit.json``.
+
+``real`` asks once of a real model whether its ranking holds (:mod:`credit_study.real_model`): SmolLM2 from the warm start of ``make demo MODEL=smollm2``,
+one run for each estimator, about 20 CPU-minutes and 5 GB each.
 """
 
 import argparse
@@ -108,6 +113,29 @@ def study(arguments: argparse.Namespace) -> None:
         page.write_report(arguments.output_dir, PAGE, PLOTS)
 
 
+def real(arguments: argparse.Namespace) -> None:
+    """The commands of the real model."""
+    from credit_study import real_model
+
+    if arguments.action == "report":
+        real_model.write_report(arguments.output_dir, PAGE, PLOTS)
+    elif arguments.init_from is None:
+        raise SystemExit(
+            "--init-from is missing: the checkpoint of a warm start, such as runs/smollm2/warm/checkpoints/last."
+        )
+    else:
+        real_model.run(arguments.init_from, arguments.output_dir, arguments.jobs)
+
+
+def add_real(commands: argparse._SubParsersAction) -> None:
+    """The arguments of ``real``."""
+    parser = commands.add_parser("real", help="the same question, asked once of SmolLM2")
+    parser.add_argument("action", choices=["run", "report"])
+    parser.add_argument("--init-from", type=Path, help="the checkpoint of the warm start")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time; default: one a core")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/credit/real"), help="default: runs/credit/real")
+
+
 def add_study(commands: argparse._SubParsersAction) -> None:
     """The arguments of ``study``."""
     parser = commands.add_parser("study", help="eight estimators in four worlds, registered before it runs")
@@ -140,9 +168,12 @@ def main() -> None:
     for command in (compare, sweep, train, report):
         command.add_argument("--output-dir", type=Path, default=Path("runs/credit"), help="default: runs/credit")
     add_study(commands)
+    add_real(commands)
     arguments = parser.parse_args()
     if arguments.command == "study":
         study(arguments)
+    elif arguments.command == "real":
+        real(arguments)
     elif arguments.command == "gradients":
         from credit_study.gradients import gradients
 

@@ -16,6 +16,9 @@ DATA = registered.PATH.with_name("credit.json")
 
 Results = list[dict[str, Any]]
 
+COLORS = ["#000000", "#0072b2", "#d55e00", "#e69f00", "#009e73", "#56b4e9", "#cc79a7", "#7f3c8d"]
+"""Of the estimators, in their order."""
+
 
 def scores_of(runs: Results, name: str, worlds: list[str], measure: registered.Measure) -> Scores:
     """``[worlds, seeds]``."""
@@ -84,9 +87,8 @@ def plot_curves(runs: Results, path: Path) -> None:
     """Score of training batches: interquartile mean over seeds, one panel a world."""
     figure = Figure(figsize=(10.5, 6.5), layout="constrained")
     axes = figure.subplots(2, 2, sharex=True)
-    colors = ["#000000", "#0072b2", "#d55e00", "#e69f00", "#009e73", "#56b4e9", "#cc79a7", "#7f3c8d"]
     for world, axis in zip(registered.WORLDS, axes.flat, strict=True):
-        for name, color in zip(registered.ESTIMATORS, colors, strict=True):
+        for name, color in zip(registered.ESTIMATORS, COLORS, strict=True):
             curves = np.array([r["curve"] for r in runs if (r["estimator"], r["world"]) == (name, world)])
             ordered = np.sort(curves, axis=0)
             quarter = len(ordered) // 4
