@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
 
 import pytest
+import torch
 from exact_norms import exact_norms
 from hypothesis import settings
 
 from torchrl_llm.testing.tokenizers import byte_tokenizer
+
+# Tests fork, and a fork of a process with OpenMP's threads waits for ever; what they start inherits the variable.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(1)
 
 # What tests start in other processes is imported too, to look for doctests.
 _NEEDED = {
