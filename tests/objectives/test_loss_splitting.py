@@ -49,10 +49,13 @@ def _rank(rank: int, store: str, out: str) -> None:
 class TestSplitting:
     """The gradient of an optimizer batch does not depend on how it is cut, padded or ordered."""
 
+    @pytest.mark.parametrize("row_weight", [None, (0.5, 0.5, 2.0, 0.0, 0.25, 1.0)], ids=["rows", "weighted rows"])
     @pytest.mark.parametrize("name", ALGORITHMS)
-    def test_gradient(self, name):
+    def test_gradient(self, name, row_weight):
         loss = ALGORITHMS[name]()
         rows = batch_for(loss)
+        if row_weight:
+            rows["row_weight"] = torch.tensor(row_weight)
         whole, figures = gradient(loss, [rows])
         assert whole.abs().max() > 1e-3
         write_loss_weights(rows, loss)
