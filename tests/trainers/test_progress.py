@@ -5,7 +5,7 @@ import re
 import pytest
 from small_runs import small_config
 
-from torchrl_llm.trainers import TrainerConfig, build_run
+from torchrl_llm.trainers import ProgressBar, TrainerConfig, build_run
 from torchrl_llm.trainers.schedule import run_share
 
 
@@ -37,11 +37,22 @@ class TestProgressBar:
         assert f"| {run.trainer.steps}/{run.trainer.steps} " in states[-1]
         assert "success=" in states[-1]
 
+    def test_a_file_gets_a_line_now_and_then(self, tmp_path, capsys, monkeypatch):
+        build_run(small_config(tmp_path / "often", progress=None, max_iterations=4)).trainer.train()
+        (line,) = re.findall("iteration .*", capsys.readouterr().err)  # the others come within the interval
+        assert re.match(r"iteration 1, \d+ of \d+ turns: reward=\S+, success=\S+, kl_old", line.replace("policy/", ""))
+        monkeypatch.setattr(ProgressBar, "line_interval", 0.0)
+        build_run(small_config(tmp_path / "each", progress=None, max_iterations=4)).trainer.train()
+        found = re.findall(r"iteration (\d+), (\d+) of (\d+)", capsys.readouterr().err)
+        assert [int(number) for number, _, _ in found] == [1, 2, 3, 4]
+        assert found[-1][1] == found[-1][2]
+
     @pytest.mark.parametrize(("progress", "shown"), [(None, False), (True, True), (False, False)])
     def test_is_for_somebody_who_watches_unless_it_is_asked_for(self, tmp_path, capsys, progress, shown):
         run = build_run(small_config(tmp_path, progress=progress, max_iterations=1))
         run.trainer.train()
-        assert bool(drawn(capsys.readouterr().err)) == shown
+        states = [state for state in drawn(capsys.readouterr().err) if not state.startswith("iteration")]
+        assert bool(states) == shown
 
     def test_the_limit_that_comes_first_is_the_end(self):
         config = TrainerConfig(max_steps=1000, max_iterations=100, max_seconds=10.0)

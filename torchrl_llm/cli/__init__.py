@@ -32,6 +32,7 @@ COMMANDS = {
     "play": "watch an episode turn by turn, or be the player or the environment",
     "chat": "talk to a checkpoint",
     "report": "write the HTML report of a run",
+    "compare": "compare runs: outcomes, episodes gained and lost, settings that differ",
     "export": "write a checkpoint as an adapter or a merged model, with a model card",
     "doctor": "say what is installed, and whether settings would run",
 }

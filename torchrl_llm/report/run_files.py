@@ -23,6 +23,7 @@ class RunFiles:
         info: ``run.json``, see :func:`torchrl_llm.trainers.run_info.run_info`; empty without it.
         result: ``result.json``; empty without it.
         before: ``evaluation_before.json``; empty without it.
+        after: ``evaluation_after.json``; empty without it.
         history: the metrics of every iteration that are finite numbers, from ``metrics.csv``.
         recordings: files of recorded episodes: those before training, of training in order, after training.
     """
@@ -31,6 +32,7 @@ class RunFiles:
     info: Mapping[str, Any]
     result: Mapping[str, Any]
     before: Mapping[str, Any]
+    after: Mapping[str, Any]
     history: list[dict[str, float]]
     recordings: list[Path]
     problems: list[str] = field(default_factory=list)
@@ -46,12 +48,12 @@ class RunFiles:
         if not folder.is_dir():
             raise FileNotFoundError(f"{folder} is no folder; expected the output_dir of a run.")
         problems: list[str] = []
-        names = ("run.json", "result.json", "evaluation_before.json")
-        info, result, before = (_json(folder / name, problems) for name in names)
+        names = ("run.json", "result.json", "evaluation_before.json", "evaluation_after.json")
+        info, result, before, after = (_json(folder / name, problems) for name in names)
         history, recordings = _history(folder / METRICS, problems), _recordings(folder / FOLDER)
         if result.get("iterations", len(history)) < len(history):
             # A resumed run is further than the end that the file tells of.
-            result, recordings = {}, [path for path in recordings if path.stem != "after"]
+            result, after, recordings = {}, {}, [path for path in recordings if path.stem != "after"]
         if not (info or result or before or history or recordings):
             raise FileNotFoundError(
                 f"{folder} holds nothing of a run (run.json, result.json, {METRICS}, {FOLDER}/): give the output_dir of one."
@@ -61,6 +63,7 @@ class RunFiles:
             info=info,
             result=result,
             before=before,
+            after=after,
             history=history,
             recordings=recordings,
             problems=problems,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+import time
+from typing import Any, ClassVar
 
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -76,8 +77,11 @@ class ProgressBar(Callback):
 
     Args:
         label: what the bar is called, such as the algorithm; ``None``: the loss's class.
-        watched_only: show it in a terminal or a notebook only. Default ``False``: wherever standard error goes.
+        watched_only: show it in a terminal or a notebook only; elsewhere, such as in a file, a line tells of an iteration now and
+            then: of the first, and of one every :attr:`line_interval` seconds. Default ``False``: wherever standard error goes.
     """
+
+    line_interval: ClassVar[float] = 60.0
 
     _shown = ("rollout/reward", "rollout/success", "evaluation/success", "policy/kl_old")
 
@@ -85,6 +89,7 @@ class ProgressBar(Callback):
         self.label, self.watched_only = label, watched_only
         self._bar: tqdm | None = None
         self._postfix: dict[str, str] = {}
+        self._next_line = 0.0
 
     def on_start(self, trainer: Any) -> None:
         if trainer.iteration:
@@ -111,6 +116,12 @@ class ProgressBar(Callback):
         self._bar.total = self._end(trainer)
         # The last iteration may collect more than max_steps.
         self._bar.update(min(trainer.steps, self._bar.total) - self._bar.n)
+        if self._bar.disable and time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + self.line_interval
+            figures = ", ".join(f"{name}={value}" for name, value in self._postfix.items())
+            line = f"iteration {trainer.iteration}, {trainer.steps:,} of {self._bar.total:,} turns: {figures}"
+            tqdm.write(line, file=sys.stderr)
+            sys.stderr.flush()
 
     @staticmethod
     def _end(trainer: Any) -> int:

@@ -132,6 +132,7 @@ class RunReport:
             plot_learning_curve(history, out / "learning_curve.png", title=title, before=before)
         if self.after is not None:
             _write_episodes(run, self.after, "after")
+            write_json(self.after.statistics(), out / "evaluation_after.json")
             if run.config.export_merged:
                 _export_merged(run, out / "merged")
         both = {"before": self.before, "after": self.after}

@@ -46,7 +46,7 @@ MARK = "torchrl_llm.json"
 
 _TRACKERS = ("tensorboard", "wandb", "wandb_id", "trackio_id")
 _REPORT = (
-    *("merged", "result.json", "evaluation_before.json", "learning_curve.png"),
+    *("merged", "result.json", "evaluation_before.json", "evaluation_after.json", "learning_curve.png"),
     *("conversations_before.md", "conversations_after.md", "report.html"),
 )
 _NAMES = ("config.yaml", "checkpoints", "csv", METRICS, "run.json", "rollouts", *_TRACKERS, *_REPORT)

@@ -18,29 +18,32 @@ from torchrl_llm.trainers.settings import names_of
 
 
 def run_info(config: RunConfig) -> dict[str, Any]:
-    """When and where a run was started (or resumed), with which versions, and its settings that are not the defaults.
+    """When and where a run was started (or resumed), with which versions, and its settings.
 
     Returns:
-        What JSON has: ``"started"``, ``"title"``, ``"changed"`` (name -> value and default as text), ``"seed"``,
-        ``"environment"`` (versions, threads, revision) and ``"machine"``.
+        What JSON has: ``"started"``, ``"title"``, ``"settings"`` (name -> value as text, but for those of outputs and those that
+        the algorithm does not have), ``"changed"`` (those that are not the defaults: name -> value and default as text),
+        ``"seed"``, ``"environment"`` (versions, threads, revision) and ``"machine"``.
 
     Examples:
         >>> run_info(RunConfig(seed=3, batch_size=8))["changed"]
         {'batch_size': ['8', '32'], 'seed': ['3', '0']}
+        >>> run_info(RunConfig(algo="GRPO"))["settings"]["gamma"]
+        '1.0'
     """
-    defaults, outputs = options_of(RunConfig), names_of(settings.OutputConfig)
-    given = {name: value for name, value in sorted(vars(config).items()) if value != defaults[name].default}
-    # An option of the loss may be given its default, for the settings have None there.
-    shown = {
-        name: [str(value), shown_default(name, config.algo)] for name, value in given.items() if name not in outputs
-    }
-    changed = {name: pair for name, pair in shown.items() if pair[0] != pair[1]}
+    options, outputs = options_of(RunConfig), names_of(settings.OutputConfig)
+    values = {name: value for name, value in sorted(vars(config).items()) if name not in outputs}
+    defaults = {name: shown_default(name, config.algo) for name in values}
+    # The settings have None for an option of the loss that is not given.
+    shown = {name: defaults[name] if value == options[name].default else str(value) for name, value in values.items()}
+    changed = {name: [value, defaults[name]] for name, value in shown.items() if value != defaults[name]}
     names = config.env_name if isinstance(config.env_name, str) else ", ".join(config.env_name)
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "title": f"{config.algo} on {names}",
         "model": config.model_path,
         "seed": config.seed,
+        "settings": {name: value for name, value in shown.items() if value},
         "changed": changed,
         "environment": environment(),
         "machine": machine(),

@@ -372,7 +372,7 @@ class OutputConfig(Checked):
     """Start a new run in an output_dir that holds a run already; it is moved aside, and deleted when the new run has a
     whole checkpoint."""
     progress: bool | None = None
-    """Show a progress bar; None shows it in a terminal and in a notebook, and not where standard error goes elsewhere."""
+    """Show a progress bar; None shows it in a terminal and in a notebook, and where standard error goes elsewhere a line a minute."""
     record_interval: Natural = 10
     """Iterations between recordings of episodes for the run report, besides the first and the last; 0 records none."""
     record_tasks: Count = 4

@@ -1,0 +1,170 @@
+"""Several runs side by side: :func:`compare_runs` and :func:`plot_runs`.
+
+They read the files of the runs' folders only, as the report of one run does.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from io import BytesIO
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from torchrl_llm.files import write_bytes
+from torchrl_llm.optional import import_extra
+from torchrl_llm.record.evaluation import Evaluation
+from torchrl_llm.record.paired import paired_comparison
+from torchrl_llm.report.curves import as_metrics
+from torchrl_llm.report.run_files import RunFiles
+
+_HEADER = ("run", "seed", "turns", "training", "before", "after", "95 % interval", "penalized", "CPU-s", "gained, lost")
+_NONE = "-"
+
+
+def compare_runs(folders: Sequence[Path]) -> str:
+    """A table of runs, one a line, and the settings in which they differ.
+
+    "training" is the win rate of the training batches, mean of the last tenth of the iterations; "before" and "after" are those of
+    the held-out evaluations, the latter with its interval and share of penalized turns; "gained, lost" compares the latter, episode by
+    episode, with that of the first run above that played the same tasks (:func:`~torchrl_llm.record.paired_comparison`, with McNemar's p).
+
+    Args:
+        folders: of the runs, at least one.
+
+    Raises:
+        FileNotFoundError: one of them is no folder, or holds nothing of a run.
+        ValueError: there is none.
+
+    Examples:
+        >>> print(compare_runs([Path("runs/ppo"), Path("runs/reinforce")]))  # doctest: +SKIP
+        run        seed  turns  training  before  after   95 % interval  penalized  CPU-s                  gained, lost
+        ppo           1  3,098     0.778   0.473  0.797  0.589 to 0.915       0.1%  1,840                             -
+        reinforce     1  2,816     0.771   0.473  0.766  0.543 to 0.900       0.4%  1,452  14, 22 against ppo (p = 0.2)
+        <BLANKLINE>
+        algo: LLMPPO (ppo), LLMREINFORCE (reinforce)
+        gamma: 0.99 (ppo), 0.9 (reinforce)
+    """
+    if not folders:
+        raise ValueError("There are no runs to compare: give the output_dir of at least one.")
+    runs = _named(folders)
+    lines: list[tuple[str, ...]] = [_HEADER]
+    for number, (name, run) in enumerate(runs.items()):
+        lines.append((name, *_cells(run, dict(islice(runs.items(), number)))))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    # The names to the left, numbers to the right.
+    table = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
+    problems = [f"{name}: {problem}" for name, run in runs.items() for problem in run.problems]
+    parts = ["\n".join(table), "\n".join(_differences(runs)), "\n".join(problems)]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _cells(run: RunFiles, earlier: Mapping[str, RunFiles]) -> tuple[str, ...]:
+    result, last = run.result, run.history[-1] if run.history else {}
+    tail = run.history[-max(1, len(run.history) // 10) :]
+    won = [metrics["rollout/success"] for metrics in tail if "rollout/success" in metrics]
+    before = run.before.get("success", result.get("success_before"))
+    interval = result.get("success_ci95")
+    return (
+        _shown(run.info.get("seed", result.get("seed")), ""),
+        _shown(last.get("rollout/steps"), ",.0f"),
+        _shown(fmean(won) if won else None, ".3f"),
+        _shown(before, ".3f"),
+        _shown(result.get("success_after"), ".3f"),
+        f"{interval[0]:.3f} to {interval[1]:.3f}" if interval else _NONE,
+        _shown(result.get("penalized_after"), ".1%"),
+        _shown(result.get("cpu_s"), ",.0f"),
+        _paired(run, earlier),
+    )
+
+
+def _shown(value: Any, kind: str) -> str:
+    return _NONE if value is None else f"{value:{kind}}"
+
+
+def _paired(run: RunFiles, earlier: Mapping[str, RunFiles]) -> str:
+    """The episodes that it gained and lost against the first run that was evaluated on the same tasks."""
+    if run.after:
+        own = Evaluation(**run.after)
+        for name, other in earlier.items():
+            if other.after and other.after["task_digest"] == own.task_digest:
+                found = paired_comparison(Evaluation(**other.after), own)
+                return (
+                    _NONE if found is None else f"{found.gained}, {found.lost} against {name} (p = {found.p_value:.1g})"
+                )
+    return _NONE
+
+
+def _differences(runs: Mapping[str, RunFiles]) -> list[str]:
+    """A line for each setting that differs: its values, and the runs that have them. The seed is in the table."""
+    unknown = [name for name, run in runs.items() if "settings" not in run.info]
+    lines = [f"settings that an earlier version did not write: {', '.join(unknown)}"] if unknown else []
+    known = {name: run.info["settings"] for name, run in runs.items() if name not in unknown}
+    for setting in sorted({each for settings in known.values() for each in settings} - {"seed"}):
+        owners: dict[str | None, list[str]] = {}
+        for name, settings in known.items():
+            owners.setdefault(settings.get(setting), []).append(name)
+        given = any(setting in runs[name].info.get("changed", {}) for name in known)
+        # That only one of two algorithms has an option says something where it was given.
+        if len(owners.keys() - {None}) > 1 or (given and len(owners) > 1):
+            values = (f"{value or _NONE} ({', '.join(names)})" for value, names in owners.items())
+            lines.append(f"{setting}: {', '.join(values)}")
+    return lines
+
+
+def _named(folders: Sequence[Path]) -> dict[str, RunFiles]:
+    """The runs, each once, by their folder without what all folders have in common."""
+    paths = list(dict.fromkeys(folder.resolve() for folder in folders))
+    common = Path(os.path.commonpath([path.parent for path in paths]))
+    return {str(path.relative_to(common)): RunFiles.of(path) for path in paths}
+
+
+def plot_runs(folders: Sequence[Path], path: Path) -> None:
+    """Draw the win rates of runs over the turns collected: training batches as lines, held-out evaluations as points.
+
+    Args:
+        folders: of the runs.
+        path: the file; its ending is the format, such as ``.png``, ``.svg`` or ``.pdf``.
+
+    Raises:
+        FileNotFoundError: one of the folders holds nothing of a run.
+        ImportError: matplotlib is missing.
+        ValueError: no run has anything to draw, or the format is not known.
+    """
+    figures = import_extra("matplotlib.figure", extra="report", what="The plot of several runs")
+    runs = _named(folders)
+    figure = figures.Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    formats = axes.figure.canvas.get_supported_filetypes()
+    kind = path.suffix.removeprefix(".")
+    if kind not in formats:
+        raise ValueError(f"The plot is '{path}'; expected a file that ends in one of {', '.join(sorted(formats))}.")
+    if not any(run.history for run in runs.values()):
+        raise ValueError("None of the runs has an iteration: there is nothing to draw.")
+    for number, (name, run) in enumerate(runs.items()):
+        color = f"C{number % 10}"
+        training = [
+            (each["rollout/steps"], each["rollout/success"]) for each in run.history if "rollout/success" in each
+        ]
+        axes.plot(*zip(*training, strict=True), color=color, linewidth=1, alpha=0.5)
+        axes.plot(*zip(*_held_out(run), strict=True), "o-", color=color, markersize=4, label=name)
+    axes.set(xlabel="turns collected", ylabel="win rate", ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    drawn = BytesIO()
+    figure.savefig(drawn, format=kind, dpi=130)
+    write_bytes(path, drawn.getvalue())
+
+
+def _held_out(run: RunFiles) -> list[tuple[float, float]]:
+    """Turns and win rate of each evaluation, that before training at 0 turns and that after it at the last."""
+    name = "evaluation/success"
+    found = [(each["rollout/steps"], each[name]) for each in run.history if name in each]
+    if before := as_metrics(run.before).get(name):
+        found.insert(0, (0.0, before))
+    after = run.result.get("success_after")
+    if after is not None and run.history and name not in run.history[-1]:
+        found.append((run.history[-1]["rollout/steps"], after))
+    return found
