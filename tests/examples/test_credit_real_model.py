@@ -45,7 +45,8 @@ def test_what_is_registered_can_run_and_is_the_studys(real_model, tmp_path):
     estimators = real_model.registered.ESTIMATORS
     for name, own in estimators.items():
         config = RunConfig(**real_model.settings(name), output_dir=tmp_path)
-        assert (config.algo, config.max_iterations, config.model_path) == (own["algo"], 14, "smollm2")
+        assert (config.algo, config.max_steps, config.model_path) == (own["algo"], 1800, "smollm2")
+        assert config.warmup_fraction * config.max_steps < 2 * 48 * 4  # over by the third batch
         assert all(
             getattr(config, option) == value
             for option, value in own.items()
