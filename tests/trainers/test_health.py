@@ -5,16 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from torchrl_llm.trainers import TrainerConfig
 from torchrl_llm.trainers.health import HealthWatch
 
 
-def warnings_of(history, caplog, *, resumed_after=0):
+def warnings_of(history, caplog, *, resumed_after=0, config=None):
     caplog.clear()
-    watch = HealthWatch()
+    watch, config = HealthWatch(), config or TrainerConfig()
     with caplog.at_level(logging.WARNING):
         watch.on_start(SimpleNamespace(history=history[:resumed_after]))
         for iteration, metrics in enumerate(history[resumed_after:], start=resumed_after + 1):
-            watch.on_iteration(SimpleNamespace(iteration=iteration), metrics)
+            trainer = SimpleNamespace(iteration=iteration, config=config, steps=100 * iteration, seconds=1.0)
+            watch.on_iteration(trainer, metrics)
     return [record.getMessage() for record in caplog.records]
 
 
@@ -26,6 +28,22 @@ def runs(*wins, **others):
 def test_a_healthy_run_has_none(caplog):
     wins = [0.5 + 0.02 * i + 0.05 * (-1) ** i for i in range(20)]
     assert warnings_of(runs(*wins), caplog) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({"max_steps": 10**9, "max_iterations": 10}, True),
+        ({"max_steps": 2000, "max_seconds": 2.0}, True),
+        ({"max_steps": 10**9}, False),  # long, but it will come to its end
+        ({"max_steps": 5000, "max_iterations": 10}, False),
+    ],
+)
+def test_a_run_that_ends_in_its_warm_up(caplog, settings, warned):
+    """100 turns an iteration and second; the warm-up takes 0.2 of max_steps."""
+    messages = warnings_of(runs(0.5, 0.5, 0.5), caplog, config=TrainerConfig(warmup_fraction=0.2, **settings))
+    assert len(messages) == warned
+    assert all("Set max_steps to about the turns of the run" in message for message in messages)
 
 
 def test_a_rise_from_nothing_is_no_fall(caplog):

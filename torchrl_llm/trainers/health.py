@@ -7,12 +7,13 @@ from typing import Any
 
 from torchrl_llm.record.health import HealthRules
 from torchrl_llm.trainers.callbacks import Callback
+from torchrl_llm.trainers.schedule import endless_warm_up
 
 logger = logging.getLogger(__name__)
 
 
 class HealthWatch(Callback):
-    """Warns in the log, once of each kind, of what precedes a collapse and of the collapse itself.
+    """Warns in the log, once of each kind, of what precedes a collapse, of the collapse itself, and of a warm-up that the run is too short for.
 
     A warning says what to change; the section "My run collapsed" of the documentation says more. Nothing is changed here.
     """
@@ -27,5 +28,9 @@ class HealthWatch(Callback):
             self._rules.problems(metrics)
 
     def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:
-        for problem in self._rules.problems(metrics):
+        problems = self._rules.problems(metrics)
+        if trainer.iteration == 1:  # later it is no use to start again
+            wrong = endless_warm_up(trainer.config, steps=trainer.steps, iteration=1, seconds=trainer.seconds)
+            problems += [wrong] if wrong else []
+        for problem in problems:
             logger.warning("iteration %d: %s", trainer.iteration, problem)

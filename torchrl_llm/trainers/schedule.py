@@ -121,6 +121,26 @@ def run_share(config: TrainerConfig, *, steps: int, iteration: int, seconds: flo
     return min(1.0, max(shares))
 
 
+def endless_warm_up(config: TrainerConfig, *, steps: int, iteration: int, seconds: float) -> str | None:
+    """What is wrong if the run will end before the learning rates' warm-up, as it goes; ``None``: it will not.
+
+    Examples:
+        >>> config = TrainerConfig(max_steps=100_000, max_iterations=20, warmup_fraction=0.1)
+        >>> print(endless_warm_up(config, steps=150, iteration=1, seconds=5.0))
+        the run will end after about 3,000 turns, with its learning rates at 0.3 of what they are to be: warmup_fraction=0.1 is a \
+share of max_steps=100000 turns. Set max_steps to about the turns of the run.
+        >>> endless_warm_up(config, steps=600, iteration=1, seconds=5.0)
+    """
+    share = run_share(config, steps=steps, iteration=iteration, seconds=seconds)
+    warm_up = config.warmup_fraction * config.max_steps
+    if not share or steps / share >= warm_up:
+        return None
+    return (
+        f"the run will end after about {steps / share:,.0f} turns, with its learning rates at {steps / share / warm_up:.1g} of what they are to be: "
+        f"warmup_fraction={config.warmup_fraction} is a share of max_steps={config.max_steps} turns. Set max_steps to about the turns of the run."
+    )
+
+
 def success_reached(config: TrainerConfig, metrics: Mapping[str, float]) -> str | None:
     """Why a run ends after an evaluation with these metrics; ``None``: it continues.
 
