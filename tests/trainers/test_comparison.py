@@ -83,6 +83,20 @@ class TestCompareRuns:
         assert "settings that an earlier version did not write: old" in text
         assert cells(text)["unfinished"]["after"] == cells(text)["old"]["gained, lost"] == "-"
 
+    def test_runs_that_differ_in_their_seed_alone_are_taken_together(self, runs, tmp_path):
+        for name, seed, after in (("first", 7, 0.25), ("second", 8, 0.75)):
+            folder = shutil.copytree(runs / "slow", tmp_path / name)
+            for file, more in (("run.json", {"seed": seed}), ("result.json", {"success_after": after})):
+                (folder / file).write_text(json.dumps(json.loads((folder / file).read_text()) | more))
+        shutil.copytree(runs / "fast", tmp_path / "fast")
+        text = compare_runs([tmp_path / name for name in ("first", "second", "fast")])
+        (header, *lines) = text.split("\n\n")[1].splitlines()
+        (line,) = lines  # of "fast" there is one run
+        assert header.split()[:2] == ["over", "seeds"]
+        assert line.startswith("lr_actor=0.0001  ")
+        assert line.split()[1] == "2"
+        assert line.split()[-2:] == ["0.500", "0.250"]
+
     def test_a_run_is_shown_once(self, runs):
         assert len(cells(compare_runs([runs / "slow", runs / "slow"]))) == 1
 

@@ -25,7 +25,7 @@ _NONE = "-"
 
 
 def compare_runs(folders: Sequence[Path]) -> str:
-    """A table of runs, one a line, and the settings in which they differ.
+    """A table of runs, one a line, one of the runs that differ in their seed alone, and the settings in which they differ.
 
     "training" is the win rate of the training batches, mean of the last tenth of the iterations; "before" and "after" are those of
     the held-out evaluations, the latter with its interval and share of penalized turns; "gained, lost" compares the latter, episode by
@@ -53,25 +53,19 @@ def compare_runs(folders: Sequence[Path]) -> str:
     lines: list[tuple[str, ...]] = [_HEADER]
     for number, (name, run) in enumerate(runs.items()):
         lines.append((name, *_cells(run, dict(islice(runs.items(), number)))))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    # The names to the left, numbers to the right.
-    table = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines]
     problems = [f"{name}: {problem}" for name, run in runs.items() for problem in run.problems]
-    parts = ["\n".join(table), "\n".join(_differences(runs)), "\n".join(problems)]
+    parts = [_aligned(lines), _over_seeds(runs), "\n".join(_differences(runs)), "\n".join(problems)]
     return "\n\n".join(part for part in parts if part)
 
 
 def _cells(run: RunFiles, earlier: Mapping[str, RunFiles]) -> tuple[str, ...]:
     result, last = run.result, run.history[-1] if run.history else {}
-    tail = run.history[-max(1, len(run.history) // 10) :]
-    won = [metrics["rollout/success"] for metrics in tail if "rollout/success" in metrics]
-    before = run.before.get("success", result.get("success_before"))
     interval = result.get("success_ci95")
     return (
         _shown(run.info.get("seed", result.get("seed")), ""),
         _shown(last.get("rollout/steps"), ",.0f"),
-        _shown(fmean(won) if won else None, ".3f"),
-        _shown(before, ".3f"),
+        _shown(_training(run), ".3f"),
+        _shown(_before(run), ".3f"),
         _shown(result.get("success_after"), ".3f"),
         f"{interval[0]:.3f} to {interval[1]:.3f}" if interval else _NONE,
         _shown(result.get("penalized_after"), ".1%"),
@@ -97,21 +91,76 @@ def _paired(run: RunFiles, earlier: Mapping[str, RunFiles]) -> str:
     return _NONE
 
 
-def _differences(runs: Mapping[str, RunFiles]) -> list[str]:
-    """A line for each setting that differs: its values, and the runs that have them. The seed is in the table."""
-    unknown = [name for name, run in runs.items() if "settings" not in run.info]
-    lines = [f"settings that an earlier version did not write: {', '.join(unknown)}"] if unknown else []
-    known = {name: run.info["settings"] for name, run in runs.items() if name not in unknown}
-    for setting in sorted({each for settings in known.values() for each in settings} - {"seed"}):
-        owners: dict[str | None, list[str]] = {}
-        for name, settings in known.items():
-            owners.setdefault(settings.get(setting), []).append(name)
+def _settings(runs: Mapping[str, RunFiles]) -> dict[str, Mapping[str, str]]:
+    """Run -> its settings but for the seed; without runs that do not say."""
+    known = {name: run.info["settings"] for name, run in runs.items() if "settings" in run.info}
+    return {name: {key: value for key, value in each.items() if key != "seed"} for name, each in known.items()}
+
+
+def _differing(runs: Mapping[str, RunFiles], known: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """The names of the settings that differ."""
+    found = []
+    for setting in sorted({each for settings in known.values() for each in settings}):
+        values = {settings.get(setting) for settings in known.values()}
         given = any(setting in runs[name].info.get("changed", {}) for name in known)
         # That only one of two algorithms has an option says something where it was given.
-        if len(owners.keys() - {None}) > 1 or (given and len(owners) > 1):
-            values = (f"{value or _NONE} ({', '.join(names)})" for value, names in owners.items())
-            lines.append(f"{setting}: {', '.join(values)}")
+        if len(values - {None}) > 1 or (given and len(values) > 1):
+            found.append(setting)
+    return found
+
+
+def _differences(runs: Mapping[str, RunFiles]) -> list[str]:
+    """A line for each setting that differs: its values, and the runs that have them. The seed is in the table."""
+    known = _settings(runs)
+    unknown = [name for name in runs if name not in known]
+    lines = [f"settings that an earlier version did not write: {', '.join(unknown)}"] if unknown else []
+    for setting in _differing(runs, known):
+        owners: dict[str, list[str]] = {}
+        for name, settings in known.items():
+            owners.setdefault(settings.get(setting, _NONE), []).append(name)
+        lines.append(f"{setting}: " + ", ".join(f"{value} ({', '.join(names)})" for value, names in owners.items()))
     return lines
+
+
+def _over_seeds(runs: Mapping[str, RunFiles]) -> str:
+    """A table of the runs that differ in nothing but their seed, where there are two or more of them: means, and the worst."""
+    known = _settings(runs)
+    differing = _differing(runs, known)
+    groups: dict[tuple[str, ...], list[RunFiles]] = {}
+    for name, settings in known.items():
+        groups.setdefault(tuple(settings.get(setting, _NONE) for setting in differing), []).append(runs[name])
+    lines: list[tuple[str, ...]] = [("over seeds", "runs", "training", "before", "after", "worst after")]
+    for values, group in groups.items():
+        after = [run.result["success_after"] for run in group if run.result.get("success_after") is not None]
+        if len(group) > 1:
+            label = ", ".join(
+                f"{setting}={value}" for setting, value in zip(differing, values, strict=True) if value != _NONE
+            )
+            means = (_mean([_training(run) for run in group]), _mean([_before(run) for run in group]), _mean(after))
+            lines.append((label or "all", str(len(group)), *means, _shown(min(after, default=None), ".3f")))
+    return _aligned(lines) if len(lines) > 1 else ""
+
+
+def _mean(values: Sequence[float | None]) -> str:
+    known = [value for value in values if value is not None]
+    return f"{fmean(known):.3f}" if known else _NONE
+
+
+def _training(run: RunFiles) -> float | None:
+    """The win rate of the training batches, mean of the last tenth of the iterations."""
+    tail = run.history[-max(1, len(run.history) // 10) :]
+    won = [metrics["rollout/success"] for metrics in tail if "rollout/success" in metrics]
+    return fmean(won) if won else None
+
+
+def _before(run: RunFiles) -> float | None:
+    return run.before.get("success", run.result.get("success_before"))
+
+
+def _aligned(lines: Sequence[tuple[str, ...]]) -> str:
+    """Names to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]) for line in lines)
 
 
 def _named(folders: Sequence[Path]) -> dict[str, RunFiles]:
