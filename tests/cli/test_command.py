@@ -25,6 +25,7 @@ from torchrl_llm.cli import COMMANDS, main
 from torchrl_llm.options import options_of
 from torchrl_llm.tiny import tiny_model_path
 from torchrl_llm.trainers import RunConfig
+from torchrl_llm.trainers.cli import resume_command
 from torchrl_llm.trainers.saved import find_saved_model, load_saved_model
 from torchrl_llm.trainers.schema import settings_schema
 from torchrl_llm.trainers.settings_file import Loader
@@ -53,6 +54,13 @@ class TestHelp:
         part = text.index("The environment and the text that the model reads:")
         assert part < text.index("--max_model_len VALUE") < text.index("How responses are sampled:")
         assert "default: 0.99 (LLMPPO), 0.9 (LLMREINFORCE), 1.0 (GRPO, SFT)" in text
+
+    def test_called_from_python_it_says_how_to_go_on_from_the_command_line(self, monkeypatch):
+        seen, before = [], [*sys.argv]
+        monkeypatch.setattr("torchrl_llm.cli.train.run", lambda _: seen.append(resume_command(RunConfig())) or 0)
+        assert main(["train", "--seed", "3"]) == 0
+        assert seen == ["torchrl-llm train --seed 3 --resume"]
+        assert sys.argv == before
 
     def test_python_m_is_the_same_command(self):
         done = subprocess.run(

@@ -9,9 +9,12 @@ from small_runs import small_config
 
 from torchrl_llm.cli import main
 from torchrl_llm.record import Evaluation, paired_comparison
+from torchrl_llm.record.table import read_metrics
 from torchrl_llm.report import compare_runs, plot_runs
+from torchrl_llm.trainers import RunConfig
 from torchrl_llm.trainers.report import run_and_report
 from torchrl_llm.trainers.run import build_run
+from torchrl_llm.trainers.run_info import run_info
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +59,14 @@ class TestCompareRuns:
         found = paired_comparison(*both)
         assert found.gained + found.lost > 0
         assert table["fast"]["gained, lost"].startswith(f"{found.gained}, {found.lost} against slow")
+        history = read_metrics(runs / "slow" / "metrics.csv")
+        spent = sum(
+            each[f"time/{phase}_s"]
+            for each in history
+            for phase in ("rollout", "score", "update", "evaluation")
+            if f"time/{phase}_s" in each
+        )
+        assert table["slow"]["seconds"] == f"{spent:,.0f}"
         assert table["slow"]["gained, lost"] == table["grpo"]["gained, lost"] == "-"
 
     def test_settings_that_differ(self, runs):
@@ -119,3 +130,11 @@ class TestCommand:
     def test_refuses_what_is_no_run(self, runs, tmp_path, capsys):
         assert main(["compare", str(runs / "slow"), str(tmp_path)]) == 2
         assert "holds nothing of a run" in capsys.readouterr().err
+
+
+class TestSettings:
+    def test_those_without_effect_are_left_out(self):
+        shown = run_info(RunConfig(algo="GRPO", group_size=4))["settings"]
+        assert not {"state", "alone", "potential", "tree_depth", "lmbda", "tensor_parallel_size"} & shown.keys()
+        state = {"credit": "state", "state": "floor", "baseline": "leave_one_out", "scale": "none"}
+        assert run_info(RunConfig(algo="GRPO", group_size=4, **state))["settings"]["state"] == "floor"

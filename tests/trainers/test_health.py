@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from torchrl_llm.record.health import HealthRules
 from torchrl_llm.trainers import TrainerConfig
 from torchrl_llm.trainers.health import HealthWatch
 
@@ -28,6 +29,15 @@ def runs(*wins, **others):
 def test_a_healthy_run_has_none(caplog):
     wins = [0.5 + 0.02 * i + 0.05 * (-1) ** i for i in range(20)]
     assert warnings_of(runs(*wins), caplog) == []
+
+
+def test_a_reference_that_is_far_from_the_start(caplog):
+    """As after a warm start without init_reference; later the policy may move away, and from a teacher it begins there."""
+    (message,) = warnings_of(runs(0.5, 0.5, **{"policy/kl_reference": 0.5}), caplog)
+    assert "0.5 nats a token away from the reference" in message
+    assert "init_reference" in message
+    assert warnings_of([*runs(0.5), *runs(0.5, **{"policy/kl_reference": 0.5})], caplog) == []
+    assert HealthRules(teacher=True).problems(runs(0.5, **{"policy/kl_reference": 0.5})[0]) == []
 
 
 @pytest.mark.parametrize(

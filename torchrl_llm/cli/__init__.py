@@ -61,6 +61,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: from :mod:`argparse`, for ``--help`` and wrong arguments.
     """
     given = [*(sys.argv[1:] if argv is None else argv)]
+    with _command_line(sys.argv if argv is None else ["torchrl-llm", *given]):
+        return _main(given)
+
+
+@contextmanager
+def _command_line(words: Sequence[str]) -> Iterator[None]:
+    """Inside, ``sys.argv`` is the command that runs, by which a run says how to go on with it."""
+    before, sys.argv = sys.argv, [*words]
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _main(given: Sequence[str]) -> int:
     try:
         with _output_of_one_process():
             try:
@@ -156,7 +171,7 @@ def _reader_has_gone() -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _explain(given: list[str]) -> int:
+def _explain(given: Sequence[str]) -> int:
     """Help, version and completions; the error for a command that there is not."""
     parser = ArgumentParser(prog="torchrl-llm", description=torchrl_llm.__doc__.partition("\n")[0], noun="command")
     parser.add_argument("--version", action="version", version=torchrl_llm.__version__)

@@ -21,8 +21,15 @@ SCATTERED = 3.0
 NOISY = 1.0
 
 
+FAR = 0.1
+"""KL to the reference, nats per action token, in the first iteration: a policy that begins as the reference has less than 0.01."""
+
+
 class HealthRules:
     """Finds, once of each kind, what precedes a collapse, and the collapse itself, in the metrics of a run.
+
+    Args:
+        teacher: the reference of the KL is a teacher, which is meant to be far away. Default ``False``.
 
     Examples:
         >>> rules = HealthRules()
@@ -32,8 +39,10 @@ class HealthRules:
         []
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, teacher: bool = False) -> None:
+        self.teacher = teacher
         self._warned: set[str] = set()
+        self._iterations = 0
         self._wins: list[float] = []
         self._best = 0.0
         self._without_credit = 0
@@ -41,6 +50,7 @@ class HealthRules:
 
     def problems(self, metrics: Mapping[str, float]) -> list[str]:
         """What the metrics of the next iteration say for the first time, each with what to do."""
+        self._iterations += 1
         self._wins = [*self._wins, metrics["rollout/success"]][-WINDOW:]
         self._without_credit = self._without_credit + 1 if metrics.get("credit/largest") == 0.0 else 0
         if math.isinf(self._first_entropy):
@@ -56,6 +66,13 @@ class HealthRules:
                 "long",
                 f"the update moved the policy by {kl:.2g} nats a token, more than {LONG_UPDATE}: one such update can undo a run. Set "
                 "target_kl to 0.01, which shortens its steps, or lower lr_actor.",
+            )
+        far = metrics.get("policy/kl_reference", 0.0)
+        if far > FAR and self._iterations == 1 and not self.teacher:
+            yield (
+                "far",
+                f"the policy begins {far:.2g} nats a token away from the reference of the KL, which pulls it back there, over what it was taught "
+                "before: with init_from set init_reference, or kl_coeff to 0, unless that is meant.",
             )
         mean = fmean(self._wins) if len(self._wins) == WINDOW else 0.0
         self._best = max(self._best, mean)

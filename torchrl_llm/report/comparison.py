@@ -19,8 +19,21 @@ from torchrl_llm.record.evaluation import Evaluation
 from torchrl_llm.record.paired import paired_comparison
 from torchrl_llm.report.curves import as_metrics
 from torchrl_llm.report.run_files import RunFiles
+from torchrl_llm.report.summary import seconds_of
 
-_HEADER = ("run", "seed", "turns", "training", "before", "after", "95 % interval", "penalized", "CPU-s", "gained, lost")
+_HEADER = (
+    "run",
+    "seed",
+    "turns",
+    "training",
+    "before",
+    "after",
+    "95 % interval",
+    "penalized",
+    "seconds",
+    "gained, lost",
+)
+_OVER_SEEDS = ("over seeds", "runs", "training", "before", "after", "worst after")
 _NONE = "-"
 
 
@@ -28,7 +41,8 @@ def compare_runs(folders: Sequence[Path]) -> str:
     """A table of runs, one a line, one of the runs that differ in their seed alone, and the settings in which they differ.
 
     "training" is the win rate of the training batches, mean of the last tenth of the iterations; "before" and "after" are those of
-    the held-out evaluations, the latter with its interval and share of penalized turns; "gained, lost" compares the latter, episode by
+    the held-out evaluations, the latter with its interval and share of penalized turns; "seconds" is the wall clock of the
+    iterations, and "turns" what was collected, those of trees that were played again included; "gained, lost" compares the latter, episode by
     episode, with that of the first run above that played the same tasks (:func:`~torchrl_llm.record.paired_comparison`, with McNemar's p).
 
     Args:
@@ -40,9 +54,9 @@ def compare_runs(folders: Sequence[Path]) -> str:
 
     Examples:
         >>> print(compare_runs([Path("runs/ppo"), Path("runs/reinforce")]))  # doctest: +SKIP
-        run        seed  turns  training  before  after   95 % interval  penalized  CPU-s                  gained, lost
-        ppo           1  3,098     0.778   0.473  0.797  0.589 to 0.915       0.1%  1,840                             -
-        reinforce     1  2,816     0.771   0.473  0.766  0.543 to 0.900       0.4%  1,452  14, 22 against ppo (p = 0.2)
+        run        seed  turns  training  before  after   95 % interval  penalized  seconds                  gained, lost
+        ppo           1  3,098     0.778   0.473  0.797  0.589 to 0.915       0.1%    1,840                             -
+        reinforce     1  2,816     0.771   0.473  0.766  0.543 to 0.900       0.4%    1,452  14, 22 against ppo (p = 0.2)
         <BLANKLINE>
         algo: LLMPPO (ppo), LLMREINFORCE (reinforce)
         gamma: 0.99 (ppo), 0.9 (reinforce)
@@ -69,7 +83,7 @@ def _cells(run: RunFiles, earlier: Mapping[str, RunFiles]) -> tuple[str, ...]:
         _shown(result.get("success_after"), ".3f"),
         f"{interval[0]:.3f} to {interval[1]:.3f}" if interval else _NONE,
         _shown(result.get("penalized_after"), ".1%"),
-        _shown(result.get("cpu_s"), ",.0f"),
+        _shown(sum(seconds_of(run.history).values()) if run.history else None, ",.0f"),
         _paired(run, earlier),
     )
 
@@ -124,21 +138,25 @@ def _differences(runs: Mapping[str, RunFiles]) -> list[str]:
 
 def _over_seeds(runs: Mapping[str, RunFiles]) -> str:
     """A table of the runs that differ in nothing but their seed, where there are two or more of them: means, and the worst."""
-    known = _settings(runs)
-    differing = _differing(runs, known)
-    groups: dict[tuple[str, ...], list[RunFiles]] = {}
-    for name, settings in known.items():
-        groups.setdefault(tuple(settings.get(setting, _NONE) for setting in differing), []).append(runs[name])
-    lines: list[tuple[str, ...]] = [("over seeds", "runs", "training", "before", "after", "worst after")]
-    for values, group in groups.items():
+    lines = [_OVER_SEEDS]
+    for label, names in _groups(runs).items():
+        group = [runs[name] for name in names]
         after = [run.result["success_after"] for run in group if run.result.get("success_after") is not None]
         if len(group) > 1:
-            label = ", ".join(
-                f"{setting}={value}" for setting, value in zip(differing, values, strict=True) if value != _NONE
-            )
             means = (_mean([_training(run) for run in group]), _mean([_before(run) for run in group]), _mean(after))
-            lines.append((label or "all", str(len(group)), *means, _shown(min(after, default=None), ".3f")))
+            lines.append((label, str(len(group)), *means, _shown(min(after, default=None), ".3f")))
     return _aligned(lines) if len(lines) > 1 else ""
+
+
+def _groups(runs: Mapping[str, RunFiles]) -> dict[str, list[str]]:
+    """What sets runs apart from others -> the runs that have it, which differ in their seed alone."""
+    known = _settings(runs)
+    differing = _differing(runs, known)
+    groups: dict[str, list[str]] = {}
+    for name, settings in known.items():
+        label = ", ".join(f"{setting}={settings[setting]}" for setting in differing if setting in settings)
+        groups.setdefault(label or "all", []).append(name)
+    return groups
 
 
 def _mean(values: Sequence[float | None]) -> str:
@@ -171,7 +189,9 @@ def _named(folders: Sequence[Path]) -> dict[str, RunFiles]:
 
 
 def plot_runs(folders: Sequence[Path], path: Path) -> None:
-    """Draw the win rates of runs over the turns collected: training batches as lines, held-out evaluations as points.
+    """Draw the win rates of runs over the turns collected: training batches as faint lines, held-out evaluations as points.
+
+    Runs that differ in their seed alone share a color.
 
     Args:
         folders: of the runs.
@@ -192,14 +212,21 @@ def plot_runs(folders: Sequence[Path], path: Path) -> None:
         raise ValueError(f"The plot is '{path}'; expected a file that ends in one of {', '.join(sorted(formats))}.")
     if not any(run.history for run in runs.values()):
         raise ValueError("None of the runs has an iteration: there is nothing to draw.")
-    for number, (name, run) in enumerate(runs.items()):
-        color = f"C{number % 10}"
+    labels = {name: label for label, names in _groups(runs).items() if len(names) > 1 for name in names}
+    colors: dict[str, str] = {}
+    for name, run in runs.items():
+        label = labels.get(name, name)
+        new = label not in colors
+        color = colors.setdefault(label, f"C{len(colors) % 10}")
         training = [
             (each["rollout/steps"], each["rollout/success"]) for each in run.history if "rollout/success" in each
         ]
-        axes.plot(*zip(*training, strict=True), color=color, linewidth=1, alpha=0.5)
-        axes.plot(*zip(*_held_out(run), strict=True), "o-", color=color, markersize=4, label=name)
+        for points, style in ((training, {"lw": 1, "alpha": 0.5}), (_held_out(run), {"marker": "o", "ms": 4})):
+            if points:
+                axes.plot(*zip(*points, strict=True), color=color, **style)
+        axes.plot([], [], color=color, marker="o", ms=4, label=label if new else None)
     axes.set(xlabel="turns collected", ylabel="win rate", ylim=(0, 1.02))
+    axes.set_title("training batches (lines) and held-out evaluations (points)", fontsize="medium")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2, frameon=False)
     drawn = BytesIO()
@@ -211,7 +238,8 @@ def _held_out(run: RunFiles) -> list[tuple[float, float]]:
     """Turns and win rate of each evaluation, that before training at 0 turns and that after it at the last."""
     name = "evaluation/success"
     found = [(each["rollout/steps"], each[name]) for each in run.history if name in each]
-    if before := as_metrics(run.before).get(name):
+    before = as_metrics(run.before).get(name)
+    if before is not None:
         found.insert(0, (0.0, before))
     after = run.result.get("success_after")
     if after is not None and run.history and name not in run.history[-1]:

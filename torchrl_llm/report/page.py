@@ -154,7 +154,7 @@ class _Page:
             "costs": summary.costs(files),
             "curves": self.curves,
             "has_matplotlib": find_spec("matplotlib") is not None,
-            "warnings": summary.warnings(files.history),
+            "warnings": summary.warnings(files.history, teacher="teacher" in files.info.get("changed", {})),
             "about": summary.about(files),
             "problems": files.problems,
             "left_out": self.left_out,

@@ -60,17 +60,21 @@ def headline(files: RunFiles) -> dict[str, str]:
     return {name: value for name, value in shown.items() if value}
 
 
+def seconds_of(history: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Phase -> seconds of wall clock, over all iterations."""
+    return {phase: _sum(history, f"time/{phase}_s") for phase in ("rollout", "score", "update", "sync", "evaluation")}
+
+
 def costs(files: RunFiles) -> Rows:
     """Phase, seconds of wall clock, share of them."""
-    phases = ("rollout", "score", "update", "sync", "evaluation")
-    seconds = {phase: _sum(files.history, f"time/{phase}_s") for phase in phases}
+    seconds = seconds_of(files.history)
     total = sum(seconds.values())
     return [(phase, f"{value:,.1f} s", f"{value / total:.0%}") for phase, value in seconds.items() if value]
 
 
-def warnings(history: Sequence[Mapping[str, float]]) -> Rows:
-    """Iteration and text of the health warnings that the run's metrics give rise to."""
-    rules = HealthRules()
+def warnings(history: Sequence[Mapping[str, float]], *, teacher: bool = False) -> Rows:
+    """Iteration and text of the health warnings that the run's metrics give rise to; ``teacher``: the KL is to one."""
+    rules = HealthRules(teacher=teacher)
     known = [(number, metrics) for number, metrics in enumerate(history, 1) if "rollout/success" in metrics]
     return [(str(number), problem) for number, metrics in known for problem in rules.problems(metrics)]
 

@@ -16,14 +16,18 @@ class HealthWatch(Callback):
     """Warns in the log, once of each kind, of what precedes a collapse, of the collapse itself, and of a warm-up that the run is too short for.
 
     A warning says what to change; the section "My run collapsed" of the documentation says more. Nothing is changed here.
+
+    Args:
+        teacher: the reference of the KL is a teacher, which may be far away. Default ``False``.
     """
 
-    def __init__(self) -> None:
-        self._rules = HealthRules()
+    def __init__(self, *, teacher: bool = False) -> None:
+        self.teacher = teacher
+        self._rules = HealthRules(teacher=teacher)
 
     def on_start(self, trainer: Any) -> None:
         """Take note of the iterations before: a resumed run falls from its best, and has been warned of what it was warned of."""
-        self._rules = HealthRules()
+        self._rules = HealthRules(teacher=self.teacher)
         for metrics in trainer.history:
             self._rules.problems(metrics)
 

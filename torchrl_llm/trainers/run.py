@@ -42,6 +42,7 @@ from torchrl_llm.trainers.run_folder import RunFolder
 from torchrl_llm.trainers.sources import check_length, load_tokenizer
 from torchrl_llm.trainers.teacher import check_teacher, load_teacher
 from torchrl_llm.trainers.trainer import LLMTrainer
+from torchrl_llm.trainers.wrong_settings import missing_extras
 from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
 
 MakeLoss = Callable[[RunConfig, ActorCritic], TurnPolicyLoss]
@@ -258,6 +259,8 @@ def _build(
     loss = (make_loss or build.make_objective)(config, models)
     if not isinstance(loss, TurnPolicyLoss):
         raise ConfigError(f"make_loss(config, models) returned a {type(loss).__name__}; expected a TurnPolicyLoss.")
+    for problem in missing_extras(loss.value_estimator, train_env.extras):
+        raise ConfigError(problem)
     reference = models.reference if config.teacher is None else load_teacher(config, sampling)
     policy, weight_sync = build.make_policy(config, tokenizer, sampling, models)
     opened.callback(policy.close)
@@ -288,7 +291,7 @@ def _build(
     # First: it locks and prepares the folder before another callback writes there.
     watchers: list[Callback] = [opening]
     if distributed.is_main:
-        watchers += [MetricsTable(config.output_dir / table.FILE), HealthWatch()]
+        watchers += [MetricsTable(config.output_dir / table.FILE), HealthWatch(teacher=config.teacher is not None)]
     recorder = _recorder(config, tokenizer)
     watchers += [] if recorder is None else [recorder]
     if config.refresh_reference:

@@ -14,6 +14,7 @@ from torchrl_llm.options import options_of
 from torchrl_llm.trainers import settings
 from torchrl_llm.trainers.checkpoint_parts import environment
 from torchrl_llm.trainers.config import RunConfig, shown_default
+from torchrl_llm.trainers.loss_settings import LOSSES
 from torchrl_llm.trainers.settings import names_of
 
 
@@ -22,13 +23,13 @@ def run_info(config: RunConfig) -> dict[str, Any]:
 
     Returns:
         What JSON has: ``"started"``, ``"title"``, ``"settings"`` (name -> value as text, but for those of outputs and those that
-        the algorithm does not have), ``"changed"`` (those that are not the defaults: name -> value and default as text),
+        have no effect), ``"changed"`` (those that are not the defaults: name -> value and default as text),
         ``"seed"``, ``"environment"`` (versions, threads, revision) and ``"machine"``.
 
     Examples:
         >>> run_info(RunConfig(seed=3, batch_size=8))["changed"]
         {'batch_size': ['8', '32'], 'seed': ['3', '0']}
-        >>> run_info(RunConfig(algo="GRPO"))["settings"]["gamma"]
+        >>> run_info(RunConfig(algo="GRPO", group_size=4))["settings"]["gamma"]
         '1.0'
     """
     options, outputs = options_of(RunConfig), names_of(settings.OutputConfig)
@@ -37,13 +38,16 @@ def run_info(config: RunConfig) -> dict[str, Any]:
     # The settings have None for an option of the loss that is not given.
     shown = {name: defaults[name] if value == options[name].default else str(value) for name, value in values.items()}
     changed = {name: [value, defaults[name]] for name, value in shown.items() if value != defaults[name]}
+    rules = (*RunConfig.idle, *LOSSES[config.algo].idle)
+    met = [rule for rule in rules if all(shown.get(key, "") in [*map(str, under)] for key, under in rule.under.items())]
+    idle = {name for rule in met for name in rule.names}
     names = config.env_name if isinstance(config.env_name, str) else ", ".join(config.env_name)
     return {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "title": f"{config.algo} on {names}",
         "model": config.model_path,
         "seed": config.seed,
-        "settings": {name: value for name, value in shown.items() if value},
+        "settings": {name: value for name, value in shown.items() if value and name not in idle},
         "changed": changed,
         "environment": environment(),
         "machine": machine(),

@@ -5,11 +5,36 @@ Settings that merely do nothing are in :mod:`torchrl_llm.trainers.idle_settings`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torchrl_llm.objectives import GroupRelative
+from torchrl_llm.objectives.estimators.returns import ReturnEstimator
 from torchrl_llm.trainers.loss_settings import LOSSES
+
+
+def missing_extras(estimator: Any, kinds: Mapping[str, type]) -> Iterator[str]:
+    """What is wrong with the extras that an estimator reads and its environment does not declare, and what to do.
+
+    Args:
+        estimator: of the run.
+        kinds: name -> ``float`` or ``str`` of the extras that the environment declares.
+
+    Examples:
+        >>> next(missing_extras(GroupRelative(credit="turn", potential="phi"), {"floor": str}))
+        "potential='phi' is no extra that the environment declares as a float; it declares floor (str)."
+    """
+    if not isinstance(estimator, ReturnEstimator):
+        return
+    wanted: list[tuple[str, str | None, type]] = [("potential", getattr(estimator, "potential", None), float)]
+    if isinstance(estimator, GroupRelative):
+        wanted += [("components", name, float) for name in estimator.components or {}]
+        if estimator.credit == "state" and estimator.state not in ("prefix", "observation"):
+            wanted.append(("state", estimator.state, str))
+    declared = ", ".join(f"{name} ({kind.__name__})" for name, kind in kinds.items()) or "none"
+    for option, name, kind in wanted:
+        if name is not None and kinds.get(name) is not kind:
+            yield f"{option}={name!r} is no extra that the environment declares as a {kind.__name__}; it declares {declared}."
 
 
 def wrong_self_play(config: Any) -> Iterator[str]:
