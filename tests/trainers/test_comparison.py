@@ -108,6 +108,17 @@ class TestCompareRuns:
         assert line.split()[1] == "2"
         assert line.split()[-2:] == ["0.500", "0.250"]
 
+    def test_an_evaluation_of_another_version_or_damaged(self, runs, tmp_path):
+        other = shutil.copytree(runs / "fast", tmp_path / "other")
+        file = other / "evaluation_after.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"newer": 1}))
+        assert "against" in list(cells(compare_runs([runs / "slow", other])).values())[1]["gained, lost"]
+        for damaged in ('{"episodes": 1}', '{"episodes": 1', "[]"):
+            file.write_text(damaged)
+            assert list(cells(compare_runs([runs / "slow", other])).values())[1]["gained, lost"] == "-"
+        file.write_text('{"episodes": 1')
+        assert "evaluation_after.json could not be read" in compare_runs([runs / "slow", other])
+
     def test_a_run_is_shown_once(self, runs):
         assert len(cells(compare_runs([runs / "slow", runs / "slow"]))) == 1
 

@@ -67,7 +67,20 @@ def paired_comparison(before: Evaluation, after: Evaluation) -> PairedComparison
             f"The evaluations of {before.episodes} and {after.episodes} episodes are not of the same tasks; a paired comparison "
             "needs the same environments, seed, stream and number of episodes."
         )
-    pairs = list(zip(before.outcomes, after.outcomes, strict=True))
+    return paired_outcomes(before.outcomes, after.outcomes)
+
+
+def paired_outcomes(before: str, after: str) -> PairedComparison:
+    """Compare two strings of outcomes of the same tasks, :attr:`Evaluation.outcomes`.
+
+    Raises:
+        ValueError: they are not as long.
+
+    Examples:
+        >>> print(paired_outcomes("0011", "1010"))
+        of 4 episodes 1 gained, 1 lost (McNemar p = 1)
+    """
+    pairs = list(zip(before, after, strict=True))
     gained, lost = pairs.count(("0", "1")), pairs.count(("1", "0"))
     return PairedComparison(episodes=len(pairs), gained=gained, lost=lost, p_value=mcnemar_p_value(gained, lost))
 

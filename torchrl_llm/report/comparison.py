@@ -15,8 +15,7 @@ from typing import Any
 
 from torchrl_llm.files import write_bytes
 from torchrl_llm.optional import import_extra
-from torchrl_llm.record.evaluation import Evaluation
-from torchrl_llm.record.paired import paired_comparison
+from torchrl_llm.record.paired import paired_outcomes
 from torchrl_llm.report.curves import as_metrics
 from torchrl_llm.report.run_files import RunFiles
 from torchrl_llm.report.summary import seconds_of
@@ -94,14 +93,16 @@ def _shown(value: Any, kind: str) -> str:
 
 def _paired(run: RunFiles, earlier: Mapping[str, RunFiles]) -> str:
     """The episodes that it gained and lost against the first run that was evaluated on the same tasks."""
-    if run.after:
-        own = Evaluation(**run.after)
-        for name, other in earlier.items():
-            if other.after and other.after["task_digest"] == own.task_digest:
-                found = paired_comparison(Evaluation(**other.after), own)
-                return (
-                    _NONE if found is None else f"{found.gained}, {found.lost} against {name} (p = {found.p_value:.1g})"
-                )
+    own = run.after
+    for name, other in earlier.items():
+        # Not by Evaluation: a file of a later version has more fields.
+        if (
+            own.get("outcomes")
+            and other.after.get("outcomes")
+            and own.get("task_digest") == other.after.get("task_digest")
+        ):
+            found = paired_outcomes(other.after["outcomes"], own["outcomes"])
+            return f"{found.gained}, {found.lost} against {name} (p = {found.p_value:.1g})"
     return _NONE
 
 
@@ -142,7 +143,7 @@ def _over_seeds(runs: Mapping[str, RunFiles]) -> str:
     for label, names in _groups(runs).items():
         group = [runs[name] for name in names]
         after = [run.result["success_after"] for run in group if run.result.get("success_after") is not None]
-        if len(group) > 1:
+        if len({run.info["seed"] for run in group}) > 1:
             means = (_mean([_training(run) for run in group]), _mean([_before(run) for run in group]), _mean(after))
             lines.append((label, str(len(group)), *means, _shown(min(after, default=None), ".3f")))
     return _aligned(lines) if len(lines) > 1 else ""
@@ -198,11 +199,13 @@ def plot_runs(folders: Sequence[Path], path: Path) -> None:
         path: the file; its ending is the format, such as ``.png``, ``.svg`` or ``.pdf``.
 
     Raises:
-        FileNotFoundError: one of the folders holds nothing of a run.
+        FileNotFoundError: one of the folders holds nothing of a run, or that of the plot is missing.
         ImportError: matplotlib is missing.
         ValueError: no run has anything to draw, or the format is not known.
     """
     figures = import_extra("matplotlib.figure", extra="report", what="The plot of several runs")
+    if not path.absolute().parent.is_dir():
+        raise FileNotFoundError(f"The plot is '{path}': there is no folder '{path.parent}'.")
     runs = _named(folders)
     figure = figures.Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.subplots()
