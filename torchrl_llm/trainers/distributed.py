@@ -8,7 +8,7 @@ decides how a run continues is the same on every rank. Communication is accelera
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
@@ -159,6 +159,12 @@ class Distributed:
     def all_reduce_max(self, value: int) -> int:
         """The largest of a number over the ranks."""
         return max(self.all_gather([value]))
+
+    def all_reduce_counts(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The metrics of a collector, of which those named "data/..." are counts, and summed over the ranks."""
+        ranks = self.all_gather([metrics])
+        counts = dict.fromkeys(name for each in ranks for name in each if name.startswith("data/"))
+        return {**metrics} | {name: sum(each.get(name, 0.0) for each in ranks) for name in counts}
 
     def on_main(self, function: Callable[[], T]) -> T:
         """What ``function`` returns on rank 0, which alone calls it; what it raises there is raised on all ranks."""

@@ -293,17 +293,10 @@ class LLMTrainer(TrainerBase):
             **self.schedule.metrics(),
             **({} if self.loss.entropy_bound is None else {"optim/entropy_target": self.loss.entropy_bound}),
             **({} if self.config.kl_decay_fraction is None else {"optim/kl_fraction": self.loss.kl_fraction}),
-            **self._collector_metrics(),
+            **self.distributed.all_reduce_counts(self.rollouts.metrics()),
             **seconds,
             **throughput(collected, seconds),
         }
-
-    def _collector_metrics(self) -> dict[str, float]:
-        """The collector's metrics; its counts ("data/...") are those of all ranks."""
-        own = self.rollouts.metrics()
-        ranks = self.distributed.all_gather([own])
-        counted = {name for metrics in ranks for name in metrics if name.startswith("data/")}
-        return own | {name: sum(metrics.get(name, 0.0) for metrics in ranks) for name in sorted(counted)}
 
     def _check_limits(self) -> None:
         # Clocks differ, and one of several processes must not end the run alone.
