@@ -90,13 +90,15 @@ def run(tmp_path_factory) -> Path:
     trackers = {"tensorboard": True, "wandb": True, "log_episodes": 2, "record_interval": 2}
     small = {"max_iterations": 3, "evaluation_interval": 2, "batch_size": 16, "env_name": MIXTURE}
     config = small_config(tmp_path_factory.mktemp("trackers"), "LLMPPO", **small, **trackers)
-    pytest.importorskip("wandb", reason="needs wandb").teardown()  # which keeps the mode of a process's first run
+    wandb = pytest.importorskip("wandb", reason="needs wandb")
+    wandb.teardown()  # which keeps the mode of a process's first run
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         made = build_run(config, callbacks=[Odd()])
         made.trainer.train()
         for target in made.trainer.loggers:
             target.shutdown()
+        wandb.teardown()  # waits for the process that writes the file: on a busy machine its last record may come after finish()
     return config.output_dir
 
 
