@@ -280,7 +280,11 @@ def plot_runs(runs: dict[str, dict[str, Any]], path: Path) -> None:
         axis.plot(np.arange(len(curve)) + 3, curve, color=color, label=name, linewidth=1.4)
         axis.plot(len(runs[name]["curve"]) + 0.5, success(runs[name]), "o", color=color, markersize=5)
     axis.axhline(success(runs[START]), color="#999999", linestyle=":", label=START)
-    axis.set(xlabel="iteration of 48 games; at the right: 256 held-out games", ylabel="win rate", ylim=(0.3, 1))
+    axis.set(
+        xlabel="iteration of 48 games; at the right: 256 held-out games",
+        ylabel="win rate, mean of 3 batches",
+        ylim=(0.3, 1),
+    )
     axis.grid(alpha=0.3)
     figure.legend(loc="outside right center", frameon=False)
     figure.savefig(path, dpi=85)

@@ -44,9 +44,13 @@ def test_a_reference_that_is_far_from_the_start(caplog):
     ("settings", "warned"),
     [
         ({"max_steps": 10**9, "max_iterations": 10}, True),
-        ({"max_steps": 2000, "max_seconds": 2.0}, True),
+        ({"max_steps": 2000, "max_seconds": 1.5}, True),
         ({"max_steps": 10**9}, False),  # long, but it will come to its end
         ({"max_steps": 5000, "max_iterations": 10}, False),
+        (
+            {"max_steps": 5000, "max_iterations": 6},
+            False,
+        ),  # a run that is cut short for a look reaches more than half of its rates
     ],
 )
 def test_a_run_that_ends_in_its_warm_up(caplog, settings, warned):

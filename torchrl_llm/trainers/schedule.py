@@ -122,7 +122,7 @@ def run_share(config: TrainerConfig, *, steps: int, iteration: int, seconds: flo
 
 
 def endless_warm_up(config: TrainerConfig, *, steps: int, iteration: int, seconds: float) -> str | None:
-    """What is wrong if the run will end before the learning rates' warm-up, as it goes; ``None``: it will not.
+    """What is wrong if the run will end before half of the learning rates' warm-up, as it goes; ``None``: it will not.
 
     Examples:
         >>> config = TrainerConfig(max_steps=100_000, max_iterations=20, warmup_fraction=0.1)
@@ -133,7 +133,7 @@ share of max_steps=100000 turns. Set max_steps to about the turns of the run.
     """
     share = run_share(config, steps=steps, iteration=iteration, seconds=seconds)
     warm_up = config.warmup_fraction * config.max_steps
-    if not share or steps / share >= warm_up:
+    if not share or steps / share >= warm_up / 2:
         return None
     return (
         f"the run will end after about {steps / share:,.0f} turns, with its learning rates at {steps / share / warm_up:.1g} of what they are to be: "

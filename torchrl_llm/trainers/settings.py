@@ -80,7 +80,7 @@ class TrainerConfig(Checked):
     schedule: Literal["cosine", "constant"] = "cosine"
     """The learning rates' course after the warm-up, over ``max_steps``."""
     warmup_fraction: Share = 0.0
-    """Share of ``max_steps`` over which the learning rates rise from 0. A run that ends earlier than that, by max_iterations, is warned of."""
+    """Share of ``max_steps`` over which the learning rates rise from 0. A run that max_iterations ends far earlier is warned of."""
     min_lr_fraction: Share = 0.0
     """The cosine schedule ends at this share of the learning rate."""
     lr_decay_fraction: PositiveShare = 1.0
