@@ -22,7 +22,7 @@ run again. ``report`` writes the tables and plots of ``docs/results/credit.md`` 
 starts; ``run`` uses all cores and goes on where it was interrupted; ``report`` writes tables, plots and ``docs/results/data/credit.json``.
 
 ``real`` asks once of a real model whether its ranking holds (:mod:`credit_study.real_model`): SmolLM2 from the warm start of ``make demo MODEL=smollm2``,
-one run for each estimator, about 20 CPU-minutes and 5 GB each.
+one run for each estimator, 12 to 18 CPU-minutes and 5 GB each.
 """
 
 import argparse

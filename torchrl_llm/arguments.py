@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 from torchrl_llm.options import nearest
 
-__all__ = ["ArgumentParser"]
+__all__ = ["COMMAND_LINE", "ArgumentParser"]
+
+COMMAND_LINE: ContextVar[list[str] | None] = ContextVar("COMMAND_LINE", default=None)
+"""The words of the command that runs, by which a run says how to go on with it; ``None``: those of the process, ``sys.argv``."""
 
 
 class ArgumentParser(argparse.ArgumentParser):

@@ -7,8 +7,6 @@ is compared, and what is expected, stands here and was committed before the firs
 import hashlib
 import itertools
 import json
-import multiprocessing
-import os
 import time
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
@@ -25,7 +23,7 @@ from report import fill
 from credit_study import page as study_page
 from credit_study import registered
 from credit_study.page import COLORS, scores_of
-from credit_study.runs import write
+from credit_study.runs import run_all, write
 from credit_study.statistics import overall
 
 DATA = registered.PATH.with_name("credit_smollm2.json")
@@ -185,13 +183,15 @@ def start_run(name: str, start: Path, root: Path) -> dict[str, Any]:
 
 def run(start: Path, root: Path, jobs: int) -> None:
     """Make all runs, ``jobs`` at a time, and write the raw results; what is there is not run again."""
-    names, results = [START, *registered.ESTIMATORS], []
-    os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # what the processes inherit
-    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=1) as pool:
-        coming = pool.imap(partial(start_run, start=start.resolve(), root=root), names)
-        for name in names:
-            results.append(coming.next(4 * 3600))
-            print(f"{len(results)}/{len(names)} {name}: {success(results[-1]):.3f}", flush=True)
+    begin = partial(start_run, start=start.resolve(), root=root)
+    results = run_all(
+        begin,
+        [START, *registered.ESTIMATORS],
+        jobs,
+        lambda result: f"{result['estimator']}: {success(result):.3f}",
+        timeout=4 * 3600.0,
+        runs_a_process=1,
+    )
     write(root / "results.json", {"registration": digest(), "runs": results})
 
 

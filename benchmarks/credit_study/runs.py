@@ -6,7 +6,7 @@ import os
 import subprocess
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -149,24 +149,35 @@ def start(key: tuple[str, str, int, dict[str, float], int], root: Path) -> dict[
     return found
 
 
-def run_all(keys: Iterable[tuple], root: Path, jobs: int) -> list[dict[str, Any]]:
-    """The results of runs in order, in ``jobs`` processes of one thread each.
+def run_all(
+    begin: Callable[[Any], dict[str, Any]],
+    keys: Iterable[Any],
+    jobs: int,
+    say: Callable[[dict[str, Any]], str],
+    *,
+    timeout: float = TIMEOUT,
+    runs_a_process: int | None = None,
+) -> list[dict[str, Any]]:
+    """The results of runs in order, in ``jobs`` processes of one thread each; ``say`` makes the line that tells of one.
+
+    Large models get a process each (``runs_a_process=1``), small ones share it and what it has imported.
 
     Raises:
-        multiprocessing.TimeoutError: a process died, or a run does not end.
+        multiprocessing.TimeoutError: a process died, or a run does not end within ``timeout`` seconds.
     """
     keys, results = list(keys), []
     os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false")  # what the processes inherit
-    with multiprocessing.get_context("spawn").Pool(jobs) as pool:
-        coming = pool.imap(partial(start, root=root), keys)
+    with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=runs_a_process) as pool:
+        coming = pool.imap(begin, keys)
         for _ in keys:
-            result = coming.next(TIMEOUT)
-            results.append(result)
-            print(
-                f"{len(results)}/{len(keys)} {result['world']}, {result['estimator']}: {result['score']:.3f}",
-                flush=True,
-            )
+            results.append(coming.next(timeout))
+            print(f"{len(results)}/{len(keys)} {say(results[-1])}", flush=True)
     return results
+
+
+def line(result: dict[str, Any]) -> str:
+    """What is said of a run."""
+    return f"{result['world']}, {result['estimator']}: {result['score']:.3f}"
 
 
 def tuning_keys() -> list[tuple]:
@@ -209,6 +220,6 @@ def reported_keys(chosen: dict[tuple[str, str], dict[str, float]]) -> list[tuple
 def study(root: Path, jobs: int) -> None:
     """Tune, run, and write the raw results; what is there is not run again."""
     committed()
-    tuning = run_all(tuning_keys(), root / "tuning", jobs)
-    results = run_all(reported_keys(choose(tuning)), root / "runs", jobs)
+    tuning = run_all(partial(start, root=root / "tuning"), tuning_keys(), jobs, line)
+    results = run_all(partial(start, root=root / "runs"), reported_keys(choose(tuning)), jobs, line)
     write(root / "results.json", {"registration": registered.digest(), "tuning": tuning, "runs": results})

@@ -1,6 +1,5 @@
 """The benchmarks run, and what they compare is what they say."""
 
-import importlib
 import json
 import shlex
 import subprocess
@@ -20,16 +19,6 @@ from torchrl_llm.objectives import ReBN
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
 QUICK = ["--max-iterations=2", "--batch-size=16", "--num-envs=16", "--final-episodes=16", "--evaluation-episodes=16"]
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Imports a script as a module, and forgets it."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    names = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
-    yield importlib.import_module
-    for name in names & sys.modules.keys():
-        del sys.modules[name]
 
 
 def run(*words: str) -> dict:

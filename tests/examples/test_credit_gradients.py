@@ -1,8 +1,6 @@
 """The comparison of gradients in the credit study: continuations are of the states they stand at, and all else is as without them."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,17 +12,6 @@ from torchrl_llm.objectives import functional as F
 from torchrl_llm.testing.enumerable import EnumerableMDP, tiny_lm
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def load(monkeypatch):
-    """Imports a module of the benchmarks, and forgets it after the test."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    before = set(sys.modules)
-    yield importlib.import_module
-    for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("credit", "credit_study", "report"):
-            del sys.modules[name]
 
 
 @pytest.fixture

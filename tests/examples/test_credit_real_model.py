@@ -1,8 +1,6 @@
 """The question of the study asked of a real model: what is registered can run, and the tables are those of the results."""
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +12,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def real_model(monkeypatch):
-    """The module, forgotten after the test."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    before = set(sys.modules)
-    yield importlib.import_module("credit_study.real_model")
-    for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("credit_study", "learning", "report"):
-            del sys.modules[name]
+def real_model(load):
+    """The module."""
+    return load("credit_study.real_model")
 
 
 def made_up(real_model, won: dict[str, int]) -> dict[str, dict]:

@@ -3,7 +3,6 @@
 import importlib
 import json
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from statistics import fmean
@@ -17,16 +16,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def study(monkeypatch):
-    """The modules of the study, forgotten after the test."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    before = set(sys.modules)
-    names = ("registered", "runs", "statistics", "page")
-    yield {name: importlib.import_module(f"credit_study.{name}") for name in names}
-    for name in {
-        name for name in set(sys.modules) - before if name.split(".")[0] in ("credit_study", "learning", "report")
-    }:
-        del sys.modules[name]
+def study(load):
+    """The modules of the study."""
+    return {name: load(f"credit_study.{name}") for name in ("registered", "runs", "statistics", "page")}
 
 
 def git(folder: Path, *words: str) -> None:
@@ -138,9 +130,9 @@ class TestRuns:
         """A process that made another run before makes the same one: nothing of it is left."""
         registered, runs = study["registered"], study["runs"]
         first, second = (("PPO 1", world, 3, registered.GRID[0], 2) for world in ("stairs", "delayed-reward"))
-        both = runs.run_all([first, second], tmp_path / "one", jobs=1)
+        both = runs.run_all(partial(runs.start, root=tmp_path / "one"), [first, second], 1, runs.line)
         assert [result["world"] for result in both] == ["stairs", "delayed-reward"]
-        (alone,) = runs.run_all([second], tmp_path / "alone", jobs=2)
+        (alone,) = runs.run_all(partial(runs.start, root=tmp_path / "alone"), [second], 2, runs.line)
         assert alone | {"cpu_s": 0} == both[1] | {"cpu_s": 0}
 
     def test_a_run_that_fails_twice_is_said(self, study, tmp_path, monkeypatch):

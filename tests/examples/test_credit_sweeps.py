@@ -1,7 +1,5 @@
 """The sweeps of the credit study: what must be exact is, and exact figures are those of drawn batches."""
 
-import importlib
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,14 +13,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def sweeps(monkeypatch):
-    """The module, forgotten after the test."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    before = set(sys.modules)
-    yield importlib.import_module("credit_study.sweeps")
-    for name in set(sys.modules) - before:
-        if name.split(".")[0] == "credit_study":
-            del sys.modules[name]
+def sweeps(load):
+    """The module."""
+    return load("credit_study.sweeps")
 
 
 def by_cell(found) -> dict:

@@ -3,8 +3,11 @@
 import pytest
 from small_runs import small_config
 
+from torchrl_llm import keys
+from torchrl_llm.objectives import GroupRelative
 from torchrl_llm.options import ConfigError
 from torchrl_llm.trainers import build_run
+from torchrl_llm.trainers.wrong_settings import missing_extras
 
 STATE = {"credit": "state", "baseline": "leave_one_out", "scale": "none"}
 
@@ -22,6 +25,14 @@ def test_are_refused_at_the_start(tmp_path, settings, said):
     with pytest.raises(ConfigError, match=said) as caught:
         build_run(small_config(tmp_path, "GRPO", env_name="world:stairs", **settings))
     assert "it declares regret (float), state (str)" in str(caught.value)
+
+
+def test_states_of_a_subclass_read_what_they_like():
+    class Tens(GroupRelative):
+        def states(self, tensordict):
+            return keys.turn_extras(tensordict)["board"] // 10
+
+    assert [*missing_extras(Tens(state="tens", **STATE), {"board": str})] == []
 
 
 @pytest.mark.parametrize("state", ["state", "prefix", "observation"])

@@ -17,7 +17,7 @@ from importlib import import_module
 from typing import Any
 
 import torchrl_llm
-from torchrl_llm.arguments import ArgumentParser
+from torchrl_llm.arguments import COMMAND_LINE, ArgumentParser
 from torchrl_llm.cli._terminal import printable
 from torchrl_llm.optional import import_extra
 from torchrl_llm.options import nearest
@@ -61,18 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: from :mod:`argparse`, for ``--help`` and wrong arguments.
     """
     given = [*(sys.argv[1:] if argv is None else argv)]
-    with _command_line(sys.argv if argv is None else ["torchrl-llm", *given]):
-        return _main(given)
-
-
-@contextmanager
-def _command_line(words: Sequence[str]) -> Iterator[None]:
-    """Inside, ``sys.argv`` is the command that runs, by which a run says how to go on with it."""
-    before, sys.argv = sys.argv, [*words]
+    before = COMMAND_LINE.set(None if argv is None else ["torchrl-llm", *given])
     try:
-        yield
+        return _main(given)
     finally:
-        sys.argv = before
+        COMMAND_LINE.reset(before)
 
 
 def _main(given: Sequence[str]) -> int:

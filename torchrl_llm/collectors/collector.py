@@ -257,7 +257,7 @@ class EpisodeCollector(Checked, BaseCollector):
         return bool(self.policy.logprobs_match_trainer) if isinstance(self.policy, TurnPolicy) else True
 
     def metrics(self) -> dict[str, float]:
-        """Counts so far, by the names of :data:`torchrl_llm.record.METRICS`."""
+        """Counts so far, by the names of :data:`torchrl_llm.record.METRICS`. A run sums those named "data/..." over its processes."""
         return {"data/dropped": float(self.dropped.total()), "data/faults": float(self.faults.total())}
 
     @property

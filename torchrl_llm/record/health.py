@@ -22,7 +22,8 @@ NOISY = 1.0
 
 
 FAR = 0.1
-"""KL to the reference, nats per action token, in the first iteration: a policy that begins as the reference has less than 0.01."""
+"""KL to the reference, nats per action token, in the first iteration: a policy that began as the reference had 0.04 at most, after 8 epochs
+without target_kl, and 0.00 with the example settings."""
 
 
 class HealthRules:

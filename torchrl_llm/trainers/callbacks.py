@@ -92,6 +92,7 @@ class ProgressBar(Callback):
         self._next_line = 0.0
 
     def on_start(self, trainer: Any) -> None:
+        self._next_line = 0.0
         if trainer.iteration:
             # To standard error, where the bar is: by default tqdm.write() takes standard output.
             tqdm.write(f"resumed at iteration {trainer.iteration}", file=sys.stderr)

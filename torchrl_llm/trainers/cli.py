@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torchrl_llm.arguments import ArgumentParser
+from torchrl_llm.arguments import COMMAND_LINE, ArgumentParser
 from torchrl_llm.options import ConfigError, IdleError, describe, meanings, options_of
 from torchrl_llm.trainers.config import RunConfig, shown_default
 from torchrl_llm.trainers.schema import plain, settings_by_part
@@ -136,8 +136,9 @@ def resume_command(config: RunConfig) -> str:
         >>> resume_command(RunConfig()).endswith(" --resume")
         True
     """
-    given = _without(sys.argv, "--resume", "--overwrite")
-    undone = ["--overwrite=false"] if config.overwrite and given == _without(sys.argv, "--resume") else []
+    words = COMMAND_LINE.get() or sys.argv
+    given = _without(words, "--resume", "--overwrite")
+    undone = ["--overwrite=false"] if config.overwrite and given == _without(words, "--resume") else []
     undone += ["--resume_from=null"] if config.resume_from is not None else []
     return shlex.join([*_program(Path(given[0])), *given[1:], *undone, "--resume"])
 

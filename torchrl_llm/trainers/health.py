@@ -34,7 +34,7 @@ class HealthWatch(Callback):
     def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:
         problems = self._rules.problems(metrics)
         if trainer.iteration == 1:  # later it is no use to start again
-            wrong = endless_warm_up(trainer.config, steps=trainer.steps, iteration=1, seconds=trainer.seconds)
+            wrong = endless_warm_up(trainer.config, trainer.steps)
             problems += [wrong] if wrong else []
         for problem in problems:
             logger.warning("iteration %d: %s", trainer.iteration, problem)

@@ -14,6 +14,10 @@ GROUPS = ("actor", "critic")
 """The parameter groups of an optimizer, by their place."""
 
 
+LOOK = 5
+"""Iterations of a run below which nobody expects it to learn."""
+
+
 class LearningRateSchedule:
     """Warm-up, then a cosine or a constant, over the turns of a run.
 
@@ -121,22 +125,28 @@ def run_share(config: TrainerConfig, *, steps: int, iteration: int, seconds: flo
     return min(1.0, max(shares))
 
 
-def endless_warm_up(config: TrainerConfig, *, steps: int, iteration: int, seconds: float) -> str | None:
-    """What is wrong if the run will end before half of the learning rates' warm-up, as it goes; ``None``: it will not.
+def endless_warm_up(config: TrainerConfig, steps: int) -> str | None:
+    """What is wrong if ``max_iterations`` ends the run before half of the learning rates' warm-up; ``None``: it will not.
+
+    A run of fewer than :data:`LOOK` iterations is a look at something else, and how many iterations ``max_seconds`` leaves is not known
+    from the first.
+
+    Args:
+        config: of the run.
+        steps: turns of its first iteration.
 
     Examples:
         >>> config = TrainerConfig(max_steps=100_000, max_iterations=20, warmup_fraction=0.1)
-        >>> print(endless_warm_up(config, steps=150, iteration=1, seconds=5.0))
+        >>> print(endless_warm_up(config, steps=150))
         the run will end after about 3,000 turns, with its learning rates at 0.3 of what they are to be: warmup_fraction=0.1 is a \
 share of max_steps=100000 turns. Set max_steps to about the turns of the run.
-        >>> endless_warm_up(config, steps=600, iteration=1, seconds=5.0)
+        >>> endless_warm_up(config, steps=600)
     """
-    share = run_share(config, steps=steps, iteration=iteration, seconds=seconds)
-    warm_up = config.warmup_fraction * config.max_steps
-    if not share or steps / share >= warm_up / 2:
+    warm_up, iterations = config.warmup_fraction * config.max_steps, config.max_iterations
+    if iterations is None or iterations < LOOK or steps * iterations >= warm_up / 2:
         return None
     return (
-        f"the run will end after about {steps / share:,.0f} turns, with its learning rates at {steps / share / warm_up:.1g} of what they are to be: "
+        f"the run will end after about {steps * iterations:,} turns, with its learning rates at {steps * iterations / warm_up:.1g} of what they are to be: "
         f"warmup_fraction={config.warmup_fraction} is a share of max_steps={config.max_steps} turns. Set max_steps to about the turns of the run."
     )
 

@@ -29,7 +29,8 @@ def missing_extras(estimator: Any, kinds: Mapping[str, type]) -> Iterator[str]:
     wanted: list[tuple[str, str | None, type]] = [("potential", getattr(estimator, "potential", None), float)]
     if isinstance(estimator, GroupRelative):
         wanted += [("components", name, float) for name in estimator.components or {}]
-        if estimator.credit == "state" and estimator.state not in ("prefix", "observation"):
+        own = type(estimator).states is not GroupRelative.states  # which may read what it likes
+        if estimator.credit == "state" and estimator.state not in ("prefix", "observation") and not own:
             wanted.append(("state", estimator.state, str))
     declared = ", ".join(f"{name} ({kind.__name__})" for name, kind in kinds.items()) or "none"
     for option, name, kind in wanted:
