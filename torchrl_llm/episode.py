@@ -7,12 +7,27 @@ memory than its row.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from torchrl_llm.keys import StopReason
+
+LARGEST_REWARD = 1e12
+"""Rewards are at most of this size: credit adds up the squares of returns in float32, which ends at 3.4e38. The variance of larger
+ones would be infinite, and every advantage 0."""
+
+
+def is_reward(number: Any) -> bool:
+    """Whether a number can be a reward: finite, and of at most :data:`LARGEST_REWARD`.
+
+    Examples:
+        >>> [is_reward(number) for number in (-1, float("nan"), 1e39, 10**400)]
+        [True, False, False, False]
+    """
+    # Not float(number): an integer may be beyond every float, which compares all the same.
+    return bool(abs(number) <= LARGEST_REWARD)
 
 
 class Turn(NamedTuple):

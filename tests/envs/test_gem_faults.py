@@ -10,6 +10,7 @@ import pytest
 from gem_episodes import make_env, make_policy, play
 
 from torchrl_llm import keys
+from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.envs import EnvironmentFault, PromptTooLongError, UnknownEnvironmentError
 from torchrl_llm.keys import StopReason
 from torchrl_llm.testing.environments import Echo, Faulty, StopOrGo
@@ -140,6 +141,22 @@ class TestContainment:
         assert steps["next", "reward"].sum() == 0
         assert env.faults == {"error": 1}
         assert "episode 1" in caplog.text
+
+    @pytest.mark.parametrize("reward", [1e39, -1e20, 10**400], ids=["1e39", "-1e20", "an integer"])
+    def test_a_reward_that_float32_cannot_reckon_with(self, make, says, reward, caplog):
+        class Pays(StopOrGo):
+            def step(self, action):
+                return ("", reward if self.unlucky else 1.0, True, False, {})
+
+            def reset(self, seed=None):
+                self.unlucky = seed == bad
+                return super().reset(seed)
+
+        bad = make(num_envs=2).task_sampler[1].seed
+        rows = TurnCollector(make(Pays, num_envs=2), says("x"), batch_size=4).rollout()
+        assert rows[keys.TURN_REWARD].flatten().tolist() == [1.0] * 4
+        assert "episode 1" in caplog.text
+        assert "expected a finite number of at most 1e+12 in size" in caplog.text
 
     @pytest.mark.parametrize(
         ("kind", "reason"), [(Quits, StopReason.ERROR), (TooLate, StopReason.TIMEOUT), (Vague, StopReason.ERROR)]

@@ -9,6 +9,7 @@ import torch.multiprocessing as mp
 from conversations import DOUBLE, LAYOUT, close, law, layouts, make_rows, turns_of
 from hypothesis import strategies as st
 
+from torchrl_llm.episode import LARGEST_REWARD
 from torchrl_llm.objectives import functional as F
 
 
@@ -82,6 +83,19 @@ class TestProcessGroup:
         expected |= {kind: F.loss_weights(ids, kind) for kind in ("token", "turn", "sequence")}
         for name, whole in expected.items():
             close(torch.cat([part[name] for part in parts]), whole)
+
+
+class TestLargestReward:
+    """What an environment may pay at most is compared in float32 like any other number."""
+
+    @pytest.mark.parametrize("size", [1.0, LARGEST_REWARD])
+    def test_is_compared_like_1(self, size):
+        returns = 1e3 * size * torch.tensor([1.0, -1.0]).repeat(2**15)  # of a thousand turns each
+        expected = torch.tensor([1.0, -1.0]).repeat(2**15)
+        normalized = F.standardize(returns, torch.ones_like(returns, dtype=torch.bool))
+        relative = F.group_relative(returns, torch.zeros(2**16, dtype=torch.int64))
+        for advantage in (normalized, relative):
+            torch.testing.assert_close(advantage, expected, rtol=1e-3, atol=0)
 
 
 class TestGroupRelative:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from torchrl_llm.envs.chat import ChatFormatter
-from torchrl_llm.episode import Episode, Turn
+from torchrl_llm.episode import LARGEST_REWARD, Episode, Turn, is_reward
 from torchrl_llm.keys import StopReason
 
 _FIELDS, _PARTS = {"messages", "reward", "success"}, {"role", "content"}
@@ -108,10 +107,10 @@ def _checked(given: Any) -> dict[str, Any]:
                 f"{message!r:.80} is no message; expected texts as role and content, and nothing else."
             )
     reward, success = given.get("reward", 0.0), given.get("success", False)
-    if type(reward) not in (int, float) or not math.isfinite(reward) or type(success) is not bool:
+    if type(reward) not in (int, float) or not is_reward(reward) or type(success) is not bool:
         raise TranscriptError(
-            f"found {reward!r:.80} as reward and {success!r:.80} as success; expected a number as reward and true or false as "
-            "success."
+            f"found {reward!r:.80} as reward and {success!r:.80} as success; expected a number of at most {LARGEST_REWARD:g} "
+            "in size as reward and true or false as success."
         )
     return given
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import numbers
 import threading
 import time
@@ -19,6 +18,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torchrl_llm.envs.isolation import Pool, kept_global_rng
+from torchrl_llm.episode import LARGEST_REWARD, is_reward
 
 RewardFn = Callable[..., Any]
 """``reward_fn(completion, answer, question)``, with further columns by name; lists of them, if it is batched."""
@@ -243,14 +243,14 @@ class Grader:
 
     def _checked(self, row: int, result: Any, call: object | None) -> float | RewardError:
         reward = _plain(result)
-        if isinstance(reward, numbers.Real) and math.isfinite(reward):
+        if isinstance(reward, numbers.Real) and is_reward(reward):
             return float(reward)
         if isinstance(result, TimeoutError):
             what = f"took too long ({str(result) or f'reward_timeout={self.timeout} s'})"
         elif isinstance(result, BaseException):
             what = f"failed with {type(result).__name__}: {result}"
         else:
-            what = f"returned {reward!r:.80}; expected a finite number"
+            what = f"returned {reward!r:.80}; expected a finite number of at most {LARGEST_REWARD:g} in size"
         kind = RewardTimeoutError if isinstance(result, TimeoutError) else RewardError
         error = kind(f"The reward function {what} (row {row}, question {self.rows[row].question!r:.80}).")
         error.__cause__ = result if isinstance(result, BaseException) else None

@@ -8,7 +8,6 @@ registered (:func:`register_env_family`) or an installed package has it (:data:`
 from __future__ import annotations
 
 import logging
-import math
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 from torchrl_llm.envs.chat import Role, compose_message
 from torchrl_llm.envs.extras import NO_EXTRAS, ExtraKinds, Extras, check_kinds
 from torchrl_llm.envs.tasks import TaskSpec
+from torchrl_llm.episode import LARGEST_REWARD, is_reward
 from torchrl_llm.keys import StopReason
 from torchrl_llm.options import check_value
 
@@ -90,7 +90,7 @@ class TextStep(NamedTuple):
             kinds: the extras that the environment declares; default none.
 
         Raises:
-            TypeError, ValueError: it is no step, its reward is not finite, or a declared extra is missing.
+            TypeError, ValueError: it is no step, its reward is not finite or too large (:data:`~torchrl_llm.episode.LARGEST_REWARD`), or a declared extra is missing.
         """
         if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[0], str)):
             raise TypeError(f"step() returned {result!r:.200}; expected (text, reward, terminated, truncated, info)")
@@ -98,8 +98,10 @@ class TextStep(NamedTuple):
         # Numbers of numpy and torch are accepted; text that could be parsed as a number is not.
         if reward is None or isinstance(reward, str) or not hasattr(reward, "__float__"):
             raise TypeError(f"step() returned the reward {reward!r:.50}; expected a number")
-        if not math.isfinite(reward):
-            raise ValueError(f"step() returned the reward {reward!r}; expected a finite number")
+        if not is_reward(reward):
+            raise ValueError(
+                f"step() returned the reward {reward!r:.50}; expected a finite number of at most {LARGEST_REWARD:g} in size"
+            )
         # `in` compares, so NumPy's booleans pass, and 0 and 1.
         if terminated not in (True, False) or truncated not in (True, False):
             raise TypeError(f"step() returned {terminated=!r:.50}, {truncated=!r:.50}; expected booleans")
