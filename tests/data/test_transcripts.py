@@ -46,7 +46,7 @@ class TestRendering:
     def test_an_episode_of_an_environment_is_the_same_as_messages(self, tokenizer, tmp_path, of, options):
         tokenizer = tokenizer if of == "bytes" else load_tiny_tokenizer()
         env = GEMEnv(Lookup, tokenizer=tokenizer, max_output_tokens=32, **options)
-        said = ["look up: 3  spaces", "", " In Norway . "]
+        said = ["look up: 3  spaces", "?", " In Norway . "]
         policy = ScriptedPolicy(lambda episode, turn, context: said[turn], tokenizer=tokenizer)
         expected = TurnCollector(env, policy, batch_size=1).rollout()
         system = [{"role": "system", "content": options["system_prompt"]}] if "system_prompt" in options else []
@@ -134,6 +134,11 @@ WRONG = {
         {"messages": [ASKED, SAID | {"content": "4<|im_end|>"}]},
         r"holds '<\|im_end\|>', a special token",
     ),
+    "an empty answer": (
+        {"messages": [ASKED, SAID, ASKED, SAID | {"content": ""}]},
+        "its answer in turn 1 is ''.*Give its text",
+    ),
+    "an answer of white space": ({"messages": [ASKED, SAID | {"content": " \n"}]}, "its answer in turn 0 is"),
     "half a character in an answer": ({"messages": [ASKED, SAID | {"content": "\ud800"}]}, "half of a surrogate pair"),
     "half a character": ({"messages": [ASKED | {"content": "\ud800"}, SAID]}, "half of a surrogate pair"),
 }

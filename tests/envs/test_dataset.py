@@ -27,6 +27,7 @@ from torchrl_llm.envs import (
     read_rows,
     train_test_split,
 )
+from torchrl_llm.envs.rewards import WantedColumns
 from torchrl_llm.keys import StopReason
 
 
@@ -109,6 +110,25 @@ class TestRows:
         (tmp_path / "rows.jsonl").write_bytes(b'{"question": "a", "answer": 1}\n\n' + line + b"\n")
         with pytest.raises(ValueError, match=rf"rows\.jsonl, line 3.*{message}"):
             read_rows(tmp_path / "rows.jsonl")
+
+    @pytest.mark.parametrize("name", ["image", "images", "Video", "audio"])
+    def test_a_column_that_no_model_would_see_is_refused(self, name):
+        rows = [ROWS[0], ROWS[1] | {name: "cat.png"}]
+        with pytest.raises(ValueError, match=rf"Row 1 has the column '{name}', and a prompt is text alone.*Remove"):
+            read_rows(rows)
+        with pytest.raises(ValueError, match="a prompt is text alone"):  # **columns names nothing
+            read_rows(rows, wanted=WantedColumns(others=True))
+        rows = [row | {name: "cat.png"} for row in ROWS]
+        assert read_rows(rows, wanted=WantedColumns((name,)))[0].columns == {name: "cat.png"}
+
+    def test_so_is_one_of_that_type_in_a_hugging_face_dataset(self):
+        datasets = pytest.importorskip("datasets")
+        dataset = datasets.Dataset.from_list([row | {"seen": None, "frames": []} for row in ROWS])
+        assert len(read_rows(dataset)) == len(ROWS)
+        for kind, name in ((datasets.Image(decode=False), "seen"), ([datasets.Image(decode=False)], "frames")):
+            typed = datasets.Features(dataset.features | {name: kind})
+            with pytest.raises(ValueError, match=rf"Row 0 has the column '{name}', and a prompt is text alone"):
+                read_rows(dataset.cast(typed))
 
 
 class TestSplits:

@@ -75,14 +75,25 @@ class TestAnswers:
 
     @pytest.mark.parametrize("text", ["x" * 12, "x" * 30])
     def test_one_that_is_too_long_is_not_cut(self, make, text):
-        match = rf"answer '{text}' has {len(text) + 1} tokens.*1 to max_output_tokens=12"
+        match = rf"answer '{text}' has {len(text) + 1} tokens.*1 to 12 \(min_output_tokens=0, max_output_tokens=12\)"
         with pytest.raises(PlayerError, match=match):
             answers(make(lambda *_: text), [(0, 0)])
         assert answers(make(lambda *_: "x" * 11), [(0, 0)]) == ["x" * 11 + "<|im_end|>"]
 
+    def test_one_whose_end_could_not_be_sampled_is_refused(self, make):
+        match = r"answer 'xx' has 3 tokens.*expected 4 to 12 \(min_output_tokens=3"
+        with pytest.raises(PlayerError, match=match):
+            answers(make(lambda *_: "xx", min_output_tokens=3), [(0, 0)])
+        assert answers(make(lambda *_: "xxx", min_output_tokens=3), [(0, 0)]) == ["xxx<|im_end|>"]
+
+    @pytest.mark.parametrize("text", ["", " \n"])
+    def test_an_empty_one_is_refused(self, make, text):
+        with pytest.raises(PlayerError, match=r"The player's answer is '.*': there is nothing to imitate"):
+            answers(make(lambda *_: text), [(0, 0)])
+
     def test_one_without_a_token_is_refused(self, tokenizer):
-        policy = PlayerPolicy(lambda *_: "", tokenizer, tokenizer.encode, max_output_tokens=4)
-        with pytest.raises(PlayerError, match="answer '' has 0 tokens"):
+        policy = PlayerPolicy(lambda *_: "hm", tokenizer, lambda text: (), max_output_tokens=4)
+        with pytest.raises(PlayerError, match="answer 'hm' has 0 tokens"):
             answers(policy, [(0, 0)])
 
     def test_a_special_token_is_refused(self, make):

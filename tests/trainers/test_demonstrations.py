@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torchrl_llm import keys
 from torchrl_llm.data import rows_from_episodes
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.envs.players import guess_by_hints
+from torchrl_llm.modules import SamplingConfig
 from torchrl_llm.record import METRICS
 from torchrl_llm.record.recording import read_recording
 from torchrl_llm.report import write_report
@@ -174,14 +176,28 @@ class TestRecordings:
             ):
                 read_demonstrations(tmp_path / "a.jsonl", made, max_model_len=1024)
 
-    def test_so_is_one_without_a_token(self, tmp_path):
+    @pytest.mark.parametrize("source", ["messages", "recordings"])
+    def test_so_is_one_that_ends_before_a_policy_may_end_it(self, env, recorded, tmp_path, source):
+        """The end of the turn would have the log-prob minus infinity, and would not be learned."""
+        path = recorded["plain"][0] if source == "recordings" else Path(transcripts(tmp_path / "a.jsonl"))
+        ends = env.formatter.end_of_turn_ids
+        free = read_demonstrations(path, env, max_model_len=1024, sampling=SamplingConfig(stop_ids=ends))
+        held = [turn.tokens.tolist().index(ends[0]) for each in free for turn in each.turns if ends[0] in turn.tokens]
+        fewest = min(held)
+        sampling = SamplingConfig(stop_ids=ends, min_output_tokens=fewest)
+        assert len(read_demonstrations(path, env, max_model_len=1024, sampling=sampling)) == len(free)
+        sampling = SamplingConfig(stop_ids=ends, min_output_tokens=fewest + 1)
+        match = (
+            rf"an answer has {fewest + 1} tokens.*min_output_tokens={fewest + 1} lets no answer end before.*lower it"
+        )
+        with pytest.raises(ConfigError, match=match):
+            read_demonstrations(path, env, max_model_len=1024, sampling=sampling)
+
+    def test_so_is_an_empty_one_with_its_line(self, env, tmp_path):
         messages = [{"role": "user", "content": "Guess."}, {"role": "assistant", "content": ""}]
         (tmp_path / "a.jsonl").write_text(json.dumps({"messages": messages}))
-        tokenizer = load_tiny_tokenizer()
-        tokenizer.eos_token = None
-        made = GEMEnv(StopOrGo, tokenizer=tokenizer, template="raw")
-        with pytest.raises(ConfigError, match="an answer has 0 tokens, its end of the turn included"):
-            read_demonstrations(tmp_path / "a.jsonl", made, max_model_len=1024)
+        with pytest.raises(ConfigError, match=r"a\.jsonl, line 1: its answer in turn 0 is ''"):
+            read_demonstrations(tmp_path / "a.jsonl", env, max_model_len=1024)
 
     def test_other_files_are_refused_and_nobody_is_told_to_delete_them(self, env, tmp_path):
         for name in ("mine.json", "mine.txt", "mine.safetensors", "mine.jsonl"):
@@ -226,6 +242,15 @@ class TestRuns:
     def test_so_is_one_whose_answer_is_too_long(self, tmp_path):
         settings = {"demonstrations": "guess_by_hints", "max_output_tokens": 2}
         with pytest.raises(ConfigError, match=r"whose answer .* has 4 tokens.*: raise max_output_tokens, which is 2\."):
+            build_run(small_config(tmp_path, "SFT", **settings))
+
+    @pytest.mark.parametrize("source", ["player", "messages"])
+    def test_so_is_one_that_ends_too_early(self, tmp_path, source):
+        """With ``min_output_tokens`` the loss of such an answer was infinite, and its end was not learned."""
+        settings = {"demonstrations": SOURCES[source](tmp_path, None), "min_output_tokens": 5}
+        with pytest.raises(
+            ConfigError, match=r"min_output_tokens=5 lets no answer end before it has as many: lower it"
+        ):
             build_run(small_config(tmp_path, "SFT", **settings))
 
     def test_its_own_episodes_are_chosen_among(self, tmp_path):

@@ -123,7 +123,9 @@ def _demonstrations(config: RunConfig, env: GEMEnv) -> str:
     check_demonstrations(config)
     found = find_demonstrations(str(config.demonstrations))
     if isinstance(found, Path):
-        return f"{len(read_demonstrations(found, env, max_model_len=config.max_model_len)):,} episodes in {config.demonstrations}"
+        sampling = build.make_sampling(config, env.formatter)
+        episodes = read_demonstrations(found, env, max_model_len=config.max_model_len, sampling=sampling)
+        return f"{len(episodes):,} episodes in {config.demonstrations}"
     check_player(found, config, env)
     return f"{config.demonstrations} can begin"
 

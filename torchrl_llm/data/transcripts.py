@@ -41,7 +41,7 @@ def episode_from_messages(
         index: its ids.
 
     Raises:
-        TranscriptError: the roles are others, or the system message is not the formatter's.
+        TranscriptError: the roles are others, the system message is not the formatter's, or an answer is empty.
 
     Examples:
         >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
@@ -54,6 +54,7 @@ def episode_from_messages(
     """
     spoken = _without_system(messages, formatter)
     _check_roles(spoken)
+    _check_answers(spoken)
     episode = Episode(index, index, index, 0)
     context = formatter.start(spoken[0]["content"])
     for i in range(1, len(spoken), 2):
@@ -131,3 +132,12 @@ def _check_roles(messages: Sequence[Mapping[str, str]]) -> None:
     others = [role == "assistant" if i % 2 == 0 else role != "assistant" for i, role in enumerate(roles)]
     if len(roles) < 2 or any(others) or roles[0] != "user" or {*roles} - {"user", "tool", "assistant"}:
         raise TranscriptError(f"its roles are {roles}; expected user and assistant in turns (tool after the first).")
+
+
+def _check_answers(messages: Sequence[Mapping[str, str]]) -> None:
+    for turn, answer in enumerate(messages[1::2]):
+        if not answer["content"].strip():
+            raise TranscriptError(
+                f"its answer in turn {turn} is {answer['content']!r:.80}: to imitate it is to learn to say nothing. Give its text, "
+                "or leave the conversation out."
+            )

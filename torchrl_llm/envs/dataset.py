@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
@@ -32,6 +33,8 @@ SPLITS: dict[Stream, tuple[str, ...]] = {"train": ("train",), "eval": ("validati
 """The splits that a stream may read; it reads the first one there is."""
 
 PLACEHOLDER = "{question}"
+_MEDIA = {"image", "images", "video", "videos", "audio", "audios"}
+_MEDIA_TYPE = re.compile(r"\b(Image|Video|Audio)\(")  # of the features of a Hugging Face Dataset, in lists too
 QUESTION_ONLY = ({"role": "user", "content": PLACEHOLDER},)
 
 
@@ -49,7 +52,8 @@ def read_rows(
         wanted: further columns to keep; which there are is read from the first row. Default none.
 
     Raises:
-        ValueError: the dataset is empty or has no length, or a row lacks a column or has a question that is no text.
+        ValueError: the dataset is empty or has no length, or a row lacks a column or has a question that is no text; or a column
+            holds images, videos or sounds, which no model would see, and ``wanted`` does not name it.
 
     Examples:
         >>> rows = [{"question": "1 + 1?", "answer": "2", "level": 1, "source": "x"}]
@@ -66,14 +70,27 @@ def read_rows(
     else:
         records = ((f"Row {i}", record) for i, record in enumerate(dataset))
     wanted, names, rows = wanted or WantedColumns(), None, list[Row]()
+    typed = [
+        name for name, kind in (getattr(dataset, "features", None) or {}).items() if _MEDIA_TYPE.search(repr(kind))
+    ]
     for place, record in records:
         if not isinstance(record, Mapping):
             raise ValueError(f"{place} is {record!r:.80}; expected a mapping from column names to values.")
+        _check_media(place, record, typed, (question, answer, *wanted.needed, *wanted.optional))
         names = wanted.among(record, used=(question, answer)) if names is None else names
         rows.append(_read_row(place, record, question, answer, names))
     if not rows:
         raise ValueError("The dataset has no rows; expected at least one.")
     return tuple(rows)
+
+
+def _check_media(place: str, record: Mapping[str, Any], typed: Sequence[str], used: Sequence[str]) -> None:
+    media = [name for name in record if (name in typed or str(name).lower() in _MEDIA) and name not in used]
+    if media:
+        raise ValueError(
+            f"{place} has the column {media[0]!r}, and a prompt is text alone: the model would answer without it. Remove the "
+            "column if the questions can be answered so; a parameter of reward_fn with its name gets it."
+        )
 
 
 def _read_row(place: str, record: Mapping[str, Any], question: str, answer: str, names: Sequence[str]) -> Row:

@@ -32,11 +32,13 @@ class PlayerPolicy(TurnPolicy):
         tokenizer: decodes the context.
         encode: the ids of an answer with its end of the turn, such as :meth:`~torchrl_llm.envs.ChatFormatter.answer`.
         max_output_tokens: most tokens of an answer, the end of the turn included.
+        min_output_tokens: fewest tokens before the end of the turn, as the model samples; default 0.
         seed: the first part of the key of chance, >= 0.
         trained: the policy whose versions the tokens are stamped with; ``None``: 0 for all.
 
     Raises:
-        PlayerError: an answer is longer (when it is played): a cut answer would be imitated.
+        PlayerError: an answer is longer or shorter, or empty (when it is played): a cut answer would be imitated, or an end that
+            the model cannot sample.
 
     Examples:
         >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
@@ -58,10 +60,12 @@ class PlayerPolicy(TurnPolicy):
         encode: Callable[[str], Sequence[int]],
         *,
         max_output_tokens: int,
+        min_output_tokens: int = 0,
         seed: int = 0,
         trained: TurnPolicy | None = None,
     ) -> None:
-        super().__init__(SamplingConfig(max_output_tokens=max_output_tokens), seed=seed)
+        sampling = SamplingConfig(max_output_tokens=max_output_tokens, min_output_tokens=min_output_tokens)
+        super().__init__(sampling, seed=seed)
         self.player, self.tokenizer, self.encode = player, tokenizer, encode
         # Not as a submodule: its weights are no part of this policy.
         self.__dict__["trained"] = trained
@@ -85,10 +89,14 @@ class PlayerPolicy(TurnPolicy):
     def _answer_to(self, context: list[int], episode: int, turn: int) -> Sequence[int]:
         text = str(self.tokenizer.decode(context, clean_up_tokenization_spaces=False))
         answer = self.player(text, random.Random(f"{self.seed} {episode} {turn}"))
-        ids, limit = self.encode(answer), self.sampling.max_output_tokens
-        if not 0 < len(ids) <= limit:
+        if not answer.strip():
             raise PlayerError(
-                f"The player's answer {answer[:80]!r} has {len(ids)} tokens, its end of the turn included; expected 1 to "
-                f"max_output_tokens={limit}."
+                f"The player's answer is {answer!r:.80}: there is nothing to imitate; expected some text."
+            )
+        ids, fewest, most = self.encode(answer), self.sampling.min_output_tokens, self.sampling.max_output_tokens
+        if not fewest < len(ids) <= most:
+            raise PlayerError(
+                f"The player's answer {answer[:80]!r} has {len(ids)} tokens, its end of the turn included; expected {fewest + 1} to "
+                f"{most} (min_output_tokens={fewest}, max_output_tokens={most})."
             )
         return ids

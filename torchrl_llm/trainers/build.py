@@ -319,7 +319,7 @@ def make_collector(
     options = {"batch_size": _batch_share(config, distributed.world_size), "replay_buffer": replay_buffer, **workers}
     shown = None if config.demonstrations is None else find_demonstrations(config.demonstrations)
     if isinstance(shown, Path):
-        episodes = read_demonstrations(shown, env, max_model_len=config.max_model_len)
+        episodes = read_demonstrations(shown, env, max_model_len=config.max_model_len, sampling=policy.sampling)
         return RecordedCollector(env, policy, episodes, seed=config.seed, **options)
     if shown is not None:
         if config.collector != "self_play":  # where it may be another player's turn
@@ -328,9 +328,8 @@ def make_collector(
             shown,
             env.formatter.tokenizer,
             env.formatter.answer,
-            max_output_tokens=config.max_output_tokens,
-            seed=config.seed,
             trained=policy,
+            **_given(config, "max_output_tokens", "min_output_tokens", "seed"),
         )
     options |= _given(config, "max_faults")
     if config.adaptive_mixture:

@@ -15,11 +15,13 @@ import numpy.typing as npt
 from torchrl_llm.data import read_transcripts
 from torchrl_llm.envs import GEMEnv, players
 from torchrl_llm.episode import Episode, Turn
-from torchrl_llm.modules import Player
+from torchrl_llm.modules import Player, SamplingConfig
 from torchrl_llm.options import ConfigError, nearest
 from torchrl_llm.record.pieces import TokenTexts
 from torchrl_llm.record.recording import FOLDER, Recording, RecordingError, RecordingFolder, read_recording
 from torchrl_llm.trainers.config import RunConfig
+
+_HELD_BACK = "min_output_tokens={} lets no answer end before it has as many"
 
 
 def find_demonstrations(given: str, setting: str = "demonstrations") -> Player | Path:
@@ -77,7 +79,8 @@ def check_player(player: Player, config: RunConfig, env: GEMEnv) -> None:
     """Raise if a player does not know the game, which it is asked to begin.
 
     Raises:
-        ConfigError: the player refuses the first prompt, or its answer is longer than ``max_output_tokens``.
+        ConfigError: the player refuses the first prompt, or its answer is longer than ``max_output_tokens`` or ends before
+            ``min_output_tokens``.
     """
     prompt = str(env.formatter.tokenizer.decode(env.open(0, 0).ids))
     try:
@@ -93,9 +96,16 @@ def check_player(player: Player, config: RunConfig, env: GEMEnv) -> None:
             f"demonstrations is {config.demonstrations!r}, whose answer {answer!r:.80} has {length} tokens, its end of the turn "
             f"included: raise max_output_tokens, which is {config.max_output_tokens}."
         )
+    if length <= config.min_output_tokens:
+        raise ConfigError(
+            f"demonstrations is {config.demonstrations!r}, whose answer {answer!r:.80} has {length} tokens, its end of the turn "
+            f"included, and {_HELD_BACK.format(config.min_output_tokens)}: lower it."
+        )
 
 
-def read_demonstrations(path: Path, env: GEMEnv, *, max_model_len: int) -> list[Episode]:
+def read_demonstrations(
+    path: Path, env: GEMEnv, *, max_model_len: int, sampling: SamplingConfig | None = None
+) -> list[Episode]:
     """The episodes of a file of messages, of a recording, or of the recordings of a run's training.
 
     Args:
@@ -103,10 +113,11 @@ def read_demonstrations(path: Path, env: GEMEnv, *, max_model_len: int) -> list[
             are left out: they are of held-out tasks.
         env: its formatter renders messages, and its tokenizer is that of recordings.
         max_model_len: longest row in tokens.
+        sampling: the policy's; default ``SamplingConfig()``, which holds no end of a turn back.
 
     Raises:
         ConfigError: there are none, they were recorded with another tokenizer, one is longer, or an answer has more tokens than
-            ``env.max_output_tokens``, or none.
+            ``env.max_output_tokens``, or none, or ends before ``sampling.min_output_tokens``.
     """
     try:
         episodes = _read(path, env)
@@ -118,11 +129,19 @@ def read_demonstrations(path: Path, env: GEMEnv, *, max_model_len: int) -> list[
             f"demonstrations={str(path)!r}: an episode has {longest} tokens, and max_model_len is {max_model_len}: raise it, or "
             "leave out the long ones."
         )
-    for length in (len(turn.tokens) for episode in episodes for turn in episode.turns):
+    fewest, stops = (sampling.min_output_tokens, sampling.stop_ids or ()) if sampling is not None else (0, ())
+    for tokens in (turn.tokens for episode in episodes for turn in episode.turns):
+        length = len(tokens)
         if not 0 < length <= env.max_output_tokens:
             raise ConfigError(
                 f"demonstrations={str(path)!r}: an answer has {length} tokens, its end of the turn included, and expected are 1 to "
                 f"max_output_tokens={env.max_output_tokens}: raise it, or leave out such answers."
+            )
+        # Its log-prob would be minus infinity, and the end of the turn would not be learned.
+        if np.isin(tokens[:fewest], stops).any():
+            raise ConfigError(
+                f"demonstrations={str(path)!r}: an answer has {length} tokens, its end of the turn included, and "
+                f"{_HELD_BACK.format(fewest)}: lower it, or leave out such answers."
             )
     return episodes
 

@@ -60,8 +60,8 @@ class TrainerConfig(Checked):
     critic_warmup: Natural = 0
     """Iterations at the start in which only the critic learns, of a shared trunk its head alone (LLMPPO)."""
     dynamic_sampling: Natural = 0
-    """0 is off; else learn only from groups that the estimator gives an advantage (GRPO: groups whose returns differ), and
-    collect up to this many batches an iteration until there are enough of them."""
+    """0 is off; else learn only from groups that the estimator gives an advantage (GRPO: groups whose returns differ, before
+    overlong_penalty), and collect up to this many batches an iteration until there are enough of them."""
     overlong_filter: bool = False
     """Leave episodes that a length limit has cut out of the update; credit still counts them."""
     overlong_penalty: NonNegative = 0.0

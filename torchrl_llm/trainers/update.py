@@ -93,6 +93,9 @@ class RowScorer:
         if config.overlong_penalty:
             buffer = config.overlong_buffer or limit
             data.penalize_overlong(batch, config.overlong_penalty, max_response_length=limit, buffer=buffer)
+        return self._estimate(batch)
+
+    def _estimate(self, batch: TensorDictBase) -> TensorDictBase:
         with self._scoring():
             return self.estimator(batch)
 
@@ -128,9 +131,10 @@ class RowScorer:
         return chosen[torch.isin(chosen[keys.EPISODE_ID], torch.tensor(first, dtype=torch.int64, device=rows.device))]
 
     def _nonzero_variance(self, rows: TensorDictBase) -> Tensor:
-        """Which rows are of groups that the update would learn from, ``[B]`` bool: what the estimator really does decides."""
-        # In a copy: the rows that are chosen are credited again, as one batch.
-        return data.nonzero_variance(self.credit(rows.copy()))
+        """Which rows are of groups that the update would learn from, ``[B]`` bool: what the estimator makes of the score decides."""
+        # In a copy: the rows that are chosen are credited again, as one batch. Without `overlong_penalty`: it would find every
+        # group whose answers differ in length, also where all of them lost (DAPO judges its groups by the answers alone).
+        return data.nonzero_variance(self._estimate(rows.copy()))
 
 
 class Updater:
