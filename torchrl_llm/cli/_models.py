@@ -37,7 +37,7 @@ def add_checkpoint(parser: ArgumentParser, names: Sequence[str] = USED, *, optio
 
 
 def load(arguments: Namespace, saved: SavedModel | None = None, **changes: Any) -> LoadedModel:
-    """The model that the arguments name, with the settings that they give, and ``changes`` to those."""
+    """The model that the arguments name, with the settings that they give, and ``changes`` to those (:meth:`SavedModel.config`)."""
     disable_progress_bar()  # of loading weights
     saved = saved or find_saved_model(arguments.checkpoint)
     return load_saved_model(saved, saved.config(**{**given_settings(arguments), **changes}))

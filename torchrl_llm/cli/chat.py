@@ -19,30 +19,25 @@ from torchrl_llm.cli._terminal import Terminal
 from torchrl_llm.envs import ControlTokenError
 from torchrl_llm.options import nearest
 from torchrl_llm.trainers.cli import given_settings
-from torchrl_llm.trainers.config import SamplingSettings
-from torchrl_llm.trainers.saved import SavedModel, find_saved_model, positions
-from torchrl_llm.trainers.settings import names_of
+from torchrl_llm.trainers.saved import OF_THE_MODEL, SavedModel, find_saved_model, positions
 
 COMMANDS = ("/reset", "/exit")
 _RESPONSE = 512
-
-_SETTINGS = (
-    *("max_model_len", *names_of(SamplingSettings), "seed", "system_prompt", "template", "history"),
-    *("chat_template_kwargs", "dtype", "device", "attn_implementation", "trust_remote_code", "quantization"),
-)
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the checkpoint and the settings of a conversation."""
     parser.add_argument("--greedy", action="store_true", default=False, help="take the likeliest token")
-    add_checkpoint(parser, _SETTINGS)
+    add_checkpoint(parser, OF_THE_MODEL)
 
 
 def run(arguments: Namespace) -> int:
     """Talk until the input ends."""
     terminal = Terminal("chat")
     saved = find_saved_model(arguments.checkpoint)
-    conversation = Conversation(load(arguments, saved, **_lengths(arguments, saved)), greedy=arguments.greedy)
+    conversation = Conversation(
+        load(arguments, saved, only_model=True, **_lengths(arguments, saved)), greedy=arguments.greedy
+    )
     if terminal.interactive:
         terminal.show(f"{arguments.checkpoint}: {', '.join(COMMANDS)}, Ctrl-C stops a response", style="dim")
     while (message := terminal.ask("> ")) not in (None, "/exit"):
@@ -60,7 +55,7 @@ def _lengths(arguments: Namespace, saved: SavedModel) -> dict[str, int]:
     """The lengths of a conversation and of a response, where they are not given."""
     given = given_settings(arguments)
     model = {name: given[name] for name in ("model_path", "trust_remote_code") if name in given}
-    length = given.get("max_model_len") or positions(saved.config(**model))
+    length = given.get("max_model_len") or positions(saved.config(only_model=True, **model))
     response = given.get("max_output_tokens") or min(_RESPONSE, length // 2)
     return {"max_model_len": length, "max_output_tokens": response}
 

@@ -29,7 +29,12 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Add the settings of a search, and how it is run."""
     parser.usage, parser.noun = "%(prog)s [--config FILE] [--FIELD VALUE ...]", "setting"
     parser.add_argument("--config", type=Path, metavar="FILE", help="a YAML file of the fields below")
-    parser.add_argument("--resume", action="store_true", default=False, help="continue the search in output_dir")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        default=False,
+        help="continue the search in output_dir, which has to be your own: Ray Tune keeps pickles there",
+    )
     parser.add_argument("--address", help="of a Ray cluster, such as auto (default: a Ray on this machine)")
     parser.add_argument("--json", action="store_true", default=False, help="print tuning.json, and all else to stderr")
     group, meaning = parser.add_argument_group("settings of the search"), meanings(TuningConfig)

@@ -118,6 +118,8 @@ def read_adapter(path: Path) -> Adapter:
     config = PeftConfig.from_pretrained(str(path))
     if not isinstance(config, LoraConfig):
         raise WeightsError(f"{path / _CONFIG} has peft_type {config.peft_type!r}; expected 'LORA'.")
+    if config.megatron_config is not None:  # PEFT imports the module that megatron_core names then
+        raise WeightsError(f"{path / _CONFIG} has a megatron_config; expected an adapter of a transformers model.")
     return Adapter(config, read_tensors(path / _TENSORS))
 
 

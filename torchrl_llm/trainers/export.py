@@ -78,7 +78,8 @@ def _check(saved: SavedModel, place: Path, format: Format, changes: dict[str, An
 def _write_model(saved: SavedModel, stage: Path, format: Format, changes: dict[str, Any]) -> None:
     if format == "merged" and saved.is_adapter:
         # Into the base as it was before it was rounded to 4 bits.
-        loaded = load_saved_model(saved, saved.config(**{"quantization": None, **changes}))
+        changes = {"quantization": None, "attn_implementation": None, **changes}
+        loaded = load_saved_model(saved, saved.config(only_model=True, **changes))
         loaded.models.export_merged(stage, loaded.tokenizer)
         return
     # The tokenizer of an exported model lies beside its weights.

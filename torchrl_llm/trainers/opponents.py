@@ -17,7 +17,7 @@ from torchrl_llm.trainers import build
 from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.demonstrations import find_demonstrations
 from torchrl_llm.trainers.evaluation import evaluate
-from torchrl_llm.trainers.saved import find_saved_model, load_saved_model
+from torchrl_llm.trainers.saved import find_saved_model, for_run, load_saved_model
 from torchrl_llm.trainers.sources import MODELS, model_path
 
 
@@ -161,7 +161,7 @@ def _start(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, models: 
 
 def _saved(config: RunConfig, path: str, tokenizer: Any, sampling: SamplingConfig) -> HFPolicy:
     saved = find_saved_model(path)
-    loaded = load_saved_model(saved, saved.config(device=config.device, trust_remote_code=config.trust_remote_code))
+    loaded = load_saved_model(saved, saved.config(only_model=True, **for_run(config)))
     if loaded.tokenizer.get_vocab() != tokenizer.get_vocab():
         raise ConfigError(
             f"opponent={path!r} has another tokenizer than the run, whose environments write its contexts: take one of the same family."

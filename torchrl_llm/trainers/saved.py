@@ -24,6 +24,7 @@ from torchrl_llm.trainers.run_folder import MARK
 from torchrl_llm.trainers.settings import EnvConfig, names_of
 from torchrl_llm.trainers.settings_file import read_settings, write_settings
 from torchrl_llm.trainers.sources import MODELS, load_model_config, load_tokenizer, model_path
+from torchrl_llm.trainers.trust import check_base, check_kept
 
 SETTINGS = "run_config.yaml"
 """The settings of its run in the folder of an exported model, and in a run's own ``merged``."""
@@ -34,6 +35,12 @@ USED = (
     *("quantization", "step_timeout", "env_threads", "max_faults"),
 )
 """The settings that a trained model is used with; all others are of training."""
+
+OF_THE_MODEL = (
+    *("max_model_len", *names_of(SamplingSettings), "seed", "system_prompt", "template", "history"),
+    *("chat_template_kwargs", "dtype", "device", "attn_implementation", "trust_remote_code", "quantization"),
+)
+"""Those of :data:`USED` that are left where it only samples, without an environment."""
 
 # The device is of another machine, perhaps, and code that comes with a model is run where somebody says so.
 _NOT_KEPT = ("device", "trust_remote_code")
@@ -62,18 +69,23 @@ class SavedModel:
         """Whether it is an adapter on a base model, and not a whole model."""
         return weights.holds_adapter(self.weights)
 
-    def config(self, **changes: Any) -> RunConfig:
+    def config(self, *, only_model: bool = False, **changes: Any) -> RunConfig:
         """The settings to use the model with: those of its run, as far as they are not about training.
 
+        Settings that would import, connect to or execute something are kept of no folder (:mod:`torchrl_llm.trainers.trust`).
+
         Args:
+            only_model: keep no settings of environments (:data:`OF_THE_MODEL`).
             changes: settings of :data:`USED` that are to differ; and ``model_path``, for the base of an adapter.
 
         Raises:
-            ConfigError: they contradict each other, or ``model_path`` is given for a whole model.
+            ConfigError: they contradict each other, ``model_path`` is given for a whole model, or the folder asks for what only
+                ``changes`` may ask for.
         """
         # The players of a game of self-play are a group, and batches and slots hold whole groups.
         game = ("group_size", "batch_size") if self.settings.get("collector") == "self_play" else ()
-        kept = {name: self.settings[name] for name in (*USED, "collector", *game) if name in self.settings}
+        names = OF_THE_MODEL if only_model else (*USED, "collector", *game)
+        kept = {name: self.settings[name] for name in names if name in self.settings and name not in changes}
         kept = {name: value for name, value in kept.items() if name not in _NOT_KEPT}
         if "model_path" in changes and not self.is_adapter:
             raise ConfigError(f"model_path does nothing with {self.path}, which holds a whole model: leave it out.")
@@ -81,12 +93,15 @@ class SavedModel:
         if self.is_adapter:
             named = weights.read_adapter(self.weights).config.base_model_name_or_path
             base = {"model_path": self.settings.get("model_path", named)}
+            if "model_path" not in changes:
+                check_base(base["model_path"], self.path)
         else:
             for name in ("quantization", "dtype"):  # the files have a dtype of their own
                 kept.pop(name, None)
         if "env_name" in changes:
             for name in ("env_weights", "env_options"):
                 kept.pop(name, None)
+        check_kept(kept, self.path)
         tokenizer = {} if self.tokenizer is None else {"tokenizer_path": str(self.tokenizer)}
         return RunConfig(**{**base, **tokenizer, **kept, **changes})
 
@@ -133,6 +148,12 @@ def find_saved_model(path: str | Path) -> SavedModel:
             "of transformers or PEFT."
         )
     return SavedModel(path=path, weights=path, tokenizer=_tokenizer_beside(path), settings=_settings_beside(path))
+
+
+def for_run(config: RunConfig) -> dict[str, Any]:
+    """The settings of a run that hold for each model that it loads beside its own, whatever that one was trained with."""
+    attention = {} if config.attn_implementation is None else {"attn_implementation": config.attn_implementation}
+    return {"device": config.device, "trust_remote_code": config.trust_remote_code, **attention}
 
 
 def settings_for_use(settings: Mapping[str, Any], *, env_from_python: bool) -> dict[str, Any]:

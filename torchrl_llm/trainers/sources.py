@@ -20,6 +20,10 @@ MODELS: dict[str, Callable[[], Path]] = {"tiny": tiny_model_path, "smollm2": smo
 """Names that ``model_path`` takes beside paths and ids, and what finds the folder. A folder of such a name is ``./tiny``."""
 
 
+ATTENTION = ("eager", "sdpa")
+"""PyTorch's own implementations of attention; transformers may fetch the code of others."""
+
+
 def model_path(config: RunConfig) -> str:
     """What transformers loads the model from: a folder, or an id of a hub. ``"smollm2"`` is made if it is not there.
 
@@ -37,7 +41,21 @@ def load_model_config(config: RunConfig) -> Any:
         ConfigError: ``model_path`` leads nowhere, or to code that ``trust_remote_code`` does not allow.
     """
     path, options = model_path(config), {"trust_remote_code": config.trust_remote_code}
-    return _loaded("model_path", config.model_path, lambda: AutoConfig.from_pretrained(path, **options))
+    found = _loaded("model_path", config.model_path, lambda: AutoConfig.from_pretrained(path, **options))
+    if config.attn_implementation is None:
+        _check_attention(found, config.model_path)
+    return found
+
+
+def _check_attention(found: Any, given: str) -> None:
+    """Refuse a model whose files ask for another attention than PyTorch's: transformers may fetch its code from a hub."""
+    for part in (found, *(getattr(found, name, None) for name in found.sub_configs)):
+        asked = getattr(part, "_attn_implementation", None)
+        if asked not in (None, *ATTENTION):
+            raise ConfigError(
+                f"model_path is {given!r}, whose files ask for the attention {asked!r}, which may be code of a hub: give "
+                f"attn_implementation, {' or '.join(ATTENTION)} for PyTorch's own."
+            )
 
 
 def check_length(config: RunConfig, length: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from torchrl_llm.modules import SamplingConfig, TokenScorer, enable_prefix_sharing
 from torchrl_llm.options import ConfigError
 from torchrl_llm.trainers.config import RunConfig
-from torchrl_llm.trainers.saved import SavedModel, find_saved_model, load_saved_model
+from torchrl_llm.trainers.saved import SavedModel, find_saved_model, for_run, load_saved_model
 from torchrl_llm.trainers.sources import MODELS, check_length, load_tokenizer
 
 
@@ -65,12 +65,12 @@ def find_teacher(config: RunConfig) -> tuple[SavedModel, RunConfig]:
         0
     """
     given = str(config.teacher)
-    changes: dict[str, Any] = {"device": config.device, "trust_remote_code": config.trust_remote_code}
+    changes = for_run(config)
     path = Path(given).expanduser()
     # A path that leads nowhere is no hub's id, and find_saved_model says so.
     if given in MODELS or path.is_dir() or path.is_absolute() or given.startswith(".") or given.count("/") != 1:
         saved = find_saved_model(given)
-        return saved, saved.config(**changes)
+        return saved, saved.config(only_model=True, **changes)
     of_hub = SavedModel(path=path, weights=path, tokenizer=None)
     return of_hub, RunConfig(model_path=given, lora_r=0, **changes)
 
