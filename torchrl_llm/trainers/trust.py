@@ -1,7 +1,7 @@
 """What the settings of a folder may ask for, and what only its user may: :func:`check_kept`, :func:`check_base`.
 
 The settings that lie beside a model may be a stranger's. Nothing is imported, connected to or executed because a folder says so:
-whoever uses the folder has to give the setting that names it. A folder is nobody's own, wherever it lies.
+the user of the folder has to give the setting that names it. A folder is nobody's own, wherever it lies.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def check_kept(settings: Mapping[str, Any], folder: Path) -> None:
         >>> check_kept({"opponent": "os:system"}, Path("run"))
         Traceback (most recent call last):
         torchrl_llm.options.ConfigError: run asks for the opponent 'os:system', which is imported and called. A folder may be a
-        stranger's, so that this is done only for whoever names it: if you trust it, add --opponent os:system (in Python,
+        stranger's, so that this is done only if you name it: if you trust it, add --opponent os:system (in Python,
         config(opponent='os:system')).
     """
     for what, names in _asked(settings):
@@ -46,7 +46,7 @@ def check_kept(settings: Mapping[str, Any], folder: Path) -> None:
         flags = " ".join(f"--{name.replace('_', '-')} {_as_word(value)}" for name, value in given.items())
         in_python = ", ".join(f"{name}={value!r}" for name, value in given.items())
         raise ConfigError(
-            f"{folder} asks for {what}. A folder may be a stranger's, so that this is done only for whoever names it: if you trust "
+            f"{folder} asks for {what}. A folder may be a stranger's, so that this is done only if you name it: if you trust "
             f"it, add {flags} (in Python, config({in_python}))."
         )
 
