@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torchrl_llm"
 
 LAYERS = (
-    {"keys", "options", "optional", "arguments", "prefixes", "segments", "interrupts", "files"}
+    {"keys", "options", "optional", "arguments", "prefixes", "segments", "interrupts", "files", "fingerprint"}
     | {"host", "tiny", "smollm2", ""},
     {"episode", "stops"},
     {"objectives.functional"},

@@ -249,6 +249,7 @@ class TestEval:
         # Paired with both evaluations of the run, and with that of any other checkpoint.
         before = json.loads((run / "evaluation_before.json").read_text())
         assert (found["task_digest"], len(found["outcomes"])) == (before["task_digest"], found["episodes"])
+        assert found["beginnings"] == before["beginnings"]
 
     def test_of_another_seed_and_environment_is_a_table(self, tmp_path, trained):
         more = ("--env", "game:GuessTheNumber-v0-hard", "--episodes=4", "--seed=7", "--max-model-len=512")

@@ -36,6 +36,19 @@ class TestAdapters:
         merged = copy.deepcopy(model).merge_and_unload()
         assert play(make_policy(merged), self.rows)[0] == with_actor[0]
 
+    def test_its_fingerprint_is_that_of_the_weights_it_samples_with(self, model):
+        """As an opponent, the start of a run stays who it is while another adapter on its model learns."""
+        base, actor = make_policy(model), make_policy(model, adapter="actor")
+        before = base.fingerprint(), actor.fingerprint()
+        assert before[0] == make_policy(make_model()).fingerprint() != before[1]
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.data.neg_()
+        assert base.fingerprint() == before[0]
+        assert actor.fingerprint() != before[1]
+        next(iter(model.parameters())).data.neg_()
+        assert base.fingerprint() != before[0]
+
     def test_a_step_of_the_adapter_drops_the_cache(self, model):
         policy = make_policy(model, adapter="actor")
         play(policy, self.rows)

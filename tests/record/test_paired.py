@@ -20,6 +20,7 @@ BEFORE = Evaluation(
     tasks=6,
     outcomes="001110",
     task_digest="1f",
+    beginnings="0000aaaa" * 6,
 )
 AFTER = replace(BEFORE, success=4 / 6, outcomes="111100")
 
@@ -64,15 +65,23 @@ class TestComparison:
 
     def test_other_tasks_are_refused(self):
         other = replace(AFTER, episodes=7, outcomes="1111001", task_digest="2e")
-        with pytest.raises(ValueError, match="of 6 and 7 episodes are not of the same tasks"):
+        with pytest.raises(ValueError, match="of 6 and 7 episodes are not of the same games"):
             paired_comparison(BEFORE, other)
+
+    def test_only_episodes_that_began_alike_are_pairs(self):
+        other = replace(AFTER, beginnings="0000aaaa" * 3 + "0000bbbb" * 2 + "-" * 8)
+        found = paired_comparison(BEFORE, other)
+        assert found == PairedComparison(episodes=4, gained=2, lost=0, p_value=0.5, left_out=2)
+        assert str(found) == "of 4 episodes 2 gained, 0 lost (McNemar p = 0.5); 2 more began otherwise"
+        with pytest.raises(ValueError, match="None of 6 episodes began alike"):
+            paired_comparison(BEFORE, replace(AFTER, beginnings="0000bbbb" * 6))
 
     def test_from_a_file(self, tmp_path):
         write_json(BEFORE.statistics(), tmp_path / "before.json")
         content = json.loads((tmp_path / "before.json").read_text())
         assert paired_comparison(Evaluation(**content), AFTER) == paired_comparison(BEFORE, AFTER)
         # As an earlier version wrote it.
-        for name in ("outcomes", "task_digest", "penalized"):
+        for name in ("outcomes", "task_digest", "beginnings", "penalized"):
             del content[name]
         assert paired_comparison(Evaluation(**content), AFTER) is None
         assert paired_comparison(AFTER, Evaluation(**content)) is None

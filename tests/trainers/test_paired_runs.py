@@ -9,8 +9,9 @@ import pytest
 from small_runs import small_config
 
 from torchrl_llm import keys
-from torchrl_llm.envs import GEMEnv, TaskSampler
+from torchrl_llm.envs import EnvSpec, GEMEnv, TaskSampler
 from torchrl_llm.record import Evaluation, PairedComparison, paired_comparison
+from torchrl_llm.report import compare_runs
 from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.trainers import build_run, evaluate, run_and_report
@@ -22,13 +23,12 @@ QUICK = {"lr_actor": 0.05, "final_episodes": 32, "batch_size": 16, "record_inter
 class Picky(StopOrGo):
     """Answers "what?" with a penalty, and has no board at the seeds ``bad``."""
 
-    def __init__(self, bad=()):
-        self.bad = bad
+    bad, greeting = frozenset(), "Say stop or go on."
 
     def reset(self, seed=None):
         if seed in self.bad:
             raise RuntimeError("no board")
-        return super().reset(seed)
+        return self.greeting, {}
 
     def step(self, action):
         if "what" in action:
@@ -36,11 +36,18 @@ class Picky(StopOrGo):
         return super().step(action)
 
 
+class OneWord(Picky):
+    """Wins by another word."""
+
+    def step(self, action):
+        return super().step(action.replace("go", "stop"))
+
+
 @pytest.fixture
 def result_of(tokenizer):
-    def result_of(script, episodes=8, bad=(), **options):
+    def result_of(script, episodes=8, make=Picky, **options):
         sizes = {"num_envs": 4, "max_model_len": 256, "max_output_tokens": 32, "stream": "test", "max_turns": 2}
-        env = GEMEnv(partial(Picky, bad), tokenizer=tokenizer, **sizes | options)
+        env = GEMEnv(make, tokenizer=tokenizer, **sizes | options)
         return evaluate(env, ScriptedPolicy(script, tokenizer=tokenizer), episodes)
 
     return result_of
@@ -62,10 +69,10 @@ class TestEvaluation:
         assert result.outcomes == "".join(str(int(won[episode])) for episode in sorted(won))
         assert 0 < result.outcomes.count("1") / 8 == result.success < 1
 
-    def test_an_episode_that_failed_at_its_reset_is_not_won(self, result_of):
+    def test_an_episode_that_failed_at_its_reset_is_not_won(self, result_of, monkeypatch):
         whole = result_of(stop)
-        bad = {TaskSampler(stream="test")[i].seed for i in (1, 6)}
-        less = result_of(stop, bad=bad)
+        monkeypatch.setattr(Picky, "bad", {TaskSampler(stream="test")[i].seed for i in (1, 6)})
+        less = result_of(stop)
         assert (whole.outcomes, less.outcomes, len(less.rows)) == ("1" * 8, "10111101", 6)
         for pair, changes in (((whole, less), (0, 2)), ((less, whole), (2, 0))):
             found = paired_comparison(*pair)
@@ -76,6 +83,44 @@ class TestEvaluation:
         assert result_of(lambda *_: "go on").task_digest == result_of(stop, num_envs=2).task_digest == digest
         others = (result_of(stop, episodes=7), result_of(stop, seed=1), result_of(stop, stream="eval"))
         assert len({digest, *(other.task_digest for other in others)}) == 4
+
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"make": EnvSpec("Picky", OneWord)},
+            {"make": EnvSpec("Picky", Picky, success_by="return")},
+            {"max_turns": 3},
+            {"max_model_len": 255},
+            {"max_output_tokens": 31},
+            {"overflow": "slide"},
+            {"success_reward": 0.5},
+            {"system_prompt": "Be brief."},
+            {"template": "raw"},
+            {"chat_template_kwargs": {"enable_thinking": False}},
+        ],
+        ids=lambda other: " ".join(map(str, other)),
+    )
+    def test_other_games_are_no_pair(self, result_of, other):
+        """All that decides what is played and what is won, with the same label, seed and stream, and often the same first context."""
+        one, two = result_of(stop), result_of(stop, **other)
+        with pytest.raises(ValueError, match="not of the same games"):
+            paired_comparison(one, two)
+
+    def test_how_a_policy_samples_and_the_machine_are_no_part_of_the_game(self, result_of):
+        one, two = (
+            result_of(stop),
+            result_of(lambda *_: "go on", num_envs=2, num_threads=1, step_timeout=50.0, max_faults=3),
+        )
+        assert paired_comparison(one, two).lost == 8
+
+    def test_an_environment_that_gives_other_tasks_than_before_is_no_pair(self, result_of, monkeypatch):
+        """Other data or code behind the same names, or one that does not follow its seed."""
+        before = result_of(stop)
+        monkeypatch.setattr(Picky, "greeting", "Say stop.")
+        after = result_of(stop)
+        assert before.task_digest == after.task_digest
+        with pytest.raises(ValueError, match="None of 8 episodes began alike"):
+            paired_comparison(before, after)
 
     def test_penalized_turns_are_a_share_of_the_turns(self, result_of):
         result = result_of(lambda episode, turn, context: "what?" if turn == 0 and episode % 2 else "stop")
@@ -106,7 +151,32 @@ class TestRun:
         assert (found["gained"], found["lost"], found["episodes"]) == (gained, lost, 32)
         assert json.loads((config.output_dir / "result.json").read_text())["paired"] == result["paired"]
 
-    @pytest.mark.parametrize(("lacks", "logged"), [(("penalized", "outcomes", "task_digest"), False), ((), True)])
+    def test_a_run_that_is_resumed_in_another_game_has_no_pair(self, tmp_path, caplog):
+        """A policy that never changes gained 86 episodes of 128, for it got more turns."""
+        config = small_config(tmp_path, save_checkpoints=True, max_iterations=1, **QUICK | {"lr_actor": 0.0})
+        config, said = replace(config, env_options={"max_turns": 2}), []
+        run_and_report(config, partial(build_run, config), say=said.append)
+        changed = {"env_options": {"max_turns": 10}, "max_iterations": 2}
+        config = replace(config, resume=True, accept_changes=[*changed], **changed)
+        result = run_and_report(config, partial(build_run, config), say=said.append)
+        assert result["success_after"] > result["success_before"]
+        assert (result["paired"], result["same_games"]) == (None, False)
+        page = (config.output_dir / "report.html").read_text()
+        for text in (page, said[-2]):
+            assert "before and after are of different games" in text
+            assert "McNemar" not in text
+        other = replace(
+            config, env_options={"max_turns": 2}, output_dir=tmp_path / "other", resume=False, accept_changes=[]
+        )
+        run_and_report(other, partial(build_run, other), say=said.append)
+        lines = compare_runs([other.output_dir, config.output_dir]).splitlines()
+        assert lines[2].split()[-1] == "-"
+        assert lines[2].split()[4] == "-"
+        assert "not of the same games" in caplog.text
+
+    @pytest.mark.parametrize(
+        ("lacks", "logged"), [(("penalized", "outcomes", "task_digest", "beginnings"), False), ((), True)]
+    )
     def test_without_a_pair_the_line_is_left_out(self, tmp_path, caplog, lacks, logged):
         """The file of an earlier version, and a run that was resumed with another number of episodes."""
         config = small_config(tmp_path, max_iterations=1, **QUICK | {"final_episodes": 4})
@@ -120,7 +190,7 @@ class TestRun:
         run.close()
         assert result["paired"] is None
         assert "McNemar" not in said[0] + (config.output_dir / "report.html").read_text()
-        assert ("not of the same tasks" in caplog.text) is logged
+        assert ("not of the same games" in caplog.text) is logged
 
 
 def untrained(config):

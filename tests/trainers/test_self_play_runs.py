@@ -14,6 +14,7 @@ from torchrl_llm.cli import main
 from torchrl_llm.envs import GEMEnv, SelfPlayEnv
 from torchrl_llm.modules import PlayerPolicy
 from torchrl_llm.options import ConfigError
+from torchrl_llm.record import paired_comparison
 from torchrl_llm.testing.games import TakeAway, take_at_random, take_well
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import random_model
@@ -49,6 +50,15 @@ class TestMatch:
         first, second = (play_match(env, player(take_at_random, env), player(take_well, env), 12) for _ in range(2))
         assert first.evaluation.outcomes == second.evaluation.outcomes
         assert first.evaluation.task_digest == second.evaluation.task_digest
+        assert first.evaluation.beginnings == second.evaluation.beginnings
+
+    def test_against_another_opponent_it_is_another_game(self):
+        env = make_env()
+        match, other = (
+            play_match(env, player(take_at_random, env), player(each, env), 4) for each in (take_well, take_at_random)
+        )
+        with pytest.raises(ValueError, match="not of the same games"):
+            paired_comparison(match.evaluation, other.evaluation)
 
     def test_a_game_that_fails_is_not_won_and_not_replaced(self):
         class Fragile(TakeAway):

@@ -14,11 +14,12 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from torchrl_llm.envs.isolation import Pool, kept_global_rng
 from torchrl_llm.episode import LARGEST_REWARD, is_reward
+from torchrl_llm.fingerprint import fingerprint
 
 RewardFn = Callable[..., Any]
 """``reward_fn(completion, answer, question)``, with further columns by name; lists of them, if it is batched."""
@@ -158,6 +159,14 @@ class Grader:
         self.thread_safe = self.is_async or getattr(reward_fn, "thread_safe", False)
         self.loop = _EventLoop()
         self._ahead: dict[tuple[int, str], list[float | RewardError]] = {}
+
+    def fingerprint(self) -> str:
+        """What tells it from others: its reward function, and the answers that it expects."""
+        return fingerprint((self.reward_fn, self.batched, self._answers))
+
+    @cached_property
+    def _answers(self) -> str:
+        return fingerprint([row.answer for row in self.rows])
 
     def __call__(self, row: int, completion: str) -> float:
         """The reward of a response to the question in ``row``."""

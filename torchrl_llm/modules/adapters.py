@@ -199,6 +199,14 @@ def trainable_parameters(model: nn.Module, adapter: str | None) -> list[nn.Param
     ]
 
 
+def parameters_under(model: nn.Module, adapter: str | None) -> list[nn.Parameter]:
+    """The parameters that a forward under an adapter uses: all but those of other adapters."""
+    containers = [weights for layer in adapter_layers(model) for weights in _weights_by_adapter(layer)]
+    others = [part for weights in containers for name, part in weights.items() if name != adapter]
+    unused = {id(p) for part in others for p in (part.parameters() if isinstance(part, nn.Module) else [part])}
+    return [parameter for parameter in model.parameters() if id(parameter) not in unused]
+
+
 def check_adapter(model: nn.Module, adapter: str | None) -> list[Any]:
     """The PEFT layers of ``model``, if forwards can run under ``adapter``.
 

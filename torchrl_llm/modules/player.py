@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from torchrl_llm.fingerprint import fingerprint
 from torchrl_llm.modules.policy import Generation, TurnPolicy
 from torchrl_llm.modules.sampling import SamplingConfig
 
@@ -69,6 +70,10 @@ class PlayerPolicy(TurnPolicy):
         self.player, self.tokenizer, self.encode = player, tokenizer, encode
         # Not as a submodule: its weights are no part of this policy.
         self.__dict__["trained"] = trained
+
+    def fingerprint(self) -> str:
+        """Also of the player."""
+        return fingerprint((super().fingerprint(), self.player))
 
     def generate(
         self, prompt: Tensor, lengths: Tensor, turn: Tensor, episode_id: Tensor, *, slots: Tensor, greedy: bool

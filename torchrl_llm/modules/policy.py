@@ -22,6 +22,7 @@ from torch import Tensor
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from torchrl_llm import keys
+from torchrl_llm.fingerprint import fingerprint
 from torchrl_llm.modules.engine import InferenceEngine, TurnRequest, TurnResponse
 from torchrl_llm.modules.sampling import SamplingConfig
 
@@ -78,6 +79,10 @@ class TurnPolicy(TensorDictModuleBase, InferenceEngine):
         self.seed = seed
         self.policy_version = 0
         self._queue: list[TurnRequest] = []
+
+    def fingerprint(self) -> str:
+        """What tells this policy from others, as a player: a hash of its class, its sampling and its seed, and of what a subclass adds."""
+        return fingerprint((type(self), self.sampling, self.seed))
 
     @abstractmethod
     def generate(

@@ -29,8 +29,12 @@ class Evaluation:
             for a single environment.
         outcomes: "1" for each episode that was won and "0" for each other, in task order; ``None``: unknown, in a file of
             an earlier version.
-        task_digest: hash of the tasks' environments, ids and seeds: equal for two evaluations of the same tasks in the same
-            order, which :func:`~torchrl_llm.record.paired_comparison` compares by ``outcomes``. ``None``: unknown, as above.
+        task_digest: hash of the rules (:func:`~torchrl_llm.envs.rules.rules_of`), the opponent, and the tasks' environments, ids and
+            seeds: equal for two evaluations of the same games in the same order, which
+            :func:`~torchrl_llm.record.paired_comparison` compares by ``outcomes``. ``None``: unknown, as above.
+        beginnings: how each episode began, in task order: eight hexadecimal digits of a hash of its hidden state and its first context,
+            or ``"--------"`` where its reset failed. The same seed need not give the same task, if code or data of the
+            environment change. ``None``: unknown, as above.
         rows: the episodes, ``[episodes]`` in task order, without those that failed at their reset; ``None`` in an
             evaluation that was read from a file.
         texts: hash -> text of the extras in the rows (:mod:`torchrl_llm.envs.extras`).
@@ -49,6 +53,7 @@ class Evaluation:
     environments: dict[str, float] = field(default_factory=dict)
     outcomes: str | None = None
     task_digest: str | None = None
+    beginnings: str | None = None
     rows: TensorDictBase | None = None
     texts: dict[int, str] = field(default_factory=dict)
 

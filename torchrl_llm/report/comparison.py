@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from io import BytesIO
 from itertools import islice
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 from torchrl_llm.files import write_bytes
 from torchrl_llm.optional import import_extra
-from torchrl_llm.record.paired import paired_outcomes
+from torchrl_llm.record.paired import paired_statistics
 from torchrl_llm.report.curves import as_metrics
 from torchrl_llm.report.run_files import RunFiles
 from torchrl_llm.report.summary import seconds_of
@@ -42,7 +43,7 @@ def compare_runs(folders: Sequence[Path]) -> str:
     "training" is the win rate of the training batches, mean of the last tenth of the iterations; "before" and "after" are those of
     the held-out evaluations, the latter with its interval and share of penalized turns; "seconds" is the wall clock of the
     iterations, and "turns" what was collected, those of trees that were played again included; "gained, lost" compares the latter, episode by
-    episode, with that of the first run above that played the same tasks (:func:`~torchrl_llm.record.paired_comparison`, with McNemar's p).
+    episode, with that of the first run above that was evaluated in the same games (:func:`~torchrl_llm.record.paired_comparison`, with McNemar's p).
 
     Args:
         folders: of the runs, at least one.
@@ -92,17 +93,12 @@ def _shown(value: Any, kind: str) -> str:
 
 
 def _paired(run: RunFiles, earlier: Mapping[str, RunFiles]) -> str:
-    """The episodes that it gained and lost against the first run that was evaluated on the same tasks."""
-    own = run.after
+    """The episodes that it gained and lost against the first run that was evaluated in the same games."""
     for name, other in earlier.items():
-        # Not by Evaluation: a file of a later version has more fields.
-        if (
-            own.get("outcomes")
-            and other.after.get("outcomes")
-            and own.get("task_digest") == other.after.get("task_digest")
-        ):
-            found = paired_outcomes(other.after["outcomes"], own["outcomes"])
-            return f"{found.gained}, {found.lost} against {name} (p = {found.p_value:.1g})"
+        with suppress(ValueError):  # other games
+            found = paired_statistics(other.after, run.after)
+            if found is not None:
+                return f"{found.gained}, {found.lost} against {name} (p = {found.p_value:.1g})"
     return _NONE
 
 
@@ -173,6 +169,9 @@ def _training(run: RunFiles) -> float | None:
 
 
 def _before(run: RunFiles) -> float | None:
+    """The win rate before training; ``None`` also where it is of other games than that after it."""
+    if run.result.get("same_games") is False:
+        return None
     return run.before.get("success", run.result.get("success_before"))
 
 

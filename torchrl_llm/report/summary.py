@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchrl_llm.record.health import HealthRules
-from torchrl_llm.record.paired import PairedComparison
+from torchrl_llm.record.paired import OTHER_GAMES, PairedComparison
 from torchrl_llm.report.run_files import RunFiles
 
 Rows = list[tuple[str, ...]]
@@ -30,9 +30,11 @@ def outcome(files: RunFiles) -> list[tuple[str, tuple[str, str], tuple[str, str]
 
 
 def paired(files: RunFiles) -> str:
-    """The paired comparison of the evaluations as a line; empty without one."""
+    """The paired comparison of the evaluations as a sentence, or that they are of different games; empty without one."""
+    if files.result.get("same_games") is False:
+        return OTHER_GAMES
     found = files.result.get("paired")
-    return str(PairedComparison(**found)) if found else ""
+    return f"Episode by episode: {PairedComparison(**found)}." if found else ""
 
 
 def _with_interval(value: float | None, interval: Sequence[float] | None) -> tuple[str, str]:

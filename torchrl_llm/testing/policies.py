@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from torchrl_llm.fingerprint import fingerprint
 from torchrl_llm.modules.policy import Generation, SamplingConfig, TurnPolicy, TurnRequest, TurnResponse
 
 Script = Callable[[int, int, str], str]
@@ -52,6 +53,10 @@ class ScriptedPolicy(TurnPolicy):
         self.log_prob = log_prob
         self.end_turn = end_turn
         self.read_context = read_context
+
+    def fingerprint(self) -> str:
+        """Also of the script."""
+        return fingerprint((super().fingerprint(), self.script))
 
     def generate(
         self, prompt: Tensor, lengths: Tensor, turn: Tensor, episode_id: Tensor, *, slots: Tensor, greedy: bool

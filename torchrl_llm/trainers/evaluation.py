@@ -17,9 +17,11 @@ from torchrl_llm import keys
 from torchrl_llm.collectors import SelfPlayCollector, TurnCollector
 from torchrl_llm.collectors.collector import base_env
 from torchrl_llm.data import cat_rows
-from torchrl_llm.envs import SelfPlayEnv
+from torchrl_llm.envs import GEMEnv, SelfPlayEnv
+from torchrl_llm.envs.rules import rules_of
 from torchrl_llm.envs.slots import FAILED
 from torchrl_llm.envs.tasks import STREAM_IDS, SeenTasks, TaskSampler, TaskSpec
+from torchrl_llm.fingerprint import fingerprint
 from torchrl_llm.interrupts import interruptible
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.record import Evaluation, named, rollout_metrics, success_interval
@@ -90,7 +92,11 @@ def evaluate(
     ]
     result = _summary(collected, _with_missing(collected, wanted, rows[:1]), env.names, seen_tasks)
     return replace(
-        result, outcomes=_outcomes(collected, wanted), task_digest=_task_digest(env.names, wanted), texts=texts
+        result,
+        outcomes=_outcomes(collected, wanted),
+        task_digest=_task_digest(base, opponent, wanted),
+        beginnings=_beginnings(collected, wanted),
+        texts=texts,
     )
 
 
@@ -200,11 +206,24 @@ def _outcomes(collected: TensorDictBase, wanted: Sequence[TaskSpec]) -> str:
     return "".join("1" if task_spec.episode_id in won else "0" for task_spec in wanted)
 
 
-def _task_digest(names: Sequence[str], wanted: Sequence[TaskSpec]) -> str:
+def _task_digest(env: GEMEnv, opponent: TurnPolicy | None, wanted: Sequence[TaskSpec]) -> str:
     """:attr:`Evaluation.task_digest`."""
     # Not the ids of what was played: a task whose reset failed in one of two evaluations has none there.
-    tasks = [(names[task_spec.env_id], *task_spec) for task_spec in wanted]
-    return blake2b(repr(tasks).encode(), digest_size=8).hexdigest()
+    tasks = [(env.names[task_spec.env_id], *task_spec) for task_spec in wanted]
+    return fingerprint((rules_of(env), opponent, tasks))
+
+
+def _beginnings(collected: TensorDictBase, wanted: Sequence[TaskSpec]) -> str:
+    """:attr:`Evaluation.beginnings`."""
+    acts = collected[keys.TURN_IDS] >= 0
+    first = collected[keys.ATTENTION_MASK] & (acts.cumsum(-1) == 0)
+    known = zip(*(collected[name].tolist() for name in (keys.EPISODE_ID, keys.TASK_ID)), strict=True)
+    contexts = zip(known, collected[keys.TOKENS].cpu(), first.cpu(), strict=True)
+    hashes = {
+        episode: blake2b(repr((task, tokens[mask].tolist())).encode(), digest_size=4).hexdigest()
+        for (episode, task), tokens, mask in contexts
+    }
+    return "".join(hashes.get(task_spec.episode_id, "-" * 8) for task_spec in wanted)
 
 
 def checked_metrics(metrics: Mapping[str, Any], *, source: str = "evaluator") -> dict[str, float]:

@@ -165,7 +165,7 @@ def _results(saved: SavedModel) -> Iterator[str]:
     if not (run / MARK).is_file():
         return
     before, after = _read(run / "evaluation_before.json"), _read(run / "result.json")
-    if before:
+    if before and after.get("same_games") is not False:
         yield _row(f"before training, {before['episodes']} episodes", before["success"], *before["success_ci95"])
     held_out = [_logged(run, name, saved.metadata["steps"]) for name in ("success", "success_low", "success_high")]
     if None not in held_out:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torchrl_llm.files import write_text
 from torchrl_llm.interrupts import Interrupted, catch_signals, interruptible
-from torchrl_llm.record.paired import PairedComparison, paired_comparison
+from torchrl_llm.record.paired import OTHER_GAMES, PairedComparison, paired_comparison
 from torchrl_llm.record.recording import Kind
 from torchrl_llm.record.report import comparison_table, episodes_text, plot_learning_curve, with_final, write_json
 from torchrl_llm.report import write_report
@@ -139,6 +139,7 @@ class RunReport:
         evaluations = {when: each for when, each in both.items() if each is not None}
         table = f"\n\n{comparison_table(evaluations)}\n" if evaluations else ""
         table += f"{paired}\n" if paired else ""
+        table += f"{OTHER_GAMES}\n" if result["same_games"] is False else ""
         self.say(f"\n{title}: {stop_reason}{table}")
         _write_page(out)
         wanted = (
@@ -158,9 +159,14 @@ class RunReport:
         try:
             return paired_comparison(self.before, self.after)
         except ValueError as error:
-            # A run may be resumed with another number of episodes, and its report must not be lost to that.
+            # A run may be resumed with another environment or number of episodes, and its report must not be lost to that.
             logger.warning("no paired comparison: %s", error)
             return None
+
+    def _same_games(self) -> bool | None:
+        """``None``: an evaluation is missing, or of a version whose digest leaves out what the game depends on."""
+        found = [each for each in (self.before, self.after) if each is not None and each.beginnings is not None]
+        return found[0].task_digest == found[1].task_digest if len(found) == 2 else None
 
     def _result(self, run: Run, stop_reason: str | None) -> dict[str, Any]:
         before, after, (wall, cpu) = self.before, self.after, self.started
@@ -171,6 +177,7 @@ class RunReport:
             **{f"{name}_after": after and getattr(after, name) for name in names},
             "success_before_ci95": before and before.success_ci95,
             "success_ci95": after and after.success_ci95,
+            "same_games": self._same_games(),
             "evaluation_tasks": after and after.tasks,
             "evaluation_task_overlap": after and after.task_overlap,
             "evaluation_faults": after and after.faults,

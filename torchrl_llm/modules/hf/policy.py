@@ -15,7 +15,9 @@ import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 
+from torchrl_llm.fingerprint import fingerprint
 from torchrl_llm.interrupts import held
+from torchrl_llm.modules.adapters import parameters_under
 from torchrl_llm.modules.checks import check_vocabulary
 from torchrl_llm.modules.engine import NamedTensors, NonFiniteLogitsError, TurnRequest, WeightSyncError, sync_step
 from torchrl_llm.modules.hf._cached_model import CachedModel
@@ -27,6 +29,7 @@ from torchrl_llm.modules.scorer import next_log_probs
 from torchrl_llm.modules.weights import set_adapter_tensors
 
 _LIKELIEST = 8  # log-probs per prompt of a parity check
+_FINGERPRINT = 4096  # elements of each tensor that a fingerprint reads, at least, where there are as many
 _SHRINK = 0.75  # finished rows are taken out of the batch when at most this share is unfinished
 
 
@@ -155,6 +158,12 @@ class HFPolicy(TurnPolicy):
     def drop_cache(self) -> None:
         """Free the memory of the cached keys and values. Costs time at the next turn, never correctness."""
         self._engine.drop()
+
+    def fingerprint(self) -> str:
+        """Also of the weights that it samples with, of some thousand elements of each tensor."""
+        weights = [parameter.detach().flatten() for parameter in parameters_under(self.model, self.adapter)]
+        sampled = [each[:: max(1, len(each) // _FINGERPRINT)].cpu().contiguous() for each in weights]
+        return fingerprint((super().fingerprint(), [bytes(each.view(torch.uint8).numpy()) for each in sampled]))
 
     def generate(
         self, prompt: Tensor, lengths: Tensor, turn: Tensor, episode_id: Tensor, *, slots: Tensor, greedy: bool

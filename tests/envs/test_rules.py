@@ -1,0 +1,26 @@
+"""The rules of a game: those of data sets (others are in trainers/test_paired_runs.py)."""
+
+import pytest
+
+from torchrl_llm.envs import PromptDatasetEnv
+from torchrl_llm.envs.rules import rules_of
+
+ROWS = [{"question": f"{i} + 1?", "answer": str(i + 1)} for i in range(12)]
+
+
+def exact(completion, answer, question):
+    return completion == answer
+
+
+class TestDataSets:
+    @pytest.mark.parametrize(
+        "other",
+        [
+            {"reward_fn": lambda completion, answer, question: answer in completion},
+            {"dataset": [*ROWS[1:], {"question": "0 + 1?", "answer": "one"}]},
+        ],
+    )
+    def test_reward_function_and_answers_are_rules(self, tokenizer, other):
+        given = {"dataset": ROWS, "reward_fn": exact, "tokenizer": tokenizer}
+        one, same, two = (PromptDatasetEnv(**each) for each in (given, given, given | other))
+        assert rules_of(one) == rules_of(same) != rules_of(two)

@@ -1,0 +1,95 @@
+"""Fingerprints of objects given in Python: what counts, and that another process finds the same."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from torchrl_llm.fingerprint import fingerprint
+from torchrl_llm.testing.worlds import Coins
+
+SCRIPT = """
+from functools import partial
+from torchrl_llm.fingerprint import fingerprint
+class Base:
+    def won(self): return {step!r}
+class Env(Base):
+    def step(self, words={words}): return self.won()
+print(fingerprint([partial(Env, {{"b": 1, "a": {{"x", "y", "z"}}}}), lambda: Env]))
+"""
+
+
+def printed(seed=0, comment="", step="3", words="()"):
+    source = comment + SCRIPT.format(step=step, words=words)
+    environment = {**os.environ, "PYTHONHASHSEED": str(seed)}
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, env=environment, check=True)
+    return done.stdout
+
+
+def counter(start):
+    calls = []
+
+    def make():
+        calls.append(start)
+        return Coins()
+
+    return make
+
+
+@dataclass
+class Factory:
+    cells: int
+
+    def __call__(self):
+        return Coins(cells=self.cells)
+
+
+class TestFingerprint:
+    def test_other_processes_find_the_same(self):
+        found = printed()
+        assert printed(seed=1, comment="# a comment\n\n") == found
+        assert len({found, printed(step="4"), printed(words="(1,)")}) == 3
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            (Coins, dict),
+            (partial(Coins, cells=3), partial(Coins, cells=4)),
+            (partial(partial(Coins, cells=3), moves=1), partial(partial(Coins, cells=3), moves=2)),
+            (partial(Path, "a"), partial(Path, b="a")),
+            (lambda: Coins(cells=3), lambda: Coins(cells=4)),
+            (counter(3), counter(4)),
+            (Factory(3), Factory(4)),
+            (Factory(3).__call__, Factory(4).__call__),
+            ([1], [True]),
+            ({"a": 1}, {"a": 2}),
+        ],
+    )
+    def test_others_differ(self, one, other):
+        assert fingerprint(one) == fingerprint(one) != fingerprint(other)
+
+    def test_use_changes_nothing(self):
+        make = counter(3)
+        before = fingerprint(make)
+        make()
+        assert fingerprint(make) == before == fingerprint(counter(3))
+
+    def test_a_function_that_holds_itself(self):
+        def again(times):
+            return again(times - 1) if times else 0
+
+        assert fingerprint(again) == fingerprint(again)
+
+    def test_an_object_may_speak_for_itself(self):
+        class Mine:
+            def __init__(self, name):
+                self.name = name
+
+            def fingerprint(self):
+                return self.name
+
+        assert fingerprint([Mine("a")]) == fingerprint([Mine("a")]) != fingerprint([Mine("b")])
