@@ -8,7 +8,7 @@ from conversations import DOUBLE, LAYOUT, Values, close, law, layouts, make_crit
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
-from torchrl_llm.objectives import GroupRelative, LLMGRPOLoss, ReBN, TurnEstimator, TurnGAE, TurnVTrace
+from torchrl_llm.objectives import GroupRelative, LLMGRPOLoss, NoCredit, ReBN, TurnEstimator, TurnGAE, TurnVTrace
 from torchrl_llm.objectives import functional as F
 
 
@@ -327,6 +327,29 @@ ALL = {
     "group turn": lambda **o: GroupRelative(**{"gamma": 0.9, "credit": "turn"} | o),
     "vtrace": lambda **o: TurnVTrace(**{"gamma": 0.9} | o),
 }
+
+
+class TestNoCredit:
+    @law(layouts())
+    def test_only_the_kl_is_credited(self, case):
+        """Each turn answers for its own KL and for that of later turns, more or less than a turn of the batch does."""
+        layout, seed = case
+        rows, reward, mask, ids, acted = rows_and_parts(seed, layout)
+        kl = F.turn_sum(rows["old_log_prob"] - rows["ref_log_prob"], ids, mask.shape[1])
+        paid = F.turn_returns(-0.3 * kl, mask, 0.7, acted=acted)
+        out = NoCredit(gamma=0.7, kl_coeff=0.3)(rows.clone())
+        mean = paid[acted].mean() if acted.any() else 0.0
+        close(out["turn", "advantage"], torch.where(acted, paid - mean, 0.0))
+        close(out["turn", "value_target"], F.turn_returns(reward, mask, 0.7, acted=acted) + paid)
+        assert (NoCredit()(rows)["advantage"] == 0).all()
+
+    @law(layouts())
+    def test_it_is_return_batch_normalization_of_equal_rewards(self, case):
+        layout, seed = case
+        rows, reward, *_ = rows_and_parts(seed, layout)
+        out = NoCredit(gamma=0.7, kl_coeff=0.3)(rows.clone())
+        rows["turn", "reward"] = torch.zeros_like(reward)
+        close(out["advantage"], ReBN(gamma=0.7, kl_coeff=0.3)(rows)["advantage"])
 
 
 class TestSharedOptions:

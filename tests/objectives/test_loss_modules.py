@@ -14,9 +14,11 @@ from torchrl.objectives.value import GAE
 
 from torchrl_llm.objectives import (
     GroupRelative,
+    ImitationWeights,
     LLMGRPOLoss,
     LLMPPOLoss,
     LLMReinforceLoss,
+    NoCredit,
     ReBN,
     TurnGAE,
     TurnVTrace,
@@ -78,6 +80,48 @@ class TestTorchRL:
                 loss.make_value_estimator(estimator)
         assert loss.make_value_estimator(GroupRelative).value_estimator.kl_coeff == 0.1
         LLMReinforceLoss(table_actor(), kl_coeff=0.0).make_value_estimator(ReBN())
+
+    def test_weights_of_imitation_have_no_place_for_a_kl(self):
+        with pytest.raises(ValueError, match="ImitationWeights takes none out of it: the KL would be lost"):
+            LLMReinforceLoss(table_actor(), kl_coeff=0.1).make_value_estimator(ImitationWeights)
+        with pytest.raises(TypeError, match="no option 'kl_coeff'"):
+            ImitationWeights(kl_coeff=0.1)
+        LLMReinforceLoss(table_actor(), kl_coeff=0.1, kl_in="loss").make_value_estimator(ImitationWeights)
+
+    @pytest.mark.parametrize("name", ["ppo", "reinforce", "grpo"])
+    def test_no_credit_needs_another_term(self, name):
+        make = {
+            "ppo": lambda **o: LLMPPOLoss(table_actor(), table_critic(), **o),
+            "reinforce": lambda **o: LLMReinforceLoss(table_actor(), **o),
+            "grpo": lambda **o: LLMGRPOLoss(table_actor(), **o),
+        }[name]
+        with pytest.raises(
+            ValueError, match=r"NoCredit gives no credit for rewards, and LLM.* nothing would be learned"
+        ):
+            make(kl_coeff=0.0).make_value_estimator(NoCredit)
+        for options in (
+            {"kl_coeff": 0.1},
+            {"kl_coeff": 0.1, "kl_in": "reward"},
+            {"kl_coeff": 0.0, "entropy_coeff": 0.1},
+        ):
+            make(**options).make_value_estimator(NoCredit)
+
+    def test_a_loss_of_your_own_may_have_a_term_of_its_own(self):
+        class Further(LLMReinforceLoss):
+            def forward(self, tensordict):
+                return super().forward(tensordict).set("loss_further", tensordict["theta"].sum())
+
+        Further(table_actor(), kl_coeff=0.0).make_value_estimator(NoCredit)
+
+    @pytest.mark.parametrize("kl_in", ["loss", "reward"])
+    @pytest.mark.parametrize("loss", [LLMReinforceLoss, LLMGRPOLoss])
+    def test_a_teacher_moves_the_actor_wherever_its_kl_is(self, loss, kl_in):
+        rows = make_rows(LAYOUT, group_size=2)
+        theta = rows["theta"].clone().requires_grad_()
+        policy_loss = loss(table_actor(), kl_coeff=0.1, kl_in=kl_in).make_value_estimator(NoCredit)
+        policy_loss.value_estimator(rows)
+        total(policy_loss(rows.set("theta", theta))).backward()
+        assert theta.grad.abs().max() > 1e-4
 
     def test_an_estimator_that_corrects_for_the_sampler_does_so_alone(self):
         corrected = {"clipping": "none", "sampler_correction": "truncate", "sampler_bounds": 2.0}

@@ -98,7 +98,18 @@ class Naive:
             else:
                 clipped = bool(objective != ratio * a)
             out["clip_fraction"] = out["clip_fraction"] + w * float(clipped)
-        return out
+        return out | ({} if o["sampler_correction"] is None else self.corrected())
+
+    def corrected(self) -> dict[str, float]:
+        """The means over tokens as the loss weighs them, whatever its scale is."""
+        kind = self.o["ratio_level"] if self.o["unit_weight"] == "equal" else self.o["weighting"]
+        weights = [(self.weight(kind, b, i), self.correction(b, i)) for b, i in self.tokens]
+        whole = sum(w for w, _ in weights) or 1.0
+        means = {
+            "sampler_rejected": sum(w for w, c in weights if c == 0),
+            "sampler_weight": sum(w * c for w, c in weights),
+        }
+        return {name: torch.tensor(value / whole, dtype=DOUBLE) for name, value in means.items()}
 
     def objective(self, ratio, a, low: float, high: float):
         if self.o["clipping"] == "none":

@@ -103,6 +103,26 @@ def test_rewards_that_teach_nothing(caplog):
     assert warnings_of(runs(*[0.0] * 9, **{"credit/largest": 0.5}), caplog) == []
 
 
+def test_a_correction_that_leaves_out_nearly_all(caplog):
+    rejected = {"policy/sampler_rejected": 0.97, "optim/grad_norm_actor": 0.0}
+    (message,) = warnings_of(runs(*[0.5] * 9, **rejected), caplog)
+    assert message.startswith("iteration 1: sampler_correction leaves out 97% of the tokens")
+    assert 'sampler_level="token"' in message
+    assert warnings_of(runs(0.5, 0.5, **{"policy/sampler_rejected": 0.2}), caplog) == []
+
+
+def test_no_gradient(caplog):
+    """Whatever the reason is; but for one that is no fault: all is won, or the critic is warmed up."""
+    still = {"optim/grad_norm_actor": 0.0}
+    (message,) = warnings_of([*runs(0.4, 0.4), *runs(*[0.4] * 9, **still)], caplog)
+    assert message.startswith("iteration 7: the gradient was 0 for 5 iterations: nothing is learned")
+    assert warnings_of(runs(*[0.4] * 4, **still), caplog) == []
+    assert warnings_of(runs(*[1.0] * 9, **still), caplog) == []
+    assert warnings_of(runs(*[0.4] * 9, **still, **{"loss/critic": 0.1}), caplog) == []
+    (message,) = warnings_of(runs(*[0.0] * 9, **still, **{"credit/largest": 0.0}), caplog)
+    assert "no episode was won and no turn had an advantage" in message
+
+
 def test_a_policy_that_turns_to_noise(caplog):
     rising = [{"policy/entropy": 0.4 * 1.3**i} for i in range(12)]
     (message,) = warnings_of([run | each for run, each in zip(runs(*[0.1] * 12), rising, strict=True)], caplog)

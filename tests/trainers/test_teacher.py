@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_runs import one_batch, small_config
+from small_runs import one_batch, small_config, weights
 
 from torchrl_llm import keys
 from torchrl_llm.modules import TokenScorer
@@ -61,6 +61,24 @@ def test_a_run_with_adapters_teaches_its_own_start(tmp_path):
     assert gaps[0] > 0.02
     assert sum(gaps[-2:]) < sum(gaps[:2]) / 2, gaps
     assert all(metrics["credit/largest"] == 0 for metrics in history)  # the rewards taught nothing
+
+
+@pytest.mark.parametrize("algo", ["LLMREINFORCE", "GRPO"])
+def test_a_kl_in_the_reward_teaches_too(tmp_path, teacher, algo):
+    """The default of LLMREINFORCE: its advantages are those of the KL."""
+    settings = DISTILL | {"kl_in": "reward", "kl_kind": None}
+    run = build_run(small_config(tmp_path, algo, teacher=str(teacher), **settings, lr_actor=1e-3, max_iterations=1))
+    before = weights(run)
+    (metrics,) = run.trainer.train()
+    run.close()
+    assert metrics["credit/largest"] > 0
+    assert metrics["optim/grad_norm_actor"] > 0
+    assert (weights(run) - before).abs().max() > 1e-5
+
+
+def test_nothing_to_learn_from_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"NoCredit gives no credit for rewards.*nothing would be learned"):
+        build_run(small_config(tmp_path, estimator="NoCredit", kl_coeff=0.0))
 
 
 def test_a_teacher_of_other_tokens_is_refused(tmp_path, monkeypatch):

@@ -47,6 +47,15 @@ class TestAsync:
         assert 0 < max(row["data/staleness"] for row in history) <= 1
         assert history[-1]["policy/log_prob_gap"] > history[0]["policy/log_prob_gap"]
 
+    def test_a_correction_that_leaves_out_every_token_is_told(self, tmp_path, caplog):
+        """Under top-p the ratio of a token is the share of the probability that is kept; of a turn it is their product."""
+        settings = {"top_p": 0.5, "sampler_correction": "mask", "sampler_bounds": (0.8, 1.25)}
+        config = small_config(tmp_path, **settings, sampler_level="turn", max_iterations=1)
+        (metrics,) = build_run(config).trainer.train()
+        assert metrics["policy/sampler_rejected"] > 0.9
+        assert metrics["policy/sampler_weight"] < 0.1
+        assert f"sampler_correction leaves out {metrics['policy/sampler_rejected']:.0%} of the tokens" in caplog.text
+
     def test_a_correction_that_is_asked_for_is_kept(self, tmp_path):
         settings = {"sampler_correction": "mask", "sampler_bounds": (0.5, 2.0)}
         config = small_config(tmp_path, collector="async", max_staleness=1, **settings)

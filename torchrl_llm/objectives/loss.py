@@ -22,8 +22,9 @@ from torchrl.objectives.value import ValueEstimatorBase
 from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
-from torchrl_llm.objectives.estimators import ReBN, TurnEstimator, TurnGAE
+from torchrl_llm.objectives.estimators import NoCredit, ReBN, TurnEstimator, TurnGAE
 from torchrl_llm.objectives.estimators.base import RowReader
+from torchrl_llm.objectives.sampler import SamplerRule
 from torchrl_llm.options import Bound, Checked, Idle, NonNegative, Positive, Ratio, options_of
 
 UnitWeight = Literal["by_tokens", "equal"]
@@ -48,9 +49,10 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
       share of tokens whose clip binds; ``kl``: KL from the policy to the reference (``kl_coeff`` and ``kl_fraction`` not 0); ``entropy`` (if
       the actor writes it); ``weight``: the sum of the weights, 1 for a whole batch (but for ``weighting="constant"``, on whose scale all
       these are);
-    - ``ESS``: the effective sample size of the pooled ratios, in (0, 1].
+    - ``ESS``: the effective sample size of the pooled ratios, in (0, 1];
+    - ``sampler_rejected``: share of tokens that ``sampler_correction`` leaves out; ``sampler_weight``: the mean of its weights.
 
-    All but ``ESS`` are weighted sums: over the micro-batches of a batch they add up to the batch's value.
+    All but the last three are weighted sums: over the micro-batches of a batch they add up to the batch's value.
 
     Args:
         actor: reads ``"tokens"``, ``"attention_mask"``, ``"turn_ids"`` and writes ``"log_prob"`` ``[B, L]`` and
@@ -187,6 +189,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         bounds = self.clip_epsilon
         self.clip_low, self.clip_high = bounds if isinstance(bounds, tuple | list) else (bounds, bounds)
         self._check_options()
+        sampler = self.sampler_bounds, self.sampler_level, self.sampler_reduction
+        self._sampler_rule = self.sampler_correction and SamplerRule(self.sampler_correction, *sampler)
         self.make_value_estimator()
 
     def _check_options(self) -> None:
@@ -200,30 +204,12 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
                     f'unit_weight="equal" weighs by {self.ratio_level}; leave weighting={self.weighting!r} out.'
                 )
             self.weighting = self.ratio_level
-        self._check_sampler_correction()
         if self.entropy_coeff and not self._writes_entropy:
             raise ValueError(
                 f"entropy_coeff is {self.entropy_coeff}, but the actor writes {list(self.actor_network.out_keys)}; "
                 f"expected {self.tensor_keys.entropy!r} among them (TokenScorer(..., entropy=True))."
             )
         self.surrogate(torch.zeros(1, 1), torch.zeros(1, 1))  # raises on invalid bounds
-
-    def _check_sampler_correction(self) -> None:
-        kind, bounds = self.sampler_correction, self.sampler_bounds
-        if kind is None:
-            return
-        if bounds is None:
-            raise ValueError(f"sampler_correction={kind!r} without sampler_bounds: they go together, give both.")
-        if isinstance(bounds, tuple | list) == (kind == "truncate"):
-            expected = "a cap" if kind == "truncate" else "(low, high)"
-            raise ValueError(f"sampler_bounds is {bounds!r}; sampler_correction={kind!r} takes {expected}.")
-        nothing = torch.zeros(1, 1)
-        F.sampler_weights(nothing, nothing, nothing.long(), kind, *self._sampler_interval)
-
-    @property
-    def _sampler_interval(self) -> tuple[float, float]:
-        bounds = self.sampler_bounds
-        return (bounds[0], bounds[1]) if isinstance(bounds, tuple | list) else (0.0, float(bounds or 0.0))
 
     @property
     def functional(self) -> bool:
@@ -252,6 +238,11 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         return self.tensor_keys.entropy in self.actor_network.out_keys
 
     @property
+    def learns_without_credit(self) -> bool:
+        """Whether the actor has a gradient where all advantages are 0; a loss of your own may have one from a term of its own."""
+        return bool(self.kl_coeff or self.entropy_coeff) or not type(self).__module__.startswith("torchrl_llm.")
+
+    @property
     def in_keys(self) -> list[NestedKey]:
         reference = ["ref_log_prob"] if self.kl_coeff and self.kl_fraction else []
         names = ["turn_ids", "advantage", "sample_log_prob", *reference]
@@ -260,6 +251,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
     @property
     def out_keys(self) -> list[NestedKey]:
         out: list[NestedKey] = ["loss_objective", "kl_approx", "log_ratio", "clip_fraction", "ESS", "weight"]
+        if self.sampler_correction is not None:
+            out += ["sampler_rejected", "sampler_weight"]
         if self.kl_coeff and self.kl_fraction:
             out += ["loss_kl", "kl"] if self.kl_in == "loss" else ["kl"]
         if self._writes_entropy:
@@ -319,6 +312,12 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
             raise ValueError(
                 f"{type(self).__name__} leaves its KL (kl_coeff={self.kl_coeff}) to the reward, but {name} takes none out "
                 'of it: the KL would be lost. Use kl_in="loss", kl_coeff=0, or a TurnEstimator with a kl_coeff.'
+            )
+        credits = not isinstance(self.value_estimator, NoCredit) or self.value_estimator.kl_coeff
+        if not (credits or self.learns_without_credit):
+            raise ValueError(
+                f"{name} gives no credit for rewards, and {type(self).__name__} has no KL and no entropy bonus (kl_coeff and "
+                "entropy_coeff are 0): nothing would be learned. Give the KL a weight, or use another estimator."
             )
         if declared.corrects_sampler and (self.clipping != "none" or self.sampler_correction):
             raise ValueError(
@@ -382,6 +381,8 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         gain = self._unit_weight(weight, turn_ids) * correction * objective
         out = TensorDict({"loss_objective": -gain.sum()})
         self._diagnose(out, weight, token_ratio.detach(), log_ratio.detach(), advantage)
+        if self._sampler_rule is not None:
+            out.update(self._sampler_rule.metrics(correction, weight))
         if self.kl_coeff and self.kl_fraction:
             # Samples of the old policy stand for samples of the present one.
             sampled = weight * correction * F.importance_ratio(token_ratio.detach())
@@ -424,12 +425,10 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
     def _old_log_prob(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """The old log-prob, the denominator of ratios, and the sampler correction; ``[B, L]`` each."""
         old = self._frozen(tensordict, self._old_name(tensordict))
-        if self.sampler_correction is None:
+        if self._sampler_rule is None:
             return old, torch.ones_like(old)
         sample, turn_ids = self._frozen(tensordict, "sample_log_prob"), self._get(tensordict, "turn_ids")
-        low, high = self._sampler_interval
-        pooled = self.sampler_level, self.sampler_reduction
-        return old, F.sampler_weights(old, sample, turn_ids, self.sampler_correction, low, high, *pooled)
+        return old, self._sampler_rule.weights(old, sample, turn_ids)
 
     def _kl_terms(self, out: TensorDictBase, weight: Tensor, log_prob: Tensor, ref: Tensor) -> None:
         out["kl"] = (weight * F.kl_estimate(log_prob.detach(), ref, "k3")).sum()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchrl_llm.objectives.loss import TurnPolicyLoss
 
-AVERAGED = ("ESS", "explained_variance")
+AVERAGED = ("ESS", "explained_variance", "sampler_rejected", "sampler_weight")
 """Outputs that :func:`merge` averages by the micro-batches' shares of the weight; all others are sums."""
 
 
@@ -58,8 +58,8 @@ def total(losses: TensorDictBase) -> Tensor:
 def merge(outputs: Sequence[TensorDictBase]) -> TensorDict:
     """The outputs of an optimizer batch from the outputs of its micro-batches, detached.
 
-    Outputs are summed. ``ESS`` and ``explained_variance`` are averaged by ``"weight"``, an approximation that is exact for one
-    micro-batch.
+    Outputs are summed, but for :data:`AVERAGED`, which are averaged by ``"weight"``. That is the batch's value for means over
+    tokens; of ``ESS`` and ``explained_variance`` it is an approximation, exact for one micro-batch.
 
     Examples:
         >>> half = torch.tensor(0.5)

@@ -106,7 +106,6 @@ class LLMSFTLoss(TurnPolicyLoss):
         return torch.zeros_like(advantage), torch.ones_like(advantage)
 
     def _check_estimator(self) -> None:
-        super()._check_estimator()
         if isinstance(self.value_estimator, (CriticEstimator, NoCredit, ReturnEstimator)):
             name = type(self.value_estimator).__name__
             raise ValueError(
@@ -114,6 +113,7 @@ class LLMSFTLoss(TurnPolicyLoss):
                 "less likely without bound, and where they are 0, nothing is imitated. Use ImitationWeights or one of your own (the "
                 "option estimator), or an algorithm of reinforcement learning."
             )
+        super()._check_estimator()
 
     @torch.no_grad()
     def _diagnose(

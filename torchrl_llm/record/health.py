@@ -16,6 +16,10 @@ SETTLED = 0.02
 """Entropy of the first response, in nats, below which about one in 300 differs from the others."""
 
 
+REJECTED = 0.5
+"""Share of the action tokens that sampler_correction leaves out: for engines whose log-probs differ by rounding it is far below 0.1."""
+
+
 SCATTERED = 3.0
 """Growth of the entropy of a token, above :data:`NOISY` nats, that without more success is a policy that turns to noise."""
 NOISY = 1.0
@@ -46,7 +50,7 @@ class HealthRules:
         self._iterations = 0
         self._wins: list[float] = []
         self._best = 0.0
-        self._without_credit = 0
+        self._without_credit = self._without_gradient = 0
         self._first_mean = self._first_entropy = math.inf
 
     def problems(self, metrics: Mapping[str, float]) -> list[str]:
@@ -54,6 +58,9 @@ class HealthRules:
         self._iterations += 1
         self._wins = [*self._wins, metrics["rollout/success"]][-WINDOW:]
         self._without_credit = self._without_credit + 1 if metrics.get("credit/largest") == 0.0 else 0
+        # A critic that is warmed up leaves the actor without one, which is meant.
+        still = metrics.get("optim/grad_norm_actor") == 0.0 and "loss/critic" not in metrics
+        self._without_gradient = self._without_gradient + 1 if still else 0
         if math.isinf(self._first_entropy):
             self._first_entropy = metrics.get("policy/entropy", math.inf)
         found = [(kind, problem) for kind, problem in self._problems(metrics) if kind not in self._warned]
@@ -97,12 +104,26 @@ class HealthRules:
             )
 
     def _nothing_learned(self, metrics: Mapping[str, float], mean: float) -> Iterator[tuple[str, str]]:
+        rejected = metrics.get("policy/sampler_rejected", 0.0)
+        if rejected > REJECTED:
+            yield (
+                "rejected",
+                f"sampler_correction leaves out {rejected:.0%} of the tokens, which teach nothing. Over a turn or a sequence the ratios of the tokens "
+                "are multiplied, and with top_p, top_k or min_p each is the share of the probability that was sampled from: set "
+                'sampler_level="token", wider sampler_bounds or sampler_correction="truncate", or sample without truncation.',
+            )
         # Advantages of 0 alone are no fault: with a teacher they are meant, and where all episodes are won.
         if self._without_credit >= WINDOW and not any(self._wins):
             yield (
                 "no credit",
                 f"no episode was won and no turn had an advantage for {WINDOW} iterations: rewards teach nothing. Begin with a model that wins "
                 "at times (torchrl-llm warmup), with easier tasks or rewards on the way, or compare more episodes (group_size).",
+            )
+        elif self._without_gradient >= WINDOW and mean < 0.9 and rejected <= REJECTED:
+            yield (
+                "no gradient",
+                f"the gradient was 0 for {WINDOW} iterations: nothing is learned. Look which terms the loss has left: advantages "
+                "(credit/largest), a KL (kl_coeff, kl_decay_fraction), an entropy bonus.",
             )
         entropy, first = metrics.get("policy/entropy", 0.0), self._first_entropy
         if entropy > max(NOISY, SCATTERED * first) and len(self._wins) == WINDOW and mean <= self._first_mean:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -51,6 +51,8 @@ class ImitationWeights(TurnEstimator):
     imitate: Imitated = "all"
     min_return: Finite | None = None
     gamma: Share = 1.0
+    # No argument: a weight of 0 or 1 has no place for a KL, and a return less a KL may be negative.
+    kl_coeff: float = field(init=False, default=0.0)
 
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         reward, mask, _, acted = self._turns(tensordict)
@@ -77,27 +79,43 @@ class ImitationWeights(TurnEstimator):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class NoCredit(TurnEstimator):
-    """Advantages of 0: nothing is learned from rewards, and what the loss has beside them is all: the KL to a teacher.
+    """Nothing is learned from rewards: what counts is the KL to a teacher, in the loss or in the reward.
 
-    Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]`` and ``"turn_ids"`` ``[B, L]``; writes what
-    :class:`~torchrl_llm.objectives.TurnEstimator` writes, the target as the return from the turn on.
+    With the KL in the reward (``kl_coeff``) the advantage of a turn is its return of the KL alone, less the mean over the turns of
+    the batch: what :class:`~torchrl_llm.objectives.ReBN` makes of rewards that do not differ. Without it advantages are 0.
+
+    Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]`` and ``"turn_ids"`` ``[B, L]``, and with a KL the log-probs; writes
+    what :class:`~torchrl_llm.objectives.TurnEstimator` writes, the target as the return from the turn on.
 
     Keyword Args:
-        gamma: discount per turn, of the targets. Default: 1.0.
+        gamma: discount per turn. Default: 1.0.
+        kl_coeff, discounted_objective, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`.
 
     Examples:
         >>> from tensordict import TensorDict
-        >>> yes, no = torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.bool)
-        >>> turn = dict(reward=yes.float(), mask=yes, terminated=yes, truncated=no)
-        >>> NoCredit()(TensorDict({"turn": turn, "turn_ids": torch.tensor([[-1, 0]])}, [1]))["advantage"]
-        tensor([[0., 0.]])
+        >>> yes, no = torch.ones(2, 1, dtype=torch.bool), torch.zeros(2, 1, dtype=torch.bool)
+        >>> turn = dict(reward=torch.tensor([[0.0], [5.0]]), mask=yes, terminated=yes, truncated=no)
+        >>> rows = TensorDict({"turn": turn, "turn_ids": torch.tensor([[-1, 0], [-1, 0]])}, [2])
+        >>> NoCredit()(rows)["advantage"].tolist()
+        [[0.0, 0.0], [0.0, 0.0]]
+        >>> rows["sample_log_prob"], rows["ref_log_prob"] = torch.tensor([[0.0, -1.0], [0.0, -1.0]]), torch.tensor([[0.0, -1.0], [0.0, -3.0]])
+        >>> NoCredit(kl_coeff=0.5)(rows)["advantage"].tolist()
+        [[0.0, 0.5], [0.0, -0.5]]
     """
 
     takes_trees = True
 
     gamma: Share = 1.0
 
+    @property
+    def takes_kl(self) -> bool:
+        """Always: it is all that a turn is credited with."""
+        return True
+
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         reward, mask, _, acted = self._turns(tensordict)
-        returns = F.turn_returns(reward, mask, self.gamma, acted=acted)
-        return {"turn_advantage": torch.zeros_like(returns), "turn_value_target": returns}
+        paid = (reward, self._turn_penalty(tensordict))
+        returns, penalty = (F.turn_returns(each, mask, self.gamma, acted=acted) for each in paid)
+        nothing = torch.zeros_like(returns)
+        advantage = F.standardize(nothing, acted, process_group=self.process_group, penalty=penalty)
+        return {"turn_advantage": advantage, "turn_value_target": returns + penalty}
