@@ -13,7 +13,7 @@ PACKAGE = ROOT / "torchrl_llm"
 LAYERS = (
     {"keys", "options", "optional", "arguments", "prefixes", "segments", "interrupts", "files", "fingerprint"}
     | {"host", "tiny", "smollm2", ""},
-    {"episode", "stops"},
+    {"episode", "rendering", "stops"},
     {"objectives.functional"},
     {"envs", "modules", "objectives"},
     {"data", "record", "weight_update"},

@@ -7,26 +7,33 @@ environment by :func:`share_stop_ids`, so that it leaves out of a response's tex
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol, get_args, runtime_checkable
 
-from jinja2 import TemplateError
 from tokenizers import AddedToken
+
+from torchrl_llm.rendering import ChatTemplateError, Message, Renderer, Role
 
 __all__ = ["HasFormatter", "HasStopIds", "response_end_ids", "share_stop_ids"]
 
-_ANSWER = "a0\n0."
+_QUESTION, _ANSWER, _REPLY = "q0\n0.", "a0\n0.", "q1\n1."
 
 
-def response_end_ids(tokenizer: Any, model_ids: int | Sequence[int] | None = None) -> tuple[int, ...]:
+def response_end_ids(
+    tokenizer: Any,
+    model_ids: int | Sequence[int] | None = None,
+    *,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> tuple[int, ...]:
     """The ids that end a response unless a caller names others.
 
-    They are the token with which the chat template closes an assistant's message, the tokenizer's end-of-sequence id,
-    and every end token of the model. Some models name their end of text only, and never that of a turn.
+    They are the tokens with which the chat template closes an assistant's message (:func:`answer_end`), the tokenizer's
+    end-of-sequence id, and every end token of the model. Some models name their end of text only, and never that of a turn.
 
     Args:
         tokenizer: a transformers tokenizer.
         model_ids: the ``eos_token_id`` of the model's ``generation_config``: an id, a list of ids, or ``None``.
+        chat_template_kwargs: passed on to the template, which may end answers in another way for them.
 
     Returns:
         The ids, sorted; empty if there is none.
@@ -37,7 +44,8 @@ def response_end_ids(tokenizer: Any, model_ids: int | Sequence[int] | None = Non
         (0, 2)
     """
     named = model_ids if isinstance(model_ids, Sequence) else [model_ids]
-    return tuple(sorted({*named, tokenizer.eos_token_id, _turn_end_id(tokenizer)} - {None}))
+    ends = _template_ends(tokenizer, chat_template_kwargs or {})
+    return tuple(sorted({*named, tokenizer.eos_token_id, *ends} - {None}))
 
 
 class HasFormatter(Protocol):
@@ -88,24 +96,44 @@ def token_pattern(names: Iterable[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or r"(?!)")
 
 
-def closing_token(names: Collection[str], rendered: str, answer: str) -> str | None:
-    """The first of the control tokens ``names`` behind ``answer`` in a rendered conversation; ``None`` without one."""
-    _, found, after = rendered.rpartition(answer)
-    match = token_pattern(names).search(after) if found else None
+def answer_end(names: Collection[str], last: str, followed: str, answer: str, message: str) -> str | None:
+    """The control token that ends an answer, from two renderings of a conversation.
+
+    Most templates write it right behind the answer. Some write it with the next message only, or end an answer by the token
+    that opens the next message: then it may be another one for each role of that message.
+
+    Args:
+        names: the control tokens.
+        last: the conversation up to the answer.
+        followed: the conversation with a message behind the answer.
+        answer: the answer's text.
+        message: the message's text.
+
+    Returns:
+        The first control token behind the last answer, if there is one; else the one that stands between the answer and the
+        message, with nothing but white space before it. ``None``: the template ends answers by text.
+    """
+    tokens = token_pattern(names)
+    match = tokens.search(last.rpartition(answer)[2]) if answer in last else None
+    if match is None:
+        between = followed.rpartition(message)[0].rpartition(answer)[2] if answer in followed else ""
+        match = tokens.match(between.lstrip())
     return None if match is None else match.group()
 
 
-def _turn_end_id(tokenizer: Any) -> int | None:
-    """The id with which the tokenizer's chat template closes an assistant's message; ``None`` if there is none."""
-    if not getattr(tokenizer, "chat_template", None):
-        return None
-    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": _ANSWER}]
-    try:
-        rendered = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except (TemplateError, ValueError):  # the formatter reports a broken template; not every policy needs one
-        return None
-    token = closing_token([str(token) for token in control_tokens(tokenizer).values()], rendered, _ANSWER)
-    return None if token is None else int(tokenizer.convert_tokens_to_ids(token))
+def _template_ends(tokenizer: Any, chat_template_kwargs: Mapping[str, Any]) -> set[int]:
+    """The ids with which the tokenizer's chat template closes an assistant's message, before a message of any role."""
+    names = [str(token) for token in control_tokens(tokenizer).values()]
+    asked, answered = Message("user", _QUESTION), Message("assistant", _ANSWER)
+    ends = set()
+    for role in get_args(Role):
+        try:
+            render = Renderer(tokenizer, chat_template_kwargs=chat_template_kwargs)
+            last, followed = render([asked, answered], prompt=False), render([asked, answered, Message(role, _REPLY)])
+        except ChatTemplateError:  # the formatter reports a broken template; not every policy needs one
+            continue
+        ends.add(answer_end(names, last, followed, _ANSWER, _REPLY))
+    return {int(tokenizer.convert_tokens_to_ids(token)) for token in ends if token is not None}
 
 
 def _is_control(token: AddedToken) -> bool:

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.envs import ChatFormatter, GEMEnv, NotAppendOnlyError
-from torchrl_llm.envs.chat import History
+from torchrl_llm.envs.template_probe import History
 from torchrl_llm.keys import StopReason
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, TurnCritic
 from torchrl_llm.modules.policy import Generation, TurnPolicy

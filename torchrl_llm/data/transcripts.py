@@ -58,12 +58,13 @@ def episode_from_messages(
     episode = Episode(index, index, index, 0)
     context = formatter.start(spoken[0]["content"])
     for i in range(1, len(spoken), 2):
-        ids = formatter.answer(spoken[i]["content"])
+        follows = spoken[i + 1]["role"] if i + 1 < len(spoken) else "user"
+        ids = formatter.answer(spoken[i]["content"], role=follows)  # type: ignore[arg-type]
         unknown = np.full(len(ids), np.nan, np.float32)
         episode.add(Turn(len(context), 0, np.array(ids), unknown, np.zeros(len(ids), np.int64)))
         context = (*context, *ids)
         if i + 1 < len(spoken):
-            context = (*context, *formatter.feedback(ids, spoken[i + 1]["content"], role=spoken[i + 1]["role"]))  # type: ignore[arg-type]
+            context = (*context, *formatter.feedback(ids, spoken[i + 1]["content"], role=follows))  # type: ignore[arg-type]
     episode.rewards = [0.0] * (len(episode.turns) - 1) + [reward]
     reason = StopReason.WON if success else StopReason.LOST
     episode.end(np.array(context), reason, terminated=True, truncated=False, success=success)

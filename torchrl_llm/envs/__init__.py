@@ -6,10 +6,7 @@ Policies, losses and collectors share the keys of :mod:`torchrl_llm.keys` with t
 from torchrl_llm.envs.chat import (
     CHATML,
     ChatFormatter,
-    ChatTemplateError,
     ControlTokenError,
-    MissingChatTemplateError,
-    NotAppendOnlyError,
     compose_message,
 )
 from torchrl_llm.envs.dataset import PromptDatasetEnv, PromptFormatter, RowTaskSampler, read_rows, train_test_split
@@ -21,6 +18,7 @@ from torchrl_llm.envs.isolation import IsolatedEnv
 from torchrl_llm.envs.rewards import RewardError, RewardTimeoutError, Row, WantedColumns
 from torchrl_llm.envs.slots import PromptTooLongError, Reply, Slot
 from torchrl_llm.envs.tasks import SeenTasks, Stage, TaskIdentity, TaskSampler, TaskSpec, task_of
+from torchrl_llm.envs.template_probe import NotAppendOnlyError, TemplateProperties
 from torchrl_llm.envs.text_env import (
     EnvironmentFault,
     EnvironmentUnavailableError,
@@ -31,6 +29,7 @@ from torchrl_llm.envs.text_env import (
     register_env_family,
     resolve_env,
 )
+from torchrl_llm.rendering import ChatTemplateError, MissingChatTemplateError
 
 __all__ = [
     "CHATML",
@@ -63,6 +62,7 @@ __all__ = [
     "TaskIdentity",
     "TaskSampler",
     "TaskSpec",
+    "TemplateProperties",
     "TextEnv",
     "TextStep",
     "UnknownEnvironmentError",

@@ -10,19 +10,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
-from jinja2 import TemplateError
 from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerBase
 
+from torchrl_llm.envs.template_probe import Frame, History, TemplateProperties, probe_template
 from torchrl_llm.options import Checked
-from torchrl_llm.stops import closing_token, control_tokens, token_pattern
+from torchrl_llm.rendering import Renderer, Role
+from torchrl_llm.stops import control_tokens, token_pattern
 
-Role = Literal["user", "tool"]
 Template = Literal["chat", "raw"]
-History = Literal["refuse", "append"]
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -30,38 +29,11 @@ CHATML = (
 )
 """A chat template that is append-only, for tokenizers with the tokens ``<|im_start|>`` and ``<|im_end|>``."""
 
-_PROBE_TURNS = 4  # the fewest with two messages between the first and the last, which must be rendered alike
 _CACHED_MESSAGES = 4096  # members of a group share a first message, and games repeat their feedback
-
-
-class ChatTemplateError(ValueError):
-    """The tokenizer's chat template cannot be used."""
-
-
-class MissingChatTemplateError(ChatTemplateError):
-    """The tokenizer has no chat template."""
-
-
-class NotAppendOnlyError(ChatTemplateError):
-    """The chat template rewrites messages that were already rendered."""
 
 
 class ControlTokenError(ValueError):
     """A message would put a control token into the context, for the tokenizer cannot spell it as text."""
-
-
-class Frame(NamedTuple):
-    """The template's text around one message.
-
-    Attributes:
-        before: from the end of the last message's content to the start of this one's.
-        after: from the end of this message's content to where the assistant starts to write.
-        trims: whether the template strips the whitespace around the content.
-    """
-
-    before: str
-    after: str
-    trims: bool = False
 
 
 def compose_message(observation: str, info: Mapping[str, Any] | None = None) -> str:
@@ -128,8 +100,9 @@ class ChatFormatter(Checked):
         chat_template_kwargs: passed on to the template, such as ``{"enable_thinking": False}``.
 
     Attributes:
-        end_of_turn_ids: ids with which the tokenizer ends a response: the template's end-of-turn token first, then the EOS
-            token.
+        properties: what the template does, found out by trying it (:mod:`torchrl_llm.envs.template_probe`).
+        end_of_turn_ids: ids with which the tokenizer ends a response: the template's end-of-turn token first (before a user's
+            message, then before tool output, if it is another one), then the EOS token.
         stop_ids: the ids at which the policy stops, which are no part of a response's text either. They are set by
             :func:`torchrl_llm.stops.share_stop_ids`; until then, all special tokens.
 
@@ -176,9 +149,9 @@ class ChatFormatter(Checked):
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._added = token_pattern(self._control)
         self._bos: tuple[int, ...] = ()
-        self._turn_end: int | None = None
-        self._first, self._frames = self._raw_frames() if template == "raw" else self._chat_frames()
-        ends = [self._turn_end, tokenizer.eos_token_id]
+        self.properties = self._raw_properties() if template == "raw" else self._probe()
+        self._ends = {role: self._id(frame.end) for role, frame in self.properties.frames.items()}
+        ends = [*self._ends.values(), tokenizer.eos_token_id]
         self.end_of_turn_ids: tuple[int, ...] = tuple(dict.fromkeys(end for end in ends if end is not None))
         self.stop_ids: tuple[int, ...] = tuple(i for i, token in added.items() if token.special)
         self._make_caches()
@@ -203,7 +176,9 @@ class ChatFormatter(Checked):
     def feedback(self, response: Sequence[int], message: str, *, role: Role = "user") -> tuple[int, ...]:
         """The ids to append after ``response``, so that the assistant can write its next turn.
 
-        Closes the assistant's turn if ``response`` was cut before the template's end-of-turn token.
+        Closes the assistant's turn if ``response`` was cut before the template's end-of-turn token, or ended with another one.
+        Some templates end an answer with the token that opens the next message. Then the response has chosen the role of that
+        message, and ``message`` is rendered in it: all of the context is the template's own text.
 
         Args:
             response: the sampled ids, as they are.
@@ -212,8 +187,9 @@ class ChatFormatter(Checked):
         """
         if role not in get_args(Role):
             raise ValueError(f"role is {role!r}; expected one of {get_args(Role)}.")
-        closed = bool(len(response)) and response[-1] == self._turn_end
-        return self._encode_feedback(message, role, closed)
+        last = int(response[-1]) if len(response) else None
+        role = next((other for other in (role, *self._ends) if self._ends[other] == last is not None), role)
+        return self._encode_feedback(message, role, last is not None and self._ends[role] == last)
 
     def decode(self, response: Sequence[int]) -> str:
         """The text of a response for the environment: without the token that ended it, with everything else."""
@@ -222,10 +198,14 @@ class ChatFormatter(Checked):
         # Cleaning up would remove spaces before punctuation: the environment would get another text than was sampled.
         return str(self.tokenizer.decode(response, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def answer(self, text: str) -> tuple[int, ...]:
+    def answer(self, text: str, *, role: Role = "user") -> tuple[int, ...]:
         """The ids of an answer that nobody sampled, such as a scripted player's: those of ``text``, and the end of the turn.
 
         Markup that the tokenizer has tokens for, such as ``<think>``, becomes these tokens, as a model would write it.
+
+        Args:
+            text: the answer.
+            role: of the message that follows; some templates end an answer with the token that opens it.
 
         Raises:
             ControlTokenError: the text holds a special token, which would end the turn or change the context.
@@ -239,18 +219,20 @@ class ChatFormatter(Checked):
                 f"The answer {text[:80]!r} holds {self.tokenizer.convert_ids_to_tokens(special[0])!r}, a special token of the "
                 f"tokenizer {self.tokenizer.name_or_path!r}: leave it out; the end of the turn is added."
             )
-        return (*ids, *self.end_of_turn_ids[:1])
+        end = self._ends[role]
+        return (*ids, *(self.end_of_turn_ids[:1] if end is None else (end,)))
 
     def _render_start(self, message: str) -> tuple[int, ...]:
-        return (*self._bos, *self._encode(self._first, message))
+        return (*self._bos, *self._encode(self.properties.first, message))
 
     def _render_feedback(self, message: str, role: Role, closed: bool) -> tuple[int, ...]:
-        ids = self._encode(self._frames[role], message)
+        ids = self._encode(self.properties.frames[role], message)
+        end = self._ends[role]
         # The frame starts by closing the turn; a response that closed it itself needs only the rest.
-        return ids[ids.index(self._turn_end) + 1 :] if closed and self._turn_end is not None else ids
+        return ids[ids.index(end) + 1 :] if closed and end is not None else ids
 
     def _encode(self, frame: Frame, message: str) -> tuple[int, ...]:
-        before, after, trims = frame
+        before, after, trims, _ = frame
         _check_unicode(message)
         message = message.strip() if trims else message
         text = before + message + after
@@ -288,108 +270,18 @@ class ChatFormatter(Checked):
         # A template writes its own BOS; the tokenizer would add another to every piece.
         return tuple(self.tokenizer.encode(text, add_special_tokens=False)) if text else ()
 
-    def _raw_frames(self) -> tuple[Frame, dict[Role, Frame]]:
+    def _id(self, token: str | None) -> int | None:
+        return None if token is None else int(self.tokenizer.convert_tokens_to_ids(token))
+
+    def _raw_properties(self) -> TemplateProperties:
         bos = self.tokenizer.bos_token_id
         # A tokenizer may name a BOS token and not add it.
         if bos is not None and self.tokenizer.encode("a")[:1] == [bos]:
             self._bos = (bos,)
         first = Frame(f"{self.system_prompt}\n\n" if self.system_prompt else "", "\n")
-        return first, dict.fromkeys(get_args(Role), Frame("\n", "\n"))
+        return TemplateProperties(first, dict.fromkeys(get_args(Role), Frame("\n", "\n")))
 
-    def _chat_frames(self) -> tuple[Frame, dict[Role, Frame]]:
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise MissingChatTemplateError(
-                f"The tokenizer {self.tokenizer.name_or_path!r} has no chat template. Set tokenizer.chat_template (for "
-                'example to torchrl_llm.envs.CHATML), or pass template="raw" for a base model.'
-            )
-        first, user = self._probe("user")
-        try:
-            tool = self._probe("tool")[1]
-        except ChatTemplateError:
-            # A tool role that is refused, or not append-only, is none that can be used.
-            tool = user
-        self._turn_end = self._find_turn_end(user)
-        return first, {"user": user, "tool": tool}
-
-    def _render(self, messages: list[dict[str, str]], *, prompt: bool = True) -> str:
-        system = [{"role": "system", "content": self.system_prompt}] if self.system_prompt is not None else []
-        try:
-            text = self.tokenizer.apply_chat_template(
-                system + messages, tokenize=False, add_generation_prompt=prompt, **self.chat_template_kwargs
-            )
-        except TemplateError as error:
-            roles = [message["role"] for message in system + messages]
-            raise ChatTemplateError(
-                f"The chat template refuses a conversation with the roles {roles}: {error}. If it knows no system role, "
-                "put the system prompt into the environment's first message; otherwise give the tokenizer another template."
-            ) from error
-        return str(text)
-
-    def _probe(self, role: Role) -> tuple[Frame, Frame]:
-        """The frames of the first and of later messages, checked on conversations of up to four turns."""
-        roles = ["user", *[role] * (_PROBE_TURNS - 2), "user"]
-        # Quotes, brackets and a line break: a template that escapes or rewrites contents shows here.
-        questions = [f'{{q{i}: "<&>\\\n{i}"}}' for i in range(_PROBE_TURNS)]
-        answers = [f"a{i}\n{i}." for i in range(_PROBE_TURNS - 1)]
-        if self.history == "refuse":
-            # Also with thinking, which Qwen3's template drops from earlier answers.
-            for thinking in ("", "<think>\nhm\n</think>\n\n"):
-                thought = [thinking + answer for answer in answers]
-                self._check_append_only(self._render_turns(roles, questions, thought), thought)
-        return self._frames_of(self._render_turns(roles, questions, answers), questions, answers)
-
-    def _render_turns(self, roles: Sequence[str], questions: list[str], answers: list[str]) -> list[str]:
-        """The prompt of each turn."""
-        # White space on both sides shows whether the template trims contents.
-        asked = [{"role": role, "content": f" \n{text}\n "} for role, text in zip(roles, questions, strict=True)]
-        answered = [{"role": "assistant", "content": answer} for answer in answers]
-        messages = [message for pair in zip(asked, [*answered, {}], strict=True) for message in pair]
-        return [self._render(messages[: 2 * turn + 1]) for turn in range(len(asked))]
-
-    def _check_append_only(self, renderings: list[str], answers: list[str]) -> None:
-        for shorter, longer, answer in zip(renderings, renderings[1:], answers, strict=False):
-            before = shorter + answer
-            if not longer.startswith(before):
-                at = next((i for i, (a, b) in enumerate(zip(before, longer, strict=False)) if a != b), len(longer))
-                raise self._not_append_only(
-                    f"once a message is added, it renders {longer[at : at + 50]!r} where {before[at : at + 50]!r} stood before"
-                )
-
-    def _frames_of(self, renderings: list[str], questions: list[str], answers: list[str]) -> tuple[Frame, Frame]:
-        frames = []
-        for rendering, question, answer in zip(renderings, questions, ["", *answers], strict=True):
-            before, found, after = rendering.rpartition(question)
-            _, answered, before = before.rpartition(answer) if answer else ("", "-", before)
-            padded = before.endswith(" \n"), after.startswith("\n ")
-            if not answered:
-                raise self._not_append_only(f"it leaves out the answer before the message {question!r}")
-            if not found or padded[0] != padded[1]:
-                raise self._not_append_only(f"it does not render the message {question!r} as it is")
-            frames.append(Frame(before[:-2], after[2:]) if padded[0] else Frame(before, after, trims=True))
-        # The closing user message of a tool probe has a frame of its own.
-        later = frames[1:-1]
-        if len(set(later)) > 1:
-            raise self._not_append_only(
-                f"it renders {later[0].before!r} before one message, {later[-1].before!r} before another"
-            )
-        return frames[0], later[0]
-
-    def _not_append_only(self, reason: str) -> NotAppendOnlyError:
-        keep = 'keep what was sampled all the same (history="append"), ' if self.history == "refuse" else ""
-        return NotAppendOnlyError(
-            f"The chat template of the tokenizer {self.tokenizer.name_or_path!r} is not append-only: {reason}. Templates that "
-            f"drop thinking or rewrite history cannot hold sampled ids. Either {keep}give the tokenizer a template that keeps "
-            'every message (tokenizer.chat_template, for example torchrl_llm.envs.CHATML), or pass template="raw".'
-        )
-
-    def _find_turn_end(self, user: Frame) -> int | None:
-        """The id with which the template closes an assistant message; ``None`` if it uses no added token for it."""
-        answer = "a0\n0."
-        text = self._render([{"role": "user", "content": "q"}, {"role": "assistant", "content": answer}], prompt=False)
-        token = closing_token(self._control, text, answer)
-        if token is None:
-            return None
-        turn_end = int(self.tokenizer.convert_tokens_to_ids(token))
-        if turn_end not in self._with_added_tokens(user.before):
-            raise self._not_append_only(f"it writes {token!r} after the last assistant message only")
-        return turn_end
+    def _probe(self) -> TemplateProperties:
+        kwargs = self.chat_template_kwargs
+        render = Renderer(self.tokenizer, system_prompt=self.system_prompt, chat_template_kwargs=kwargs)
+        return probe_template(render, self._control, self.history)

@@ -17,12 +17,13 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
-from torchrl_llm.envs.chat import Role, compose_message
+from torchrl_llm.envs.chat import compose_message
 from torchrl_llm.envs.extras import NO_EXTRAS, ExtraKinds, Extras, check_kinds
 from torchrl_llm.envs.tasks import TaskSpec
 from torchrl_llm.episode import LARGEST_REWARD, is_reward
 from torchrl_llm.keys import StopReason
 from torchrl_llm.options import check_value
+from torchrl_llm.rendering import Role
 
 logger = logging.getLogger(__name__)
 

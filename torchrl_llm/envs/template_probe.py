@@ -1,0 +1,394 @@
+"""What a chat template does, found out by rendering conversations: :func:`probe_template`.
+
+No template is known by its name. The probe renders conversations of up to four turns whose contents it can find again, and reads
+the template's own text off between them:
+
+- *Frames*: what stands around a message, by its role. It must be the same for each message.
+- *The end of an answer* (:func:`torchrl_llm.stops.answer_end`): the first control token behind it. Where the template writes it
+  with the next message only, it may be another one for each role.
+- *What the generation prompt opens*, such as ``<think>\\n``: its tail, from the first token of a pair that encloses thinking.
+- *Pairs of tokens* that might enclose thinking: all opening and closing ones in the template's source (:func:`marker_pairs`).
+- *Whether it appends*: an answer is written in the form in which the template itself writes it as the last message (with the
+  thought that the prompt opened, if any), plain and with a thought within each pair. Then messages are added, and the answer must
+  stay as it is. The thought of the prompt is part of the message's content, or in a field of its own if the template reads it there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from torchrl_llm.rendering import ChatTemplateError, Message, Renderer, Role
+from torchrl_llm.stops import answer_end, token_pattern
+
+History = Literal["refuse", "append"]
+Pair = tuple[str, str]
+
+_TURNS = 4  # the fewest with two messages between the first and the last, which must be rendered alike
+_THOUGHT = "hm, h0"
+_DROPS = "it drops thinking from earlier answers"
+_MARKER = re.compile(r"<[^<>\s'\"{}%(),]{1,40}>|\[/?[A-Z][A-Z_]+\]|◁[^◁▷\s]{1,40}▷")
+_OPENED_BY = {"end": ("start", "begin"), "close": ("open",), "suffix": ("prefix",)}
+# Fields of a message that servers put thinking into.
+_THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+
+
+class NotAppendOnlyError(ChatTemplateError):
+    """The chat template rewrites messages that were already rendered."""
+
+
+class Frame(NamedTuple):
+    """The template's text around one message.
+
+    Attributes:
+        before: from the end of the last message's content to the start of this one's.
+        after: from the end of this message's content to where the assistant starts to write.
+        trims: whether the template strips the whitespace around the content.
+        end: the control token in ``before`` that ends the assistant's answer; ``None``: text does.
+    """
+
+    before: str
+    after: str
+    trims: bool = False
+    end: str | None = None
+
+
+@dataclass(frozen=True)
+class TemplateProperties:
+    """What :func:`probe_template` found out.
+
+    Attributes:
+        first: the frame of the first message.
+        frames: the frames of later messages, by their role. That of ``"tool"`` is the user's if the template has no tool role.
+        opens: the tail of the generation prompt that belongs to the answer: the thought that it opens, such as ``<think>\\n``, or
+            an empty one. ``""``: there is none.
+        closes: the token that closes what ``opens`` leaves open; ``None``: it is closed, or empty.
+        writes: what the template writes between the generation prompt and a plain answer, such as an empty thought, or what closes
+            the one that ``opens`` has; a model writes that itself.
+        pairs: opening and closing tokens that may enclose thinking.
+        thinking_field: the field of a message that holds its thinking, such as ``reasoning_content``; ``None``: the content does.
+        trims_answers: whether the template strips the white space around an answer.
+        has_tool_role: whether it has a frame of its own for the output of tools.
+        shows_date: whether it shows today's date.
+    """
+
+    first: Frame
+    frames: Mapping[Role, Frame]
+    opens: str = ""
+    closes: str | None = None
+    writes: str = ""
+    pairs: tuple[Pair, ...] = ()
+    thinking_field: str | None = None
+    trims_answers: bool = False
+    has_tool_role: bool = False
+    shows_date: bool = False
+
+
+def probe_template(render: Renderer, control: Collection[str], history: History = "refuse") -> TemplateProperties:
+    """Find out what a chat template does.
+
+    Args:
+        render: the template.
+        control: the tokenizer's control tokens.
+        history: ``"append"`` accepts a template that rewrites what it rendered before.
+
+    Raises:
+        NotAppendOnlyError: the template changes what it rendered before, and ``history="refuse"``; or the text that it puts around
+            a message depends on the message or its place.
+        ChatTemplateError: the template refuses a conversation, or an answer is more than one message to it.
+
+    Examples:
+        >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
+        >>> found = probe_template(Renderer(byte_tokenizer()), ["<|im_start|>", "<|im_end|>"])
+        >>> found.frames["user"].before, found.frames["user"].end
+        ('<|im_end|>\\n<|im_start|>user\\n', '<|im_end|>')
+    """
+    return _Probe(render, control, history).properties()
+
+
+def marker_pairs(source: str, control: Collection[str]) -> list[Pair]:
+    """The pairs of an opening and a closing marker of which a template spells at least one; ``<think>`` always.
+
+    Args:
+        source: the template's text.
+        control: the tokenizer's control tokens.
+
+    Examples:
+        >>> marker_pairs("<tool_call> <|channel>", ["</tool_call>", "<channel|>"])
+        [('<think>', '</think>'), ('<|channel>', '<channel|>'), ('<tool_call>', '</tool_call>')]
+    """
+    spelled = {*_MARKER.findall(source), *(token for token in control if token in source)}
+    known = spelled | {*control}
+    pairs = {(opening, closing) for closing in known for opening in _openings(closing) if opening in known}
+    found = sorted(pair for pair in pairs if spelled & {*pair} and pair != ("<think>", "</think>"))
+    return [("<think>", "</think>"), *reversed(found)]
+
+
+def _openings(closing: str) -> Iterator[str]:
+    """The markers that ``closing`` would close."""
+    if "/" in closing:
+        yield closing.replace("/", "", 1)
+    if bar := re.fullmatch(r"<([^|>]+)\|>", closing):
+        yield f"<|{bar[1]}>"
+    for end, begins in _OPENED_BY.items():
+        for case in (str.lower, str.upper, str.capitalize):
+            if case(end) in closing:
+                yield from (closing.replace(case(end), case(begin)) for begin in begins)
+
+
+def _asked(i: int) -> str:
+    # Quotes, brackets and a line break: a template that escapes or rewrites contents shows here.
+    return f'{{q{i}: "<&>\\\n{i}"}}'
+
+
+def _answered(i: int) -> str:
+    return f"a{i}\n{i}."
+
+
+_QUESTION, _ANSWER, _REPLY = Message("user", _asked(0)), Message("assistant", _answered(0)), Message("user", _asked(1))
+
+
+class _Said(NamedTuple):
+    """A response, and the message that it is in a conversation."""
+
+    response: str
+    message: Message
+
+
+class _Probe:
+    def __init__(self, render: Renderer, control: Collection[str], history: History) -> None:
+        self.render, self.control, self.history = render, control, history
+        self.tokens = token_pattern(control)
+
+    def properties(self) -> TemplateProperties:
+        self._check_one_message()
+        field, rewrites = self._thinking_field("user")
+        if rewrites is not None and self.history == "refuse":
+            raise self._not_append_only(rewrites)
+        first, user = self._frames("user")
+        tool = self._tool_frame(user)
+        return TemplateProperties(
+            first,
+            {"user": user, "tool": tool or user},
+            opens=self._opens,
+            closes=self._closes,
+            writes=self._writes,
+            pairs=tuple(self._pairs),
+            thinking_field=field,
+            trims_answers=self._trims_answers(),
+            has_tool_role=tool is not None,
+        )
+
+    # ------------------------------------------------------------------ around an answer
+
+    @cached_property
+    def _prompt(self) -> str:
+        return self.render([_QUESTION])
+
+    @cached_property
+    def _followed(self) -> str:
+        """A conversation in which a message follows an answer."""
+        return self.render([_QUESTION, _ANSWER, _REPLY])
+
+    @cached_property
+    def _pairs(self) -> list[Pair]:
+        """The pairs that may stand within an answer: not those of the template around messages."""
+        around = self._prompt.rpartition(_asked(0))[2].removesuffix(self._generation_prompt)
+        around += self._followed.rpartition(_asked(1))[0].rpartition(_answered(0))[2]
+        pairs = marker_pairs(self.render.source, self.control)
+        return [pair for pair in pairs if not any(marker in around for marker in pair)]
+
+    @cached_property
+    def _generation_prompt(self) -> str:
+        closed = self.render([_QUESTION], prompt=False)
+        return self._prompt.removeprefix(closed) if self._prompt.startswith(closed) else ""
+
+    @cached_property
+    def _opens(self) -> str:
+        at = [i for pair in self._pairs for marker in pair if (i := self._generation_prompt.find(marker)) >= 0]
+        return self._generation_prompt[min(at) :] if at else ""
+
+    @cached_property
+    def _closes(self) -> str | None:
+        pair = self._unclosed(self._opens)
+        return None if pair is None else pair[1]
+
+    def _unclosed(self, text: str) -> Pair | None:
+        """The last pair that a text opens and does not close."""
+        pairs = [pair for pair in self._pairs if text.rfind(pair[0]) > text.rfind(pair[1])]
+        return max(pairs, key=lambda pair: text.rfind(pair[0]), default=None)
+
+    @cached_property
+    def _writes(self) -> str:
+        """What the template writes before a plain answer, behind the generation prompt."""
+        if not self._followed.startswith(self._prompt):
+            return ""
+        return self._followed.removeprefix(self._prompt).partition(_answered(0))[0]
+
+    def _trims_answers(self) -> bool:
+        padded = self.render([_QUESTION, Message("assistant", f" \n{_answered(0)}\n "), _REPLY])
+        return f" \n{_answered(0)}\n " not in padded and _answered(0) in padded
+
+    def _check_one_message(self) -> None:
+        """Refuse templates whose answers are several messages, each with a header that the model writes itself."""
+        end = answer_end(self.control, "", self._followed, _answered(0), _asked(1))
+        written, within = self.tokens.findall(self._writes), {marker for pair in self._pairs for marker in pair}
+        thought_ends = [self._end_of_thought(field) for field in self._fields]
+        header = [token for token in written if token not in within and not self._encloses(token, end)]
+        if end is not None and (end in (*written, *thought_ends) or (header and not any(thought_ends))):
+            raise ChatTemplateError(
+                f"The chat template of the tokenizer {self.render.tokenizer.name_or_path!r} makes several messages of one answer: "
+                f"the model writes {self._writes!r} itself before its answer, and {end!r}, which ends the answer, ends its "
+                "thinking too, so that sampling would stop there. Such templates (harmony) are not supported: use another model, or "
+                "another chat template if the model knows one."
+            )
+
+    @staticmethod
+    def _encloses(opening: str, closing: str | None) -> bool:
+        return closing is not None and opening in _openings(closing)
+
+    @cached_property
+    def _fields(self) -> dict[str, str]:
+        """The fields of a message whose thinking the template shows, with the last answer's text for each."""
+        shown = {}
+        for field in _THINKING_FIELDS:
+            try:
+                text = self.render([_QUESTION, _ANSWER._replace(fields={field: _THOUGHT})], prompt=False)
+            except ChatTemplateError:
+                continue
+            if _THOUGHT in text:
+                shown[field] = text
+        return shown
+
+    def _end_of_thought(self, field: str) -> str | None:
+        """The first control token behind a thought that is given in a field."""
+        end = self.tokens.search(self._fields[field].rpartition(_THOUGHT)[2].partition(_answered(0))[0])
+        return None if end is None else end.group()
+
+    # ------------------------------------------------------------------ whether it appends
+
+    def _thinking_field(self, role: Role) -> tuple[str | None, str | None]:
+        """The field in which a response's thinking is kept (``None``: the content), and how the template rewrites answers."""
+        reasons = []
+        for field in (None, *self._fields):
+            reason = self._rewrites(role, field)
+            if reason is None:
+                return field, None
+            reasons.append(reason)
+        return None, next((reason for reason in reasons if reason.startswith(_DROPS)), reasons[0])
+
+    def _rewrites(self, role: Role, field: str | None) -> str | None:
+        """What the template does to answers once messages are added; ``None``: nothing."""
+        # Where the prompt has an empty thought, answers have none.
+        closed = "" if self._closes else self._opens
+        for pair in [*(pair for pair in self._pairs if pair[1] not in closed), None]:
+            try:
+                said = [self._said(_answered(i), pair, field) for i in range(_TURNS - 1)]
+                renderings = self._render_turns(role, [message for _, message in said])
+            except ChatTemplateError as error:
+                if pair is None:
+                    raise
+                return f"it refuses answers with {pair[0]!r} and {pair[1]!r}: {error}"
+            for i, (shorter, longer) in enumerate(pairwise(renderings)):
+                if not longer.startswith(shorter + said[i].response):
+                    return self._what_it_rewrites(shorter + said[i].response, longer, _answered(i), pair)
+        return None
+
+    def _said(self, answer: str, pair: Pair | None, field: str | None) -> _Said:
+        """An answer, with a thought within ``pair``, in the form in which the template writes it as the last message."""
+        opens, thought = self._opens * bool(self._closes), f"\n{_THOUGHT}\n{{}}\n\n"
+        own = self._unclosed(self._fields[field].partition(_THOUGHT)[0]) if field else None
+        response = thought.format(self._closes).lstrip() if opens else ""
+        within = pair[0] + thought.format(pair[1]) if pair is not None and pair[1] != self._closes else ""
+        message = Message("assistant", opens + response + within + answer)
+        if field is not None and own is not None and (opens or pair == own):
+            message = Message("assistant", within * (pair != own) + answer, {field: _THOUGHT})
+        response += within
+        last = self.render([_QUESTION, message], prompt=False)
+        written, found, _ = last.removeprefix(self._prompt).rpartition(answer)
+        if not (last.startswith(self._prompt) and found and written.count(_THOUGHT) == response.count(_THOUGHT)):
+            return _Said(response + answer, message)
+        return _Said(written + found, message if message.fields else Message("assistant", opens + written + found))
+
+    def _what_it_rewrites(self, before: str, longer: str, answer: str, pair: Pair | None) -> str:
+        """The name of what a template does to earlier answers, with what shows it."""
+        at = next((i for i, (a, b) in enumerate(zip(before, longer, strict=False)) if a != b), len(longer))
+        shown = (
+            f"once a message is added, it renders {longer[at : at + 50]!r} where {before[at : at + 50]!r} stood before"
+        )
+        tail = longer[at:]
+        if answer not in longer:
+            return shown
+        if _THOUGHT in before[at:] and _THOUGHT not in tail:
+            return f"{_DROPS}: {shown}"
+        if self._opens and not longer.startswith(self._prompt):
+            return f"it leaves {self._opens!r}, which its generation prompt writes, out of earlier answers: {shown}"
+        if self._writes:
+            return f"it writes {self._writes!r} before an answer, which its generation prompt leaves out: {shown}"
+        if pair is not None:
+            return f"it changes answers with {pair[0]!r} and {pair[1]!r}: {shown}"
+        return shown
+
+    # ------------------------------------------------------------------ frames
+
+    def _tool_frame(self, user: Frame) -> Frame | None:
+        """The frame of tool output; ``None``: the template has no such role."""
+        try:
+            if self.history == "refuse" and self._thinking_field("tool")[1] is not None:
+                return None
+            return self._frames("tool")[1]
+        except ChatTemplateError:
+            # A tool role that is refused, or not append-only, is none that can be used.
+            return None
+
+    def _frames(self, role: Role) -> tuple[Frame, Frame]:
+        """The frames of the first and of later messages, checked on conversations of up to four turns."""
+        renderings = self._render_turns(role, [Message("assistant", _answered(i)) for i in range(_TURNS - 1)])
+        frames = [self._frame_of(rendering, i) for i, rendering in enumerate(renderings)]
+        # The closing user message of a tool probe has a frame of its own.
+        first, *later, _ = frames
+        if len({*later}) > 1:
+            raise self._not_append_only(
+                f"it renders {later[0].before!r} before one message, {later[-1].before!r} before another"
+            )
+        return first, later[0]._replace(end=self._end(role, later[0]))
+
+    def _render_turns(self, role: Role, answers: Sequence[Message]) -> list[str]:
+        """The prompt of each turn."""
+        roles = ["user", *[role] * (_TURNS - 2), "user"]
+        # White space on both sides shows whether the template trims contents.
+        asked = [Message(name, f" \n{_asked(i)}\n ") for i, name in enumerate(roles)]
+        messages = [message for pair in zip(asked, answers, strict=False) for message in pair] + asked[-1:]
+        return [self.render(messages[: 2 * turn + 1]) for turn in range(_TURNS)]
+
+    def _frame_of(self, rendering: str, turn: int) -> Frame:
+        question, answer = _asked(turn), _answered(turn - 1) if turn else ""
+        before, found, after = rendering.rpartition(question)
+        _, answered, before = before.rpartition(answer) if answer else ("", "-", before)
+        padded = before.endswith(" \n"), after.startswith("\n ")
+        if not answered:
+            raise self._not_append_only(f"it leaves out the answer before the message {question!r}")
+        if not found or padded[0] != padded[1]:
+            raise self._not_append_only(f"it does not render the message {question!r} as it is")
+        return Frame(before[:-2], after[2:]) if padded[0] else Frame(before, after, trims=True)
+
+    def _end(self, role: Role, frame: Frame) -> str | None:
+        """The control token with which the template closes an answer before a message of this role."""
+        last = self.render([_QUESTION, _ANSWER], prompt=False)
+        followed = self.render([_QUESTION, _ANSWER, Message(role, _asked(1))])
+        end = answer_end(self.control, last, followed, _answered(0), _asked(1))
+        if end is not None and end not in self.tokens.findall(frame.before):
+            raise self._not_append_only(f"it writes {end!r} after the last assistant message only")
+        return end
+
+    def _not_append_only(self, reason: str) -> NotAppendOnlyError:
+        keep = 'keep what was sampled all the same (history="append"), ' if self.history == "refuse" else ""
+        return NotAppendOnlyError(
+            f"The chat template of the tokenizer {self.render.tokenizer.name_or_path!r} is not append-only: {reason}. Templates "
+            f"that drop thinking or rewrite history cannot hold sampled ids. Either {keep}give the tokenizer a template that keeps "
+            'every message (tokenizer.chat_template, for example torchrl_llm.envs.CHATML), or pass template="raw".'
+        )
