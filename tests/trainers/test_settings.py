@@ -56,6 +56,7 @@ KL = {"kl_coeff": 0.1}
 OTHERS = {"baseline": "leave_one_out", "scale": "none"}
 GAP = {"top_p": 0.8, "sampler_correction": "truncate", "sampler_bounds": 1.5}
 MIXED = {"env": [Guess, Other]}
+PLAIN = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant: "
 SHORT = {"max_output_tokens": 5, "batch_size": 16}
 VLLM = {"policy": "vllm", "run": engine}
 RAY = {"collector": "ray", "run": engine}
@@ -136,6 +137,7 @@ LAW: dict[str, list[Case]] = {
     "overflow": [works("slide", max_model_len=64)],
     "system_prompt": [works("Be brief.")],
     "template": [works("raw", run=fresh_state)],
+    "chat_template": [works(PLAIN), idle(PLAIN, template="raw")],
     "history": [works("append", tokenizer_path=forgetful), idle("append", template="raw")],
     "chat_template_kwargs": [works({"mood": "wild"}, tokenizer_path=other_tokenizer), idle({"mood": "x"}, template="raw")],
     # sampling
@@ -146,6 +148,7 @@ LAW: dict[str, list[Case]] = {
     "repetition_penalty": [works(1.5)],
     "min_output_tokens": [works(12)],
     "max_output_tokens": [works(5)],
+    "stop_ids": [works([*range(5, 100)])],
     # the rollout
     "policy": [works("vllm", run=engine)],
     "engine_dtype": of_vllm("bfloat16"),

@@ -71,6 +71,7 @@ class TestFolders:
                 """--env-name unheard:of --env-options '{"command": "id"}'""",
             ),
             ({"attn_implementation": "kernels-community/flash-attn2"}, "--attn-implementation kernels-community/flash"),
+            ({"chat_template": "/etc/hostname"}, "--chat-template /etc/hostname"),
         ],
         ids=lambda given: str(given)[:40],
     )
@@ -118,6 +119,7 @@ class TestFolders:
             {**GAME, "opponent": "tiny"},
             {**GAME, "opponent": "guess_by_hints"},
             {"attn_implementation": "eager"},
+            {"chat_template": "{{ messages }}"},
         ],
     )
     def test_what_only_computes_is_kept(self, folder, kept):

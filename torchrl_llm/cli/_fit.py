@@ -140,9 +140,13 @@ def _template(config: RunConfig) -> str:
 
 def _stops(config: RunConfig, env: GEMEnv) -> Finding:
     stops = build.make_sampling(config, env.formatter).stop_ids or ()
-    names = ", ".join(f"{env.formatter.tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in stops)
-    if not stops:
+    if not stops and config.stop_ids is None:
         return Finding("stop ids", "fails", "neither tokenizer nor model names one: responses would never end early")
+    if not stops:
+        return Finding("stop ids", "ok", "a response ends at max_output_tokens")
+    if strange := [i for i in stops if not 0 <= i < len(env.formatter.tokenizer)]:
+        return Finding("stop ids", "fails", f"{strange} are no tokens")
+    names = ", ".join(f"{env.formatter.tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in stops)
     return Finding("stop ids", "ok", f"a response ends at {names}")
 
 

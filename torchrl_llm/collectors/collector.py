@@ -394,6 +394,6 @@ def _check_turn_end(env: GEMEnv, policy: TurnPolicy) -> None:
     end, names = formatter.end_of_turn_ids[0], formatter.tokenizer.convert_ids_to_tokens
     logger.warning(
         "The chat template ends a turn with %r (id %d), where the policy does not stop: its stop ids are %s. Responses will "
-        "run on to max_output_tokens. Pass SamplingConfig(stop_ids=%s).",
+        "run on to max_output_tokens. Pass SamplingConfig(stop_ids=%s); in a run that is the setting stop_ids.",
         names(end), end, dict(zip(stops, names(list(stops)), strict=True)), tuple(sorted({end, *stops})),
     )  # fmt: skip

@@ -92,7 +92,7 @@ def decide_stop_ids(
             )
     strange = [i for i in found if not 0 <= i < vocabulary]
     if strange:
-        raise ValueError(f"stop_ids {strange} are no ids of the model, whose vocabulary has {vocabulary} tokens.")
+        raise ConfigError(f"stop_ids {strange} are no ids of the model, whose vocabulary has {vocabulary} tokens.")
     return replace(sampling, stop_ids=found)
 
 

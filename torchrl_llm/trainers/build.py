@@ -43,6 +43,7 @@ from torchrl_llm.trainers.config import ConfigError, RunConfig
 from torchrl_llm.trainers.demonstrations import check_player, find_demonstrations, read_demonstrations
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import evaluate
+from torchrl_llm.trainers.settings import FORMATTER
 from torchrl_llm.trainers.sources import model_path
 from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
 
@@ -63,17 +64,8 @@ _ENGINE = (
 """Settings of vLLM's engine by its own names."""
 
 _ENVIRONMENT = (
-    *(
-        "num_envs",
-        "max_turns",
-        "max_model_len",
-        "max_output_tokens",
-        "overflow",
-        "system_prompt",
-        "template",
-        "history",
-    ),
-    *("chat_template_kwargs", "seed", "max_faults", "success_reward"),
+    *("num_envs", "max_turns", "max_model_len", "max_output_tokens", "overflow", *FORMATTER),
+    *("seed", "max_faults", "success_reward"),
 )
 """Settings of every environment of a run."""
 
@@ -165,7 +157,9 @@ def _mixed_precision(config: RunConfig) -> str:
 
 
 def make_sampling(config: RunConfig, formatter: ChatFormatter) -> SamplingConfig:
-    """The sampling settings, with the ids that end a response (:func:`torchrl_llm.stops.response_end_ids`)."""
+    """The sampling settings, with the ids that end a response: those given, or :func:`torchrl_llm.stops.response_end_ids`."""
+    if config.stop_ids is not None:
+        return config.sampling()
     path = model_path(config)
     try:
         named = GenerationConfig.from_pretrained(path)

@@ -31,11 +31,8 @@ from torchrl_llm.trainers.loss_settings import (
 from torchrl_llm.trainers.settings import Algorithm, names_of
 from torchrl_llm.trainers.settings_file import read_settings, write_settings
 
-_SAMPLING = {name: option for name, option in options_of(SamplingConfig).items() if name != "stop_ids"}
-"""Options of the sampling that a run can set; its stop ids are the model's."""
-
 SamplingSettings: Any = options_class(
-    "SamplingSettings", _SAMPLING, meanings(SamplingConfig), "How responses are sampled."
+    "SamplingSettings", options_of(SamplingConfig), meanings(SamplingConfig), "How responses are sampled."
 )
 
 
@@ -81,6 +78,26 @@ def _kept_by_json(value: Any) -> bool:
         return False
 
 
+def _template_text(given: str) -> str:
+    """The text of a chat template, which is given, or the path of its file."""
+    if settings.is_template(given):
+        return given
+    path = Path(given).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path that cannot be one
+        beside = [str(each) for each in path.parent.glob("*.jinja")]
+        raise ConfigError(
+            f"chat_template is {given!r:.200}, which is no Jinja template (it has neither {{{{ nor {{%) and no file that can be "
+            f"read ({error}).{nearest(given, beside)}"
+        ) from error
+    if not settings.is_template(text):
+        raise ConfigError(
+            f"chat_template is {given!r}, and that file holds no Jinja template: it has neither {{{{ nor {{%."
+        )
+    return text
+
+
 @dataclass(kw_only=True)
 class RunConfig(
     settings.OutputConfig,
@@ -92,6 +109,7 @@ class RunConfig(
     settings.EngineConfig,
     SamplingSettings,
     settings.EnvConfig,
+    settings.TemplateConfig,
     settings.ModelConfig,
     settings.WeightsConfig,
     settings.TrainerConfig,
@@ -116,7 +134,8 @@ class RunConfig(
     def __post_init__(self) -> None:
         self.output_dir = Path(self.output_dir).expanduser()
         self.init_from = None if self.init_from is None else Path(self.init_from).expanduser()
-        for name in ("clip_epsilon", "sampler_bounds"):
+        self.chat_template = None if self.chat_template is None else _template_text(self.chat_template)
+        for name in ("clip_epsilon", "sampler_bounds", "stop_ids"):
             # YAML has lists only, and settings that were saved must equal those that are read again.
             if isinstance(value := getattr(self, name), list):
                 setattr(self, name, tuple(value))

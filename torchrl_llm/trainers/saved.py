@@ -21,7 +21,7 @@ from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import verify
 from torchrl_llm.trainers.config import HOW_TO_RUN, RunConfig, SamplingSettings
 from torchrl_llm.trainers.run_folder import MARK
-from torchrl_llm.trainers.settings import EnvConfig, names_of
+from torchrl_llm.trainers.settings import FORMATTER, EnvConfig, TemplateConfig, names_of
 from torchrl_llm.trainers.settings_file import read_settings, write_settings
 from torchrl_llm.trainers.sources import MODELS, load_model_config, load_tokenizer, model_path
 from torchrl_llm.trainers.trust import check_base, check_kept
@@ -37,8 +37,8 @@ USED = (
 """The settings that a trained model is used with; all others are of training."""
 
 OF_THE_MODEL = (
-    *("max_model_len", *names_of(SamplingSettings), "seed", "system_prompt", "template", "history"),
-    *("chat_template_kwargs", "dtype", "device", "attn_implementation", "trust_remote_code", "quantization"),
+    *("max_model_len", *names_of(SamplingSettings), "seed", *names_of(TemplateConfig)),
+    *("dtype", "device", "attn_implementation", "trust_remote_code", "quantization"),
 )
 """Those of :data:`USED` that are left where it only samples, without an environment."""
 
@@ -268,13 +268,7 @@ def load_saved_model(saved: SavedModel, config: RunConfig) -> LoadedModel:
         4
     """
     tokenizer = load_tokenizer(config)
-    formatter = ChatFormatter(
-        tokenizer,
-        template=config.template,
-        history=config.history,
-        system_prompt=config.system_prompt,
-        chat_template_kwargs=config.chat_template_kwargs,
-    )
+    formatter = ChatFormatter(tokenizer, **{name: getattr(config, name) for name in FORMATTER})
     sampling = build.make_sampling(config, formatter)
     formatter.stop_ids = sampling.stop_ids or ()
     models = load_actor_critic(

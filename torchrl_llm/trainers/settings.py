@@ -37,6 +37,11 @@ MOST_TOKENS = 16_384
 """The largest ``max_tokens`` that is taken where none is given."""
 
 
+def is_template(text: str) -> bool:
+    """Whether a text is a chat template, and not the path of one: whatever a template writes, it writes by Jinja's brackets."""
+    return "{{" in text or "{%" in text
+
+
 def names_of(part: type[Checked]) -> tuple[str, ...]:
     """The names of the fields of a part of the settings."""
     return tuple(each.name for each in fields(part))  # type: ignore[arg-type]
@@ -200,8 +205,29 @@ class ModelConfig(Checked):
 
 
 @dataclass(kw_only=True)
-class EnvConfig(Checked):
-    """The environment and the text that the model reads."""
+class TemplateConfig(Checked):
+    """How messages become the text that the model reads."""
+
+    system_prompt: str | None = None
+    """Put before the first message; None adds none."""
+    template: Literal["chat", "raw"] = "chat"
+    """"chat" for a chat template, "raw" for plain concatenation (base models)."""
+    chat_template: str | None = None
+    """The chat template, in place of the tokenizer's: a file (.jinja), or its text, which is what checkpoints and exports keep."""
+    history: Literal["refuse", "append"] = "refuse"
+    """What to do with a template that renders earlier turns again: "refuse" it, or "append", which keeps what was
+    sampled and seen."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to the chat template, such as enable_thinking."""
+
+
+FORMATTER = tuple(name for name in names_of(TemplateConfig) if name != "chat_template")
+"""Settings of :class:`~torchrl_llm.envs.ChatFormatter`; the chat template is the tokenizer's."""
+
+
+@dataclass(kw_only=True)
+class EnvConfig(TemplateConfig):
+    """The environment."""
 
     env_name: str | list[str] = "game:GuessTheNumber-v0-easy"
     """Id of a GEM environment, or a list of ids (a mixture); only a label if build_run gets env or make_env."""
@@ -226,15 +252,6 @@ class EnvConfig(Checked):
     success_reward: float | None = None
     """An episode is a success if it terminates with at least this reward, and its environment does not say
     info["success"]; None takes 1."""
-    system_prompt: str | None = None
-    """Put before the first message; None adds none."""
-    template: Literal["chat", "raw"] = "chat"
-    """"chat" for the tokenizer's chat template, "raw" for plain concatenation (base models)."""
-    history: Literal["refuse", "append"] = "refuse"
-    """What to do with a template that renders earlier turns again: "refuse" it, or "append", which keeps what was
-    sampled and seen."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed to the chat template, such as enable_thinking."""
 
 
 @dataclass(kw_only=True)

@@ -77,7 +77,8 @@ def check_length(config: RunConfig, length: int) -> None:
 
 
 def load_tokenizer(config: RunConfig) -> Any:
-    """The tokenizer of ``config``; the model's own settings are read too, so that a wrong path is one sentence.
+    """The tokenizer of ``config``, with its chat template; the model's own settings are read too, so that a wrong path is one
+    sentence.
 
     Raises:
         ConfigError: ``model_path``, ``tokenizer_path`` or ``init_from`` leads nowhere.
@@ -89,7 +90,10 @@ def load_tokenizer(config: RunConfig) -> Any:
     given = getattr(config, name)
     source = _source(name, given)
     trusted = config.trust_remote_code
-    return _loaded(name, given, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=trusted))
+    tokenizer = _loaded(name, given, lambda: AutoTokenizer.from_pretrained(source, trust_remote_code=trusted))
+    if config.chat_template is not None:
+        tokenizer.chat_template = config.chat_template
+    return tokenizer
 
 
 def _check_init_from(folder: Path) -> None:

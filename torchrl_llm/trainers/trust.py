@@ -16,6 +16,7 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.utils import HFValidationError
 
 from torchrl_llm.options import ConfigError
+from torchrl_llm.trainers.settings import is_template
 from torchrl_llm.trainers.sources import ATTENTION, MODELS
 
 # GEM's games and the worlds of this package compute, and no more. Of GEM's other families, code: and several of rg: execute what
@@ -65,6 +66,10 @@ def _asked(settings: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]
     attention = settings.get("attn_implementation")
     if attention not in (None, *ATTENTION):
         yield f"the attention {attention!r}, whose code may be fetched from a hub", ("attn_implementation",)
+
+    template = settings.get("chat_template")
+    if template is not None and not is_template(str(template)):  # runs keep the text
+        yield f"the chat template in the file {template!r}, which is none of its own", ("chat_template",)
 
 
 def _as_word(value: Any) -> str:
