@@ -10,6 +10,7 @@ from tensordict import TensorDict
 
 from torchrl_llm.objectives import GroupRelative, LLMGRPOLoss, NoCredit, ReBN, TurnEstimator, TurnGAE, TurnVTrace
 from torchrl_llm.objectives import functional as F
+from torchrl_llm.objectives.estimators.imitation import ImitationWeights, NoCredit
 
 
 def rows_and_parts(seed: int = 0, layout=LAYOUT, **kwargs):
@@ -490,3 +491,50 @@ class TestEveryEstimator:
         estimator = TurnGAE(make_critic())
         assert list(estimator.parameters()) == []
         assert isinstance(estimator.value_network.module, Values)
+
+
+READERS = {
+    "TurnGAE": (TurnGAE(), ("reward", "state_value", "bootstrap_value")),
+    "tokens": (TurnGAE(granularity="token", whiten=False), ("reward", "state_value", "bootstrap_value")),
+    "TurnVTrace": (TurnVTrace(), ("reward", "state_value", "bootstrap_value", "old_log_prob", "sample_log_prob")),
+    "ReBN": (ReBN(kl_coeff=0.1), ("reward", "old_log_prob", "ref_log_prob")),
+    "no normalization": (ReBN(normalize_over="none"), ("reward",)),
+    "GroupRelative": (GroupRelative(kl_coeff=0.1), ("reward", "old_log_prob", "ref_log_prob")),
+    "states": (GroupRelative(credit="state", baseline="leave_one_out", scale="none"), ("reward",)),
+    "whitened": (GroupRelative(scale="none", whiten=True), ("reward",)),
+    "imitation": (ImitationWeights(min_return=0.5), ("reward",)),
+    "NoCredit": (NoCredit(), ("reward",)),
+}
+
+
+class TestWhatIsNoNumber:
+    """Numbers that are NaN or infinite are refused by name: they pass neither as equal ones nor as an advantage."""
+
+    @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+    @pytest.mark.parametrize("name", READERS)
+    def test_an_input_is_named(self, name, wrong):
+        estimator, inputs = READERS[name]
+        layout = [[(True, 1, 2), (True, 1, 1)]] * 4
+        for read in inputs:
+            rows = make_rows(layout, 0, group_size=2)
+            rows["turn", "truncated"][2, -1], rows["turn", "terminated"][2, -1] = True, False
+            rows["turn", "success"] = torch.ones_like(rows["turn", "mask"])
+            key = ("turn", "reward") if read == "reward" else read
+            at = {"reward": 1, "bootstrap_value": ()}.get(read, int((rows["turn_ids"][2] >= 0).nonzero()[0]))
+            estimator(rows.clone())
+            rows[key][2][at] = wrong
+            with pytest.raises(ValueError, match="NaN or infinite") as raised:
+                estimator(rows)
+            assert f"{key!r} of row(s) [2] " in str(raised.value)
+            assert not {"turn_value", ("turn", "advantage")} & set(rows.keys(True))
+
+    def test_an_estimator_that_makes_it_is_named(self):
+        class Logarithmic(TurnEstimator):
+            def estimate(self, tensordict):
+                reward, mask, *_ = self._turns(tensordict)
+                found = torch.where(mask, reward * 0.0, 0.0).log()
+                return {"turn_advantage": found, "turn_value_target": torch.zeros_like(found)}
+
+        rows, *_ = rows_and_parts()
+        with pytest.raises(ValueError, match=r"Logarithmic: 'advantage' of row\(s\) \[0, 1"):
+            Logarithmic()(rows)

@@ -33,6 +33,34 @@ class TestNormalisation:
         assert (F.standardize(x, mask) == 0).all()
         assert (F.group_relative(x[:, 0], torch.zeros(3)) == 0).all()
 
+    @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+    def test_what_is_no_number_is_no_lack_of_spread(self, wrong):
+        """Wherever it stands: it must not become an advantage of 0."""
+        for at in range(3):
+            x, mask = torch.zeros(4), torch.tensor([True, True, True, False])
+            x[at] = wrong
+            assert F.standardize(x, mask).tolist() == pytest.approx([torch.nan] * 3 + [0.0], nan_ok=True)
+            assert not F.standardize(torch.zeros(4), mask, penalty=x)[:3].isfinite().any()
+            assert not F.explained_variance(torch.zeros(4), x, mask.float()).isfinite()
+            assert not F.explained_variance(x, torch.arange(4.0), mask.float()).isfinite()
+        assert F.standardize(torch.tensor([wrong]), torch.tensor([True])).isnan().all()
+        assert not F.effective_sample_size(torch.tensor([0.0, torch.nan]), torch.ones(2)).isfinite()
+
+    @pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+    @pytest.mark.parametrize("scale", ["std", "batch", "mean", "none"])
+    @pytest.mark.parametrize("baseline", ["mean", "leave_one_out"])
+    def test_a_group_with_what_is_no_number_has_no_advantages(self, scale, baseline, wrong):
+        """The other groups have theirs, unless all are divided by one number."""
+        if baseline == "leave_one_out" and scale != "none":
+            pytest.skip("refused")
+        group_id = torch.tensor([0, 0, 1, 1, 2])
+        score = torch.tensor([1.0, wrong, 0.0, 1.0, wrong])
+        found = F.group_relative(score, group_id, baseline, scale, partial="allow")
+        known = torch.tensor([False, False, scale != "batch", scale != "batch", False])
+        assert found[known].isfinite().all()
+        assert found[known].any() == known.any()
+        assert not found[~known].isfinite().any()
+
     def test_one_turn_gives_zero(self):
         assert F.standardize(torch.tensor([[3.0]]), torch.ones(1, 1, dtype=torch.bool)).item() == 0
 

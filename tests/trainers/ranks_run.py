@@ -98,8 +98,10 @@ PARTS = {
         "evaluation_interval": 0,
     },
     "later": {"algo": "LLMREINFORCE", "dtype": "float64", "max_iterations": 1, "evaluation_interval": 0},
+    "broken": {"algo": "LLMREINFORCE", "dtype": "float64", "max_iterations": 1, "evaluation_interval": 0},
 }
-"""A run that drops groups, and one with a loss of its own whose estimator is chosen after it was built."""
+"""A run that drops groups, one with a loss of its own whose estimator is chosen after it was built, and one of whose gradients one
+is not finite, on the last rank."""
 HALF = {
     "bfloat16": {"algo": "LLMPPO", "dtype": "bfloat16", "max_iterations": 2},
     "mixed": {"algo": "LLMPPO", "dtype": "float32", "mixed_precision": "bf16", "max_iterations": 2},
@@ -122,11 +124,27 @@ class Die(Callback):
 class CountedLoss(LLMReinforceLoss):
     """The stock objective, counted."""
 
-    calls = 0
+    calls = step = 0
 
     def objective(self, log_ratio, advantage):
         self.calls += 1
         return super().objective(log_ratio, advantage)
+
+
+class BrokenLoss(CountedLoss):
+    """The stock objective; in the second optimizer step its gradient is NaN on the last rank."""
+
+    def objective(self, log_ratio, advantage):
+        objective = super().objective(log_ratio, advantage)
+        last = PartialState().process_index == PartialState().num_processes - 1
+        return objective + 0.0 * (log_ratio * 0.0).sqrt() if last and self.step == 1 else objective
+
+
+class Steps(Callback):
+    """Tells the loss how many optimizer steps there were."""
+
+    def on_minibatch(self, trainer, rows, metrics):
+        trainer.loss.step += 1
 
 
 def build(out, *, callbacks=(), make_loss=None, **settings):
@@ -157,9 +175,11 @@ def run_parts(out, name):
     """What a run of :data:`PARTS` learned, chose and called."""
     if name == "dynamic":
         return train(out / name, **PARTS[name]) | {"chosen": choose(out / "choose")}
+    kind = BrokenLoss if name == "broken" else CountedLoss
     run = build(
         out / name,
-        make_loss=lambda config, models: CountedLoss(models.actor, **config.loss_options(CountedLoss)),
+        make_loss=lambda config, models: kind(models.actor, **config.loss_options(kind)),
+        callbacks=[Steps()],
         **PARTS[name],
     )
     loss = run.trainer.loss.make_value_estimator(ReBN, gamma=0.8)

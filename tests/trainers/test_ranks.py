@@ -369,6 +369,14 @@ class TestParts:
         assert difference(alone["weights"], first["weights"]) < 1e-9
         same_figures(alone["metrics"], first["metrics"])
 
+    @BOTH
+    def test_all_skip_a_step_whose_gradient_is_not_finite_on_one(self, one, two, how):
+        alone, (first, second) = one["broken"], [result["broken"] for result in two(how)]
+        assert [each["metrics"]["optim/skipped_steps"] for each in (alone, first, second)] == [1.0] * 3
+        assert difference(first["weights"], second["weights"]) == 0
+        assert difference(alone["weights"], first["weights"]) < 1e-9
+        assert difference(one["later"]["weights"], alone["weights"]) > 1e-6
+
     def test_metrics_read_the_same_keys(self, one, two):
         assert [each["later"]["seen"] for each in (one, *two("ddp"))] == 3 * [{keys.EPISODE_ID, keys.ATTENTION_MASK}]
 

@@ -91,6 +91,7 @@ class TrainerBase:
         history: the metrics of every iteration.
         stop_reason: why the run ends; ``None`` while it runs.
         elapsed: seconds of training up to the last checkpoint.
+        skipped_in_a_row: optimizer steps that were skipped since the last one that was taken.
         unfinished: the metrics of an iteration that is to be evaluated and logged, in a run that was interrupted there.
         saved_iteration: the iteration of the last checkpoint; -1 before the first.
         rollouts: the collector as the loop sees it.
@@ -142,7 +143,7 @@ class TrainerBase:
         self.timer = Timer()
         self.seen_tasks = SeenTasks() if seen_tasks is None else seen_tasks
         self.generator = torch.Generator().manual_seed(config.seed)
-        self.iteration = self.steps = self.episodes = 0
+        self.iteration = self.steps = self.episodes = self.skipped_in_a_row = 0
         self.best_success, self.elapsed = -math.inf, 0.0
         self.history: list[dict[str, float]] = []
         self.stop_reason: str | None = None
@@ -271,6 +272,7 @@ class TrainerBase:
         return {name: getattr(self, name) for name in _SAVED} | {
             "generator": self.generator.get_state(),
             "unfinished": self.unfinished,
+            "skipped_in_a_row": self.skipped_in_a_row,
             "policy_version": self.policy.policy_version,
             "seen_tasks": torch.from_numpy(self.seen_tasks.tasks.copy()),
         }
@@ -281,6 +283,7 @@ class TrainerBase:
             setattr(self, name, state_dict[name])
         self.generator.set_state(state_dict["generator"])
         self.unfinished = state_dict.get("unfinished")
+        self.skipped_in_a_row = state_dict.get("skipped_in_a_row", 0)
         self.policy.policy_version = state_dict["policy_version"]
         if "seen_tasks" in state_dict:
             self.seen_tasks.tasks = state_dict["seen_tasks"].numpy()

@@ -30,6 +30,7 @@ from torchrl_llm.modules import ActorCritic
 from torchrl_llm.trainers import checkpoint_files as files
 from torchrl_llm.trainers.base import TrainerBase
 from torchrl_llm.trainers.checkpoint_parts import Collectors, Optimizer, environment, git_revision, states_of
+from torchrl_llm.trainers.finite import check_finite, not_finite
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +161,10 @@ class CheckpointStore:
 
         Returns:
             The new checkpoint's folder. ``last`` and ``best`` beside it are links. Of several ranks the first one writes.
+
+        Raises:
+            NonFiniteWeightsError: weights or optimizer are NaN or infinite; nothing is written or deleted.
+            CheckpointError: the files could not be written.
         """
         place = self.directory / f"checkpoint-{trainer.iteration:012d}"
         with self._writing(trainer, metrics) as write:
@@ -228,6 +233,7 @@ class CheckpointStore:
             components: names of the states to write; ``None`` writes all.
             merged: add the actor as one whole model.
         """
+        check_finite(trainer)
         shared = _shared(trainer)
         # On all ranks, before the first one writes alone: a collective within its save would wait for ever.
         for part in shared.values():
@@ -283,6 +289,10 @@ class CheckpointStore:
         found = {"iteration": trainer.iteration, "steps": trainer.steps}
         if said != found:
             raise CheckpointError(f"{Path(path) / 'manifest.json'} says {said}, but what was saved is of {found}.")
+        if wrong := not_finite(trainer):  # versions up to 0.2.0 saved such a run
+            raise CheckpointError(
+                f"{path} holds {' and '.join(wrong)} that are NaN or infinite. {self._offer(Path(path))}"
+            )
         return manifest
 
     def verify(self, path: str | Path) -> dict[str, Any]:

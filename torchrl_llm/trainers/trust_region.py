@@ -83,9 +83,9 @@ class TrustRegion:
         return result
 
     def metrics(self) -> dict[str, float]:
-        """The KL after the last step, and the mean share that was kept of the steps."""
+        """The KL after the last step, and the mean share that was kept of the steps; nothing if all steps were skipped."""
         shares = self._shares[1:]
-        return {"policy/kl_update": self._kl, "optim/step_share": sum(shares) / len(shares)}
+        return {"policy/kl_update": self._kl, "optim/step_share": sum(shares) / len(shares)} if shares else {}
 
     def _shorten(self, before: Sequence[Tensor]) -> float:
         """Go back along the step until the KL is within the target; returns the share of it that is left."""

@@ -17,9 +17,12 @@ from torchrl_llm.record.metrics import loss_metric
 from torchrl_llm.trainers.base import TrainerBase
 from torchrl_llm.trainers.distributed import check_accumulation
 from torchrl_llm.trainers.evaluation import checked_metrics
+from torchrl_llm.trainers.finite import all_finite, skip_step
 from torchrl_llm.trainers.fsdp import full_on_cpu
 from torchrl_llm.trainers.schedule import GROUPS
 from torchrl_llm.trainers.trust_region import TrustRegion, Unbounded
+
+SKIPPED = "optim/skipped_steps"
 
 
 class RowScorer:
@@ -157,12 +160,13 @@ class Updater:
         target, steps, added = self.run.config.target_kl, [], []
         region = Unbounded() if target is None or self.warms_up_critic else TrustRegion(self.run, batch, target)
         for minibatch in self._passes(batch):
-            metrics = self.accumulate(self.micro_batches(minibatch)) | region.bound(self.step)
+            metrics = self.accumulate(self.micro_batches(minibatch)) | self.step(region)
             steps.append(metrics)
             added.append(self._added(minibatch, metrics))
             if region.reached:
                 break
-        means = _means(steps) | checked_metrics(_means(added), source="callbacks")
+        means = _means(steps) | {SKIPPED: sum(metrics[SKIPPED].item() for metrics in steps)}
+        means |= checked_metrics(_means(added), source="callbacks")
         return means | self.log_prob_gap(batch, steps[0]) | region.metrics()
 
     def _added(self, minibatch: TensorDictBase, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -211,21 +215,41 @@ class Updater:
             "data/padding_share": padding
         }
 
-    def step(self) -> dict[str, Tensor]:
-        """Clip the gradient, actor and critic apart, and step; returns the norms before."""
+    def step(self, region: Unbounded | TrustRegion | None = None) -> dict[str, Tensor]:
+        """Clip the gradient and step; a gradient that is not finite takes no step, and weights and optimizer stay as they are.
+
+        Args:
+            region: bounds the step; ``None``: it is taken as it is.
+
+        Returns:
+            The norms before clipping if the step was taken, and whether it was skipped (1.0, or 0.0).
+
+        Raises:
+            NonFiniteGradientError: as many steps in a row as :data:`~torchrl_llm.trainers.finite.MAX_SKIPPED_STEPS` were skipped.
+        """
+        norms = self.clip()
+        taken = all_finite(norms, self.run.accelerator.device)
+        if taken:
+            self.run.skipped_in_a_row = 0
+            (region or Unbounded()).bound(self.run.optimizer.step)
+        self.run.optimizer.zero_grad(set_to_none=True)
+        if not taken:
+            skip_step(self.run, norms)
+        return (norms if taken else {}) | {SKIPPED: torch.tensor(float(not taken))}
+
+    def clip(self) -> dict[str, Tensor]:
+        """Clip the gradient, actor and critic apart; returns the norms before."""
         if self.warms_up_critic:
             # None and not zeros, which AdamW would step with its moments and weight decay. A trunk that actor and
             # critic share is in the actor's group, and keeps still too.
             for parameter in self.run.optimizer.param_groups[0]["params"]:
                 parameter.grad = None
         # Once for all groups: a gradient scaler refuses to unscale twice.
-        self.run.accelerator.unscale_gradients()
+        self.run.accelerator.unscale_gradients(self.run.optimizer)
         norms = {}
         for name, group in zip(GROUPS, self.run.optimizer.param_groups, strict=False):
             norm = torch.nn.utils.clip_grad_norm_(group["params"], self.run.config.max_grad_norm)
             norms[f"optim/grad_norm_{name}"] = full_on_cpu(norm)
-        self.run.optimizer.step()
-        self.run.optimizer.zero_grad(set_to_none=True)
         return norms
 
     def log_prob_gap(self, batch: TensorDictBase, first_step: Mapping[str, Tensor]) -> dict[str, float]:

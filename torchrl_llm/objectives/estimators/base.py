@@ -211,7 +211,9 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
             reward = self._get(tensordict, "reward") + self._turn_penalty(tensordict)
             # In a shallow copy: in the batch itself, a second estimate would subtract the KL again.
             rows = tensordict.copy().set(self.tensor_keys.reward, reward)
-        for name, value in self._complete(tensordict, self.estimate(rows)).items():
+        credit = self._complete(tensordict, self.estimate(rows))
+        self._check_finite(tensordict, credit)
+        for name, value in credit.items():
             tensordict.set(getattr(self.tensor_keys, name), value)
         return tensordict
 
@@ -294,4 +296,30 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
             raise ValueError(
                 f"Row(s) {open_rows.nonzero().flatten().tolist()} end in a turn that is neither terminated nor "
                 "truncated. Credit needs finished episodes: collect whole episodes."
+            )
+
+    def _numbers(self, tensordict: TensorDictBase, credit: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+        """The numbers that were read and found, and where each counts, by their names in ``_AcceptedKeys``; inputs come first."""
+        action, mask = self._get(tensordict, "turn_ids") >= 0, self._get(tensordict, "mask")
+        cut = self._at_end(tensordict, "truncated") & ~self._at_end(tensordict, "terminated")
+        penalized = {self._old_name(tensordict), "ref_log_prob"} if self.kl_coeff and self.kl_fraction else set()
+        read = penalized.union(self._reads)
+        inputs = {"reward": mask} | dict.fromkeys(("old_log_prob", "sample_log_prob", "ref_log_prob"), action)
+        found = {"value": action, "bootstrap_value": cut, "advantage": action, "value_target": action}
+        return {name: (self._get(tensordict, name), place) for name, place in inputs.items() if name in read} | {
+            name: (credit[name], place) for name, place in found.items() if name in credit
+        }
+
+    def _check_finite(self, tensordict: TensorDictBase, credit: dict[str, Tensor]) -> None:
+        """Refuse NaN and infinite numbers: they would pass as equal scores, or hide their cause until the step."""
+        numbers = self._numbers(tensordict, credit)
+        wrong = {
+            name: (~value.isfinite() & place).unsqueeze(-1).flatten(1).any(1)
+            for name, (value, place) in numbers.items()
+        }
+        if bool(torch.stack([*wrong.values()]).any()):  # one wait for the device
+            name, rows = next((name, rows.nonzero().flatten().tolist()) for name, rows in wrong.items() if rows.any())
+            raise ValueError(
+                f"{type(self).__name__}: {getattr(self.tensor_keys, name)!r} of row(s) {rows} is NaN or infinite, and nothing can be learned "
+                "from it. Correct what computes it."
             )

@@ -41,7 +41,8 @@ Statistics = tuple[Tensor, Tensor, Tensor]
 
 
 def _has_spread(mean: Tensor, std: Tensor) -> Tensor:
-    return std > SPREAD_TOLERANCE * mean.abs().clamp_min(1.0)
+    # Not ">": numbers that are NaN or infinite are not equal ones, and must not become advantages of 0.
+    return ~((std <= SPREAD_TOLERANCE * mean.abs().clamp_min(1.0)) & mean.isfinite())
 
 
 @torch.no_grad()
@@ -94,7 +95,7 @@ def standardize(
             judged on ``x`` alone.
 
     Returns:
-        The shape of ``x``, float32 or wider; 0 off the mask.
+        The shape of ``x``, float32 or wider; 0 off the mask, NaN on it if one of the numbers is NaN or infinite.
 
     Examples:
         >>> standardize(torch.tensor([1.0, 3.0, 99.0]), torch.tensor([True, True, False]), ddof=0)
@@ -174,7 +175,7 @@ def group_relative(
 
     Returns:
         The shape of ``score``, float32 or wider; without a penalty 0 in a group of one and where a group's scores do not
-        differ (``std <= 1e-6 * max(1, |mean|)``).
+        differ (``std <= 1e-6 * max(1, |mean|)``); NaN in a group of which a score is NaN or infinite (``"batch"``: everywhere).
 
     Raises:
         ValueError: options that do not go together, a part of a group, a group of one tree, or ``scale="mean"`` with a negative score.
@@ -254,7 +255,8 @@ def effective_sample_size(log_ratio: Tensor, weight: Tensor) -> Tensor:
         log_ratio = log_ratio - torch.where(counted, log_ratio, log_ratio.min()).max()
     ratio = masked(log_ratio, counted).exp()
     first, second = (weight * ratio).sum(), (weight * ratio.square()).sum()
-    return torch.where(second > 0, first.square() / (weight.sum() * second), 0.0)
+    # Not "> 0": NaN stays NaN.
+    return torch.where(second == 0, 0.0, first.square() / (weight.sum() * second))
 
 
 def explained_variance(value: Tensor, target: Tensor, weight: Tensor) -> Tensor:
