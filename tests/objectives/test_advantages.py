@@ -10,7 +10,7 @@ from tensordict import TensorDict
 
 from torchrl_llm.objectives import GroupRelative, LLMGRPOLoss, NoCredit, ReBN, TurnEstimator, TurnGAE, TurnVTrace
 from torchrl_llm.objectives import functional as F
-from torchrl_llm.objectives.estimators.imitation import ImitationWeights, NoCredit
+from torchrl_llm.objectives.estimators.imitation import ImitationWeights
 
 
 def rows_and_parts(seed: int = 0, layout=LAYOUT, **kwargs):
