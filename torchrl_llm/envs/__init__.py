@@ -18,7 +18,8 @@ from torchrl_llm.envs.isolation import IsolatedEnv
 from torchrl_llm.envs.rewards import RewardError, RewardTimeoutError, Row, WantedColumns
 from torchrl_llm.envs.slots import PromptTooLongError, Reply, Slot
 from torchrl_llm.envs.tasks import SeenTasks, Stage, TaskIdentity, TaskSampler, TaskSpec, task_of
-from torchrl_llm.envs.template_probe import NotAppendOnlyError, TemplateProperties
+from torchrl_llm.envs.template_probe import NotAppendOnlyError
+from torchrl_llm.envs.template_properties import TemplateProperties
 from torchrl_llm.envs.text_env import (
     EnvironmentFault,
     EnvironmentUnavailableError,

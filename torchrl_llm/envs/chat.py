@@ -16,7 +16,8 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_llm.envs.template_probe import Frame, History, TemplateProperties, probe_template
+from torchrl_llm.envs.template_probe import History, probe_template
+from torchrl_llm.envs.template_properties import Frame, TemplateProperties, write_answer
 from torchrl_llm.options import Checked
 from torchrl_llm.rendering import Renderer, Role
 from torchrl_llm.stops import control_tokens, token_pattern
@@ -29,6 +30,7 @@ CHATML = (
 )
 """A chat template that is append-only, for tokenizers with the tokens ``<|im_start|>`` and ``<|im_end|>``."""
 
+_SOME_TEXT = "a"  # what feedback stands behind, where it matters that it is text
 _CACHED_MESSAGES = 4096  # members of a group share a first message, and games repeat their feedback
 
 
@@ -75,6 +77,26 @@ def _without_added_tokens(tokenizer: PreTrainedTokenizerBase) -> Callable[[str],
     if split is not None:
         plain.pre_tokenizer = split
     return lambda text: plain.encode(text, add_special_tokens=False).ids
+
+
+def _puts_space_before_text(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether text that is encoded by itself gets a space that the same text behind other text has not.
+
+    SentencePiece tokenizers (Llama 2, Mistral 7B) do so.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        alone, behind = (tokenizer.encode(text, add_special_tokens=False) for text in ("5", "\n5"))
+        return bool(behind[len(behind) - len(alone) :] != alone)
+    text = "5" if backend.normalizer is None else backend.normalizer.normalize_str("5")
+    pieces = [] if backend.pre_tokenizer is None else backend.pre_tokenizer.pre_tokenize_str(text)
+    return not (pieces[0][0] if pieces else text).startswith("5")
+
+
+def _encode_behind(encode: Callable[[str], Sequence[int]], before: str, text: str) -> Sequence[int]:
+    """The ids of ``text`` where it stands behind ``before``; by itself, if the two merge."""
+    start, whole = encode(before), encode(before + text)
+    return whole[len(start) :] if whole[: len(start)] == start else encode(text)
 
 
 class ChatFormatter(Checked):
@@ -148,8 +170,12 @@ class ChatFormatter(Checked):
         self._control_ids = frozenset(added) - {tokenizer.unk_token_id}
         self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._added = token_pattern(self._control)
+        self._spaces_text = _puts_space_before_text(tokenizer)
         self._bos: tuple[int, ...] = ()
+        self._render: Renderer | None = None
         self.properties = self._raw_properties() if template == "raw" else self._probe()
+        # Tokens that a template writes within answers, such as those around thinking.
+        self._within = {i for i, token in added.items() if any(str(token) in pair for pair in self.properties.pairs)}
         self._ends = {role: self._id(frame.end) for role, frame in self.properties.frames.items()}
         ends = [*self._ends.values(), tokenizer.eos_token_id]
         self.end_of_turn_ids: tuple[int, ...] = tuple(dict.fromkeys(end for end in ends if end is not None))
@@ -212,8 +238,9 @@ class ChatFormatter(Checked):
             ValueError: it is no Unicode text: it holds half of a surrogate pair.
         """
         _check_unicode(text)
-        ids = self._with_added_tokens(text)
-        special = [i for i in ids if i in self._special_ids]
+        frame = self.properties.frames[role]
+        ids = self.encode_answer(self._as_written(text) + frame.closing)
+        special = [i for i in ids if i in self._special_ids and i not in self._within]
         if special:
             raise ControlTokenError(
                 f"The answer {text[:80]!r} holds {self.tokenizer.convert_ids_to_tokens(special[0])!r}, a special token of the "
@@ -222,29 +249,42 @@ class ChatFormatter(Checked):
         end = self._ends[role]
         return (*ids, *(self.end_of_turn_ids[:1] if end is None else (end,)))
 
+    def encode_answer(self, text: str) -> tuple[int, ...]:
+        """The ids of text that stands where the assistant begins to write, with markup as tokens."""
+        opening = self.properties.first.after
+        return self._with_added_tokens(text, behind=opening[self._last_token(opening) :])
+
+    def _last_token(self, text: str) -> int:
+        """Where the last control token of a text begins."""
+        return max((match.start() for match in self._added.finditer(text)), default=0)
+
+    def _as_written(self, text: str) -> str:
+        """An answer in the form in which the template writes it as the last message."""
+        return text if self._render is None else write_answer(self._render, self.properties, text)
+
     def _render_start(self, message: str) -> tuple[int, ...]:
         return (*self._bos, *self._encode(self.properties.first, message))
 
     def _render_feedback(self, message: str, role: Role, closed: bool) -> tuple[int, ...]:
-        ids = self._encode(self.properties.frames[role], message)
+        ids = self._encode(self.properties.frames[role], message, behind=_SOME_TEXT)
         end = self._ends[role]
         # The frame starts by closing the turn; a response that closed it itself needs only the rest.
         return ids[ids.index(end) + 1 :] if closed and end is not None else ids
 
-    def _encode(self, frame: Frame, message: str) -> tuple[int, ...]:
+    def _encode(self, frame: Frame, message: str, *, behind: str = "") -> tuple[int, ...]:
         before, after, trims, _ = frame
         _check_unicode(message)
         message = message.strip() if trims else message
         text = before + message + after
         own = self._added.findall(before) + self._added.findall(after)
         if len(self._added.findall(text)) == len(own):
-            ids = self._with_added_tokens(text)
+            ids = self._with_added_tokens(text, behind=behind)
             # A tokenizer that normalizes text may find control tokens that are not spelled out in it.
             if self._controls(ids) == self.tokenizer.convert_tokens_to_ids(own):
                 return ids
-        return self._encode_around(before, message, after)
+        return self._encode_around(before, message, after, behind)
 
-    def _encode_around(self, before: str, message: str, after: str) -> tuple[int, ...]:
+    def _encode_around(self, before: str, message: str, after: str, behind: str) -> tuple[int, ...]:
         """Encode a message with a look-alike: what stands between the template's own tokens, without any added token."""
         opening, closing = [*self._added.finditer(before)], self._added.search(after)
         start, end = opening[-1].end() if opening else 0, closing.start() if closing else len(after)
@@ -254,21 +294,27 @@ class ChatFormatter(Checked):
             text = text.lstrip()
         if closing and self._control[closing.group()].lstrip:
             text = text.rstrip()
-        plain = self._encode_plain(text)
+        plain = self._behind(self._encode_plain, "" if opening else behind, text)
         if found := self._controls(plain):
             raise ControlTokenError(
                 f"The message {message[:80]!r} holds {self.tokenizer.convert_ids_to_tokens(found[0])!r}, which the tokenizer "
                 f"{self.tokenizer.name_or_path!r} has no other tokens for: as part of a context it would be a control token, "
                 "not text. Replace it in the environment's text, or use a tokenizer that can spell any text."
             )
-        return (*self._with_added_tokens(before[:start]), *plain, *self._with_added_tokens(after[end:]))
+        opened = self._with_added_tokens(before[:start], behind=behind)
+        return (*opened, *plain, *self._with_added_tokens(after[end:]))
 
     def _controls(self, ids: Sequence[int]) -> list[int]:
         return list(filter(self._control_ids.__contains__, ids))
 
-    def _with_added_tokens(self, text: str) -> tuple[int, ...]:
+    def _with_added_tokens(self, text: str, *, behind: str = "") -> tuple[int, ...]:
         # A template writes its own BOS; the tokenizer would add another to every piece.
-        return tuple(self.tokenizer.encode(text, add_special_tokens=False)) if text else ()
+        encode = partial(self.tokenizer.encode, add_special_tokens=False)
+        return tuple(self._behind(encode, behind, text)) if text else ()
+
+    def _behind(self, encode: Callable[[str], Sequence[int]], before: str, text: str) -> Sequence[int]:
+        # Only where it matters: everywhere else text and template are encoded apart, as they always were.
+        return _encode_behind(encode, before, text) if before and self._spaces_text else encode(text)
 
     def _id(self, token: str | None) -> int | None:
         return None if token is None else int(self.tokenizer.convert_tokens_to_ids(token))
@@ -283,5 +329,5 @@ class ChatFormatter(Checked):
 
     def _probe(self) -> TemplateProperties:
         kwargs = self.chat_template_kwargs
-        render = Renderer(self.tokenizer, system_prompt=self.system_prompt, chat_template_kwargs=kwargs)
-        return probe_template(render, self._control, self.history)
+        self._render = Renderer(self.tokenizer, system_prompt=self.system_prompt, chat_template_kwargs=kwargs)
+        return probe_template(self._render, self._control, self.history)

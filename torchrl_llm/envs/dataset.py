@@ -267,9 +267,9 @@ class PromptFormatter(ChatFormatter):
         """The ids of the prompt that asks the question ``message``."""
         ids = super().start(self._message.replace(PLACEHOLDER, message))
         for answer, question in self._examples:
-            answer_ids = self._with_added_tokens(answer)
+            answer_ids = self.encode_answer(answer)
             ids = (*ids, *answer_ids, *self.feedback(answer_ids, question.replace(PLACEHOLDER, message)))
-        return (*ids, *self._with_added_tokens(self._prefill))
+        return (*ids, *self.encode_answer(self._prefill))
 
 
 _ONE_TURN: dict[str, tuple[tuple[Any, ...], str]] = {

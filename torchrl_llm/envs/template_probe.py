@@ -16,17 +16,16 @@ the template's own text off between them:
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from torchrl_llm.rendering import ChatTemplateError, Message, Renderer, Role
+from torchrl_llm.envs.template_properties import Frame, Pair, TemplateProperties
+from torchrl_llm.rendering import ChatTemplateError, Message, Renderer
 from torchrl_llm.stops import answer_end, token_pattern
 
 History = Literal["refuse", "append"]
-Pair = tuple[str, str]
 
 _TURNS = 4  # the fewest with two messages between the first and the last, which must be rendered alike
 _THOUGHT = "hm, h0"
@@ -39,53 +38,6 @@ _THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
 class NotAppendOnlyError(ChatTemplateError):
     """The chat template rewrites messages that were already rendered."""
-
-
-class Frame(NamedTuple):
-    """The template's text around one message.
-
-    Attributes:
-        before: from the end of the last message's content to the start of this one's.
-        after: from the end of this message's content to where the assistant starts to write.
-        trims: whether the template strips the whitespace around the content.
-        end: the control token in ``before`` that ends the assistant's answer; ``None``: text does.
-    """
-
-    before: str
-    after: str
-    trims: bool = False
-    end: str | None = None
-
-
-@dataclass(frozen=True)
-class TemplateProperties:
-    """What :func:`probe_template` found out.
-
-    Attributes:
-        first: the frame of the first message.
-        frames: the frames of later messages, by their role. That of ``"tool"`` is the user's if the template has no tool role.
-        opens: the tail of the generation prompt that belongs to the answer: the thought that it opens, such as ``<think>\\n``, or
-            an empty one. ``""``: there is none.
-        closes: the token that closes what ``opens`` leaves open; ``None``: it is closed, or empty.
-        writes: what the template writes between the generation prompt and a plain answer, such as an empty thought, or what closes
-            the one that ``opens`` has; a model writes that itself.
-        pairs: opening and closing tokens that may enclose thinking.
-        thinking_field: the field of a message that holds its thinking, such as ``reasoning_content``; ``None``: the content does.
-        trims_answers: whether the template strips the white space around an answer.
-        has_tool_role: whether it has a frame of its own for the output of tools.
-        shows_date: whether it shows today's date.
-    """
-
-    first: Frame
-    frames: Mapping[Role, Frame]
-    opens: str = ""
-    closes: str | None = None
-    writes: str = ""
-    pairs: tuple[Pair, ...] = ()
-    thinking_field: str | None = None
-    trims_answers: bool = False
-    has_tool_role: bool = False
-    shows_date: bool = False
 
 
 def probe_template(render: Renderer, control: Collection[str], history: History = "refuse") -> TemplateProperties:
@@ -170,7 +122,7 @@ class _Probe:
         if rewrites is not None and self.history == "refuse":
             raise self._not_append_only(rewrites)
         first, user = self._frames("user")
-        tool = self._tool_frame(user)
+        tool = self._tool_frame()
         return TemplateProperties(
             first,
             {"user": user, "tool": tool or user},
@@ -180,6 +132,7 @@ class _Probe:
             pairs=tuple(self._pairs),
             thinking_field=field,
             trims_answers=self._trims_answers(),
+            tail=self._last.rpartition(_answered(0))[2],
             has_tool_role=tool is not None,
         )
 
@@ -188,6 +141,11 @@ class _Probe:
     @cached_property
     def _prompt(self) -> str:
         return self.render([_QUESTION])
+
+    @cached_property
+    def _last(self) -> str:
+        """A conversation that ends with an answer."""
+        return self.render([_QUESTION, _ANSWER], prompt=False)
 
     @cached_property
     def _followed(self) -> str:
@@ -271,7 +229,7 @@ class _Probe:
 
     # ------------------------------------------------------------------ whether it appends
 
-    def _thinking_field(self, role: Role) -> tuple[str | None, str | None]:
+    def _thinking_field(self, role: str) -> tuple[str | None, str | None]:
         """The field in which a response's thinking is kept (``None``: the content), and how the template rewrites answers."""
         reasons = []
         for field in (None, *self._fields):
@@ -281,7 +239,7 @@ class _Probe:
             reasons.append(reason)
         return None, next((reason for reason in reasons if reason.startswith(_DROPS)), reasons[0])
 
-    def _rewrites(self, role: Role, field: str | None) -> str | None:
+    def _rewrites(self, role: str, field: str | None) -> str | None:
         """What the template does to answers once messages are added; ``None``: nothing."""
         # Where the prompt has an empty thought, answers have none.
         closed = "" if self._closes else self._opens
@@ -335,17 +293,31 @@ class _Probe:
 
     # ------------------------------------------------------------------ frames
 
-    def _tool_frame(self, user: Frame) -> Frame | None:
-        """The frame of tool output; ``None``: the template has no such role."""
+    def _tool_frame(self) -> Frame | None:
+        """The frame of tool output; ``None``: the template has no such role.
+
+        A template that writes all roles it does not know as another one makes a system message, or an answer, of tool output.
+        """
         try:
             if self.history == "refuse" and self._thinking_field("tool")[1] is not None:
                 return None
-            return self._frames("tool")[1]
+            tool = self._frames("tool")[1]
         except ChatTemplateError:
             # A tool role that is refused, or not append-only, is none that can be used.
             return None
+        return (
+            None
+            if any(tool[:2] == frame[:2] for frame in map(self._frame_or_none, ("system", "assistant")) if frame)
+            else tool
+        )
 
-    def _frames(self, role: Role) -> tuple[Frame, Frame]:
+    def _frame_or_none(self, role: str) -> Frame | None:
+        try:
+            return self._frames(role)[1]
+        except ChatTemplateError:
+            return None
+
+    def _frames(self, role: str) -> tuple[Frame, Frame]:
         """The frames of the first and of later messages, checked on conversations of up to four turns."""
         renderings = self._render_turns(role, [Message("assistant", _answered(i)) for i in range(_TURNS - 1)])
         frames = [self._frame_of(rendering, i) for i, rendering in enumerate(renderings)]
@@ -357,7 +329,7 @@ class _Probe:
             )
         return first, later[0]._replace(end=self._end(role, later[0]))
 
-    def _render_turns(self, role: Role, answers: Sequence[Message]) -> list[str]:
+    def _render_turns(self, role: str, answers: Sequence[Message]) -> list[str]:
         """The prompt of each turn."""
         roles = ["user", *[role] * (_TURNS - 2), "user"]
         # White space on both sides shows whether the template trims contents.
@@ -376,11 +348,10 @@ class _Probe:
             raise self._not_append_only(f"it does not render the message {question!r} as it is")
         return Frame(before[:-2], after[2:]) if padded[0] else Frame(before, after, trims=True)
 
-    def _end(self, role: Role, frame: Frame) -> str | None:
+    def _end(self, role: str, frame: Frame) -> str | None:
         """The control token with which the template closes an answer before a message of this role."""
-        last = self.render([_QUESTION, _ANSWER], prompt=False)
         followed = self.render([_QUESTION, _ANSWER, Message(role, _asked(1))])
-        end = answer_end(self.control, last, followed, _answered(0), _asked(1))
+        end = answer_end(self.control, self._last, followed, _answered(0), _asked(1))
         if end is not None and end not in self.tokens.findall(frame.before):
             raise self._not_append_only(f"it writes {end!r} after the last assistant message only")
         return end

@@ -165,9 +165,10 @@ def make_sampling(config: RunConfig, formatter: ChatFormatter) -> SamplingConfig
         named = GenerationConfig.from_pretrained(path)
     except OSError:  # the model comes without one; transformers reads its configuration then
         named = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-    # The formatter's own, for its settings (chat_template_kwargs) may change how a turn ends.
-    ids = {*formatter.end_of_turn_ids, *response_end_ids(formatter.tokenizer, named.eos_token_id)}
-    return replace(config.sampling(), stop_ids=tuple(sorted(ids)))
+    # The formatter's kwargs may change how a turn ends, and the template may need them.
+    kwargs = formatter.chat_template_kwargs
+    ids = response_end_ids(formatter.tokenizer, named.eos_token_id, chat_template_kwargs=kwargs)
+    return replace(config.sampling(), stop_ids=tuple(sorted({*formatter.end_of_turn_ids, *ids})))
 
 
 def make_lora(config: RunConfig) -> LoraConfig | None:
