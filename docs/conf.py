@@ -19,6 +19,7 @@ from sphinx.util import inspect as sphinx_inspect
 import torchrl_llm
 from torchrl_llm import keys
 from torchrl_llm.options import describe, meanings, options_of
+from torchrl_llm.other_systems import SYSTEMS
 from torchrl_llm.record import METRICS
 from torchrl_llm.trainers import RunConfig, TrainerConfig
 from torchrl_llm.trainers.config import shown_default
@@ -96,6 +97,15 @@ def _settings_table(config: type, *, without: tuple[str, ...] = ()) -> str:
         if field.name not in without
     ]
     return "\n".join(["| field | type | default | meaning |", "|---|---|---|---|", *rows])
+
+
+def _other_systems() -> str:
+    """The names of each other system, and what they are here."""
+    parts = []
+    for system, table in SYSTEMS.items():
+        rows = [f"| `{name}` | {_cell(text)} |" for name, text in table.items()]
+        parts.append("\n".join([f"## {system}", "", "| theirs | ours |", "|---|---|", *rows]))
+    return "\n\n".join(parts)
 
 
 PACKAGES = {
@@ -193,6 +203,7 @@ myst_substitutions = {
     "turn_view": _keys_table(keys.TURN_VIEW),
     "row_view": _keys_table(keys.ROW_VIEW),
     "metrics_tables": _metrics_table(),
+    "other_systems": _other_systems(),
     "trainer_settings": _settings_table(TrainerConfig),
     "run_settings": _settings_table(RunConfig, without=tuple(field.name for field in fields(TrainerConfig))),
 }

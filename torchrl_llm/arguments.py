@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, NoReturn
 
-from torchrl_llm.options import nearest
+from torchrl_llm.hints import nearest
 
 __all__ = ["COMMAND_LINE", "ArgumentParser"]
 
@@ -60,10 +60,13 @@ class ArgumentParser(argparse.ArgumentParser):
         found, unknown = self.parse_known_args([_underscored(word) for word in given])
         if unknown:
             name = unknown[0].partition("=")[0]
-            if not name.startswith("-"):
-                self.error(f"{name!r} is one argument too many.")
             # argparse has no public list of the flags of a parser and its groups.
-            self.error(f"{name} is no {self.noun}.{nearest(name, [*self._option_string_actions])}")
+            flags = [*self._option_string_actions]
+            if name.startswith("-"):
+                self.error(f"{name} is no {self.noun}.{nearest(name, flags)}")
+            # Some commands are given settings as name=value.
+            meant = nearest(f"--{name}", flags) if "=" in unknown[0] else ""
+            self.error(f"{name!r} is one argument too many.{meant}")
         return found
 
 

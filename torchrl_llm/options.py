@@ -8,11 +8,10 @@ losses and estimators refuse the same values in the same words. The command line
 from __future__ import annotations
 
 import ast
-import difflib
 import inspect
 import textwrap
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
 from functools import cache, wraps
 from itertools import pairwise
@@ -33,6 +32,8 @@ from typing import (
     get_origin,
     get_type_hints,
 )
+
+from torchrl_llm.hints import nearest
 
 __all__ = [
     "Bound",
@@ -55,7 +56,6 @@ __all__ = [
     "describe",
     "fits",
     "meanings",
-    "nearest",
     "options_class",
     "options_of",
 ]  # ConfigError is documented with the settings
@@ -214,17 +214,6 @@ def check_value(name: str, value: object, hint: Any) -> None:
     """
     if not fits(value, hint):
         raise ConfigError(f"{name} is {value!r}; expected {describe(hint)}.")
-
-
-def nearest(name: str, names: Sequence[str]) -> str:
-    """``" Did you mean 'gamma'?"``, or nothing if no name is near.
-
-    Examples:
-        >>> nearest("gama", ["gamma", "lmbda"]), nearest("x", ["gamma"])
-        (" Did you mean 'gamma'?", '')
-    """
-    found = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return f" Did you mean {found[0]!r}?" if found else ""
 
 
 class Idle(NamedTuple):

@@ -19,8 +19,8 @@ from typing import Any
 import torchrl_llm
 from torchrl_llm.arguments import COMMAND_LINE, ArgumentParser
 from torchrl_llm.cli._terminal import printable
+from torchrl_llm.hints import nearest
 from torchrl_llm.optional import import_extra
-from torchrl_llm.options import nearest
 
 __all__ = ["COMMANDS", "command_parser", "main"]
 

@@ -17,7 +17,7 @@ from torchrl_llm.cli._conversation import Conversation, ConversationFullError
 from torchrl_llm.cli._models import add_checkpoint, load
 from torchrl_llm.cli._terminal import Terminal
 from torchrl_llm.envs import ControlTokenError
-from torchrl_llm.options import nearest
+from torchrl_llm.hints import nearest
 from torchrl_llm.trainers.cli import given_settings
 from torchrl_llm.trainers.saved import OF_THE_MODEL, SavedModel, find_saved_model, positions
 

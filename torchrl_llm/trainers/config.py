@@ -16,8 +16,9 @@ from typing import Any, ClassVar, Self
 from tensordict.nn import TensorDictModuleBase
 
 from torchrl_llm import objectives
+from torchrl_llm.hints import nearest
 from torchrl_llm.modules.policy import SamplingConfig
-from torchrl_llm.options import ConfigError, Idle, meanings, nearest, options_class, options_of
+from torchrl_llm.options import ConfigError, Idle, meanings, options_class, options_of
 from torchrl_llm.trainers import settings, wrong_settings
 from torchrl_llm.trainers.idle_settings import IDLE
 from torchrl_llm.trainers.loss_settings import (

@@ -15,8 +15,9 @@ import numpy.typing as npt
 from torchrl_llm.data import read_transcripts
 from torchrl_llm.envs import GEMEnv, players
 from torchrl_llm.episode import Episode, Turn
+from torchrl_llm.hints import nearest
 from torchrl_llm.modules import Player, SamplingConfig
-from torchrl_llm.options import ConfigError, nearest
+from torchrl_llm.options import ConfigError
 from torchrl_llm.record.pieces import TokenTexts
 from torchrl_llm.record.recording import FOLDER, Recording, RecordingError, RecordingFolder, read_recording
 from torchrl_llm.trainers.config import RunConfig

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_llm.envs import ChatFormatter, EnvSpec, GEMEnv, UnknownEnvironmentError, register_env_family
+from torchrl_llm.hints import nearest
 from torchrl_llm.modules import ActorCritic, HFPolicy, load_actor_critic, weights
 from torchrl_llm.modules.lm import max_positions
-from torchrl_llm.options import ConfigError, nearest, options_of
+from torchrl_llm.options import ConfigError, options_of
 from torchrl_llm.trainers import build
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import verify

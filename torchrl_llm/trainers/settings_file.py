@@ -10,7 +10,8 @@ from typing import Any
 import yaml
 
 from torchrl_llm.files import write_text
-from torchrl_llm.options import ConfigError, Option, check_value, fits, nearest
+from torchrl_llm.hints import nearest, system_of
+from torchrl_llm.options import ConfigError, Option, check_value, fits
 
 RENAMED = {
     "adaptive_tasks": "adaptive_mixture",
@@ -69,13 +70,27 @@ def read_settings(path: Path, known: Mapping[str, Option]) -> Iterator[tuple[str
     for key, node in root.value:
         where = f"{path}, line {key.start_mark.line + 1}:"
         if key.value not in known:
-            new = RENAMED.get(str(key.value))
-            hint = f" It is {new} since 0.2.0." if new in known else nearest(str(key.value), [*known])
-            raise ConfigError(f"{where} {key.value} is no setting.{hint}")
+            raise ConfigError(f"{where} {key.value} is no setting.{_hint(key, node, root, known)}")
         if key.value in seen:
             raise ConfigError(f"{where} {key.value} is given twice.")
         seen.add(key.value)
         yield key.value, _value(f"{where} {key.value}", node, node.value, known[key.value].hint)
+
+
+def _hint(key: yaml.Node, node: yaml.Node, root: yaml.MappingNode, known: Mapping[str, Option]) -> str:
+    """What a wrong name was meant to be, and for which other system the file is written, if it is for one."""
+    name = str(key.value)
+    if (new := RENAMED.get(name)) in known:
+        return f" It is {new} since 0.2.0."
+    wrong = [str(each.value) for each, _ in root.value if each.value not in known]
+    system = system_of(wrong) if 2 * len(wrong) >= len(root.value) else None
+    nested = isinstance(node, yaml.MappingNode)
+    meant = "" if nested and system is None else nearest(name, [*known], system=system)
+    flat = " Settings are flat: write those of a section without it." if nested else ""
+    if system is None:
+        return meant + flat
+    page = "migrating_from_agilerl" if system == "AgileRL" else "other_systems"
+    return f"{meant}{flat} The file looks like one for {system}; docs/{page}.md says what its names are here."
 
 
 def _composed(path: Path) -> yaml.Node | None:
@@ -123,7 +138,13 @@ def _value(name: str, node: yaml.Node | None, text: Any, hint: Any) -> Any:
         value = text
     if isinstance(value, float) and value.is_integer() and not fits(value, hint) and fits(int(value), hint):
         value = int(value)  # 1e5
-    check_value(name, value, hint)
+    try:
+        check_value(name, value, hint)
+    except ConfigError as error:
+        quoted = isinstance(node, yaml.ScalarNode) and node.style in ("'", '"')
+        if quoted and fits(read_value(name, str(value), Any), hint):
+            raise ConfigError(f"{error} Leave out the quotes.") from error
+        raise
     return value
 
 

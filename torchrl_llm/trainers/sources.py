@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 from transformers import AutoConfig, AutoTokenizer
 
+from torchrl_llm.hints import nearest
 from torchrl_llm.modules.lm import max_positions
-from torchrl_llm.options import ConfigError, nearest
+from torchrl_llm.options import ConfigError
 from torchrl_llm.smollm2 import smollm2_model_path
 from torchrl_llm.tiny import tiny_model_path
 from torchrl_llm.trainers.config import RunConfig

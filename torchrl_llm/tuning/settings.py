@@ -9,7 +9,8 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from torchrl_llm.options import Checked, ConfigError, Count, Natural, NonNegative, Positive, fits, nearest, options_of
+from torchrl_llm.hints import nearest
+from torchrl_llm.options import Checked, ConfigError, Count, Natural, NonNegative, Positive, fits, options_of
 from torchrl_llm.trainers import RunConfig
 from torchrl_llm.trainers.settings import (
     EnvConfig,

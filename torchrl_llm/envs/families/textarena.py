@@ -18,8 +18,8 @@ from typing import Any
 from torchrl_llm.envs.games import Game
 from torchrl_llm.envs.isolation import kept_global_rng
 from torchrl_llm.envs.text_env import EnvironmentUnavailableError, EnvSpec, UnknownEnvironmentError
+from torchrl_llm.hints import nearest
 from torchrl_llm.optional import import_extra
-from torchrl_llm.options import nearest
 
 __all__ = ["SoloGame", "TextArenaGame", "play_at_random", "resolve_textarena"]
 

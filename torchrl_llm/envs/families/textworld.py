@@ -18,8 +18,8 @@ from typing import Any, ClassVar, NamedTuple, cast
 from torchrl_llm.envs.extras import ExtraKinds
 from torchrl_llm.envs.isolation import IsolatedEnv, kept_global_rng
 from torchrl_llm.envs.text_env import EnvSpec, UnknownEnvironmentError
+from torchrl_llm.hints import nearest
 from torchrl_llm.optional import import_extra
-from torchrl_llm.options import nearest
 
 __all__ = ["GAMES", "TextWorldGame", "demonstrations", "resolve_textworld"]
 
