@@ -9,7 +9,11 @@ import pytest
 import torch
 from exact_norms import exact_norms
 from hypothesis import settings
+from waiting import Clock, Hang
 
+from torchrl_llm.collectors import _worker, async_turn
+from torchrl_llm.envs import isolation
+from torchrl_llm.testing import environments, policies
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 
 # Tests fork, and a fork of a process with OpenMP's threads waits for ever; what they start inherits the variable.
@@ -33,6 +37,29 @@ settings.load_profile("default_without_deadline")
 def tokenizer():
     """A byte-level tokenizer with ChatML: one token a byte."""
     return byte_tokenizer()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time of those who wait for environments and engines, and of environments and engines that sleep."""
+    clock = Clock()
+    for module in (async_turn, _worker, isolation, environments, policies):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def hang(monkeypatch):
+    """What a call hangs in until the test ends. Only calls in it are late: a busy machine makes others as slow as a short ``step_timeout``."""
+    hang, abandon_late = Hang(), isolation.Pool.abandon_late
+
+    def of_those_that_hang(pool, calls, busy_since, timeout):
+        hanging = {slot: call for slot, call in calls.items() if call.thread in hang.threads}
+        return abandon_late(pool, hanging, busy_since, timeout)
+
+    monkeypatch.setattr(isolation.Pool, "abandon_late", of_those_that_hang)
+    yield hang
+    hang.release()
 
 
 @pytest.fixture(name="exact_norms")

@@ -10,7 +10,6 @@ import os
 import runpy
 import signal
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -41,7 +40,6 @@ class Script:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self.output = output
-        self.began = time.monotonic()
         variables = dict(os.environ) | dict(environment or {})
         self._process = context.Process(
             target=_run, args=(list(map(str, arguments)), variables, str(output), os.getcwd())

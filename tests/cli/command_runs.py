@@ -11,13 +11,11 @@ import pty
 import select
 import signal
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 from processes import PRELOAD, Done
-
-LIMIT = 60.0  # seconds that a command may take
-
+from waiting import LIMIT, wait_until
 
 SMALL = (
     *("--model-path=tiny", "--dtype=float32", "--device=cpu", "--algo=LLMREINFORCE", "--lora-r=4", "--lr-actor=1e-2"),
@@ -40,13 +38,17 @@ def command(*arguments: object, folder: Path, given: str = "", environment: dict
     return Done(code, out.read_text(), err.read_text())
 
 
-def start(arguments, files, folder: Path, environment: dict[str, str]):
-    """Start a command whose standard files are opened by name: files, pipes with a name, or a terminal."""
+def start(arguments, files, folder: Path, environment: dict[str, str], before: Callable[[], object] | None = None):
+    """Start a command whose standard files are opened by name: files, pipes with a name, or a terminal.
+
+    Args:
+        before: called in its process first; it is pickled.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, "rich.console"])
     variables = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "FORCE_COLOR")}
     process = context.Process(
-        target=_run, args=([*map(str, arguments)], variables | environment, [*map(str, files)], str(folder))
+        target=_run, args=([*map(str, arguments)], variables | environment, [*map(str, files)], str(folder), before)
     )
     process.start()
     return process
@@ -61,7 +63,7 @@ def ended(process) -> int:
     return process.exitcode
 
 
-def _run(arguments, variables, files, folder) -> None:
+def _run(arguments, variables, files, folder, before) -> None:
     os.setsid()
     os.chdir(folder)
     for number, name in enumerate(files):
@@ -78,6 +80,8 @@ def _run(arguments, variables, files, folder) -> None:
     sys.argv = ["torchrl-llm", *arguments]
     from torchrl_llm.cli import main
 
+    if before is not None:
+        before()
     try:
         code = main()
     except SystemExit as ended:  # of argparse, or by a signal
@@ -106,11 +110,13 @@ class Terminal:
 
     def wait_for(self, text: str, *, after: int = 0) -> int:
         """Wait until the screen shows ``text`` behind a place; returns the place behind it."""
-        end = time.monotonic() + LIMIT
-        while (place := self.screen.find(text, after)) < 0:
+
+        def shown():
             self.read()
-            assert time.monotonic() < end, f"{text!r} is not on the screen:\n{self.screen}"
-        return place + len(text)
+            return text in self.screen[after:]
+
+        wait_until(shown, f"{text!r} on the screen")
+        return self.screen.index(text, after) + len(text)
 
     def type(self, keys: str) -> None:
         os.write(self._main, keys.encode())
@@ -122,11 +128,14 @@ class Terminal:
             again: keys that are typed once more every two seconds. Python's ``input()`` answers a Ctrl-C that comes between its
                 prompt and its wait for a key only at the next key.
         """
-        limit = time.monotonic() + LIMIT
-        while self.process.is_alive() and time.monotonic() < limit:
-            self.process.join(2)
+
+        def dead():
+            self.process.join(2)  # and again, however long it takes
             if again and self.process.is_alive():
                 self.type(again)
+            return not self.process.is_alive()
+
+        wait_until(dead, "the end of the command")
         code = ended(self.process)
         while select.select([self._main], [], [], 0)[0]:
             self.read()

@@ -9,15 +9,17 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import fastjsonschema
 import pytest
 import torch
 import yaml
-from command_runs import LIMIT, SMALL, command, ended, start
+from command_runs import SMALL, command, ended, start
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from waiting import LIMIT, wait_until
 
 import torchrl_llm
 from torchrl_llm import cli
@@ -34,7 +36,7 @@ CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 
 
 def python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *arguments, "-c", code], capture_output=True, text=True, timeout=120)
+    return subprocess.run([sys.executable, *arguments, "-c", code], capture_output=True, text=True, timeout=LIMIT)
 
 
 class TestHelp:
@@ -64,7 +66,7 @@ class TestHelp:
 
     def test_python_m_is_the_same_command(self):
         done = subprocess.run(
-            [sys.executable, "-m", "torchrl_llm", "--version"], capture_output=True, text=True, timeout=60
+            [sys.executable, "-m", "torchrl_llm", "--version"], capture_output=True, text=True, timeout=LIMIT
         )
         assert (done.returncode, done.stdout.split()) == (0, [torchrl_llm.__version__])
 
@@ -98,7 +100,7 @@ class TestSeveralProcesses:
             "--device=cpu",
             "--json",
         ]
-        done = subprocess.run(launch, capture_output=True, text=True, timeout=LIMIT * 4, cwd=tmp_path)
+        done = subprocess.run(launch, capture_output=True, text=True, timeout=LIMIT, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         assert json.loads(done.stdout)["episodes"] == 4
 
@@ -184,9 +186,12 @@ class TestTrain:
         files = [tmp_path / kind for kind in ("in", "out", "err")]
         files[0].touch()
         process = start(["train", *SMALL, "--max-iterations=null"], files, tmp_path, {})
-        while "before training" not in (files[1].read_text() if files[1].exists() else ""):
+
+        def begun():
             assert process.is_alive(), files[2].read_text()
-            time.sleep(0.1)
+            return files[1].exists() and "before training" in files[1].read_text()
+
+        wait_until(begun, "the first evaluation")
         os.kill(process.pid, signal.SIGINT)
         assert ended(process) == 130
         said = files[2].read_text()
@@ -316,11 +321,9 @@ class TestExport:
         (tmp_path / "out").mkdir()
         files = [tmp_path / kind for kind in ("in", "stdout", "err")]
         files[0].touch()
-        process = start(["export", trained[0], "out/merged"], files, tmp_path, {})
-        while not any((tmp_path / "out").iterdir()):
-            assert process.is_alive(), files[2].read_text()
-            time.sleep(0.001)
-        os.kill(process.pid, signum)
+        process = start(
+            ["export", trained[0], "out/merged"], files, tmp_path, {}, partial(_signal_behind_the_model, signum)
+        )
         assert ended(process) == code, files[2].read_text()
         assert not any((tmp_path / "out").iterdir())
 
@@ -328,7 +331,7 @@ class TestExport:
         def load(*args):  # as an extension module does whose import a signal interrupts
             try:
                 os.kill(os.getpid(), signal.SIGTERM)
-                time.sleep(5)
+                time.sleep(LIMIT)
             except BaseException as error:
                 raise ImportError("initialization failed") from error
 
@@ -339,6 +342,14 @@ class TestExport:
         assert ended.value.code == 143
         assert not any((tmp_path / "out").iterdir())
         assert "interrupted by SIGTERM; start it again" in capfd.readouterr().err
+
+
+def _signal_behind_the_model(signum: int) -> None:
+    """Have this process get a signal when it has written the model, and not yet moved it to its place."""
+    from torchrl_llm.trainers import export
+
+    write = export._write_model
+    export._write_model = lambda *args: (write(*args), os.kill(os.getpid(), signum))
 
 
 class TestReport:

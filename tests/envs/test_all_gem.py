@@ -8,7 +8,6 @@ import os
 import random
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -257,17 +256,26 @@ class TestSubmittedPrograms:
     def test_one_that_hangs_is_ended_by_gem_and_wrong(self, environments, tmp_path):
         game, code = IsolatedEnv(programs(environments, inputs=["1", "2"], outputs=["2", "3"])), hangs(tmp_path)
         game.reset(0)
-        start = time.monotonic()
         assert game.step(fenced(code)).reward == 0.0
-        assert 9.0 < time.monotonic() - start < 25.0
         with pytest.raises(ProcessLookupError):
             os.kill(int((tmp_path / "pid").read_text()), 0)
 
     @pytest.mark.slow
-    def test_one_that_hangs_holds_up_a_collector_for_its_time_limit(self, environments, tokenizer, tmp_path):
+    def test_one_that_hangs_holds_up_a_collector_for_its_time_limit(self, environments, tokenizer, tmp_path, hang):
         right, code = fenced("print(int(input()) + 1)"), fenced(hangs(tmp_path))
+
+        def make():
+            def step(action):
+                if "while True" in action:
+                    hang.threads.add(threading.get_ident())
+                return inside(action)
+
+            env = programs(environments, inputs=["1"], outputs=["2"])()
+            inside, env.step = env.step, step
+            return env
+
         env = GEMEnv(
-            programs(environments, inputs=["1"], outputs=["2"]),
+            make,
             tokenizer=tokenizer,
             num_envs=2,
             max_model_len=1024,
@@ -276,7 +284,7 @@ class TestSubmittedPrograms:
         policy = ScriptedPolicy(
             lambda episode, turn, context: code if episode == 1 else right, tokenizer=tokenizer, max_output_tokens=256
         )
-        collector = AsyncTurnCollector(env, policy, batch_size=3, step_timeout=3.0)
+        collector = AsyncTurnCollector(env, policy, batch_size=3, step_timeout=0.5)
         batch = collector.rollout()
         collector.shutdown()
         assert batch[keys.EPISODE_ID].tolist() == [0, 2, 3]

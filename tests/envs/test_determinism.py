@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
+from waiting import LIMIT
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
@@ -76,7 +77,7 @@ def neighbour():
     over = threading.Event()
 
     def sample():
-        while not over.wait(0.001):
+        while not over.wait(0.001):  # however long that is
             with kept_global_rng():
                 random.seed(5), random.random(), np.random.seed(5), np.random.random(3)
 
@@ -233,5 +234,5 @@ print(hashlib.md5(contexts.numpy().tobytes()).hexdigest())
 def test_the_order_of_a_set_of_texts_has_no_part_in_it(capsys):
     # Texts hash to something else in every process.
     exec(GEM, {})
-    other = subprocess.run([sys.executable, "-c", GEM], capture_output=True, text=True, timeout=250, check=True)
+    other = subprocess.run([sys.executable, "-c", GEM], capture_output=True, text=True, timeout=LIMIT, check=True)
     assert other.stdout == capsys.readouterr().out != ""

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import cloudpickle
 import pytest
+from waiting import LIMIT
 
 from torchrl_llm import keys
 from torchrl_llm.envs import (
@@ -102,7 +103,7 @@ class TestFamily:
             run.close()
         code = "import cloudpickle, sys; print(cloudpickle.load(open(sys.argv[1], 'rb'))(stream='train').names)"
         result = subprocess.run(
-            [sys.executable, "-c", code, tmp_path / "make_env"], capture_output=True, text=True, cwd=ROOT, timeout=120
+            [sys.executable, "-c", code, tmp_path / "make_env"], capture_output=True, text=True, cwd=ROOT, timeout=LIMIT
         )
         assert result.stdout.strip() == "('countdown:2',)", result.stderr[-2000:]
 
@@ -149,7 +150,7 @@ class TestInstalledFamily:
             command,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=LIMIT,
             cwd=package,
             env=os.environ | {"PYTHONPATH": str(package)},
         )

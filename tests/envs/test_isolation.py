@@ -11,7 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from waiting import LIMIT, wait_until
 
+from torchrl_llm.envs import isolation
 from torchrl_llm.envs.isolation import IsolatedEnv, kept_global_rng, revoke_global_rng
 from torchrl_llm.testing.environments import Dice, Slow, StopOrGo
 
@@ -53,15 +55,15 @@ class TestIsolation:
 
     def test_declared_environments_run_in_parallel_and_others_do_not(self):
         class Meeting(StopOrGo):
-            meet = threading.Barrier(2)
+            meet = threading.Barrier(2, timeout=0.3)  # nobody comes, however long it waits
 
             def step(self, action):
-                self.meet.wait(0.3)
+                self.meet.wait()
                 return super().step(action)
 
         class Declared(Meeting):
             thread_safe = True
-            meet = threading.Barrier(2)
+            meet = threading.Barrier(2, timeout=LIMIT)
 
         def play(make):
             game = IsolatedEnv(make)
@@ -78,27 +80,28 @@ class TestBusy:
     def test_waiting_for_others_is_not_being_busy(self):
         class Waits(StopOrGo):
             def step(self, action):
-                assert release.wait(5.0)
+                assert release.wait(LIMIT)
                 return super().step(action)
 
         release, game, other = threading.Event(), IsolatedEnv(Waits), IsolatedEnv(StopOrGo)
         game.reset(0), other.reset(0)
         with ThreadPoolExecutor(2) as pool:
             first = pool.submit(game.step, "x")
-            while game.busy_since is None:
-                time.sleep(0.001)
+            wait_until(lambda: game.busy_since is not None)
             second = pool.submit(other.step, "x")
-            time.sleep(0.02)
+            wait_until(lambda: isolation._loan.wanted, "the wait of the second")
             assert other.busy_since is None
             assert not second.done()
             release.set()
-            first.result(5.0), second.result(5.0)
+            first.result(LIMIT), second.result(LIMIT)
         assert game.busy_since is None
 
-    def test_keeping_others_waiting_is_told_once(self, caplog):
+    def test_keeping_others_waiting_is_told_once(self, caplog, clock):
         class Long(StopOrGo):
             def step(self, action):
-                time.sleep(0.25)
+                if others.pop():
+                    wait_until(lambda: isolation._loan.wanted, "the wait of the other one")
+                clock.sleep(0.25)
                 return super().step(action)
 
         def play(_):
@@ -106,10 +109,13 @@ class TestBusy:
             game.reset(0)
             game.step("stop")
 
+        others = [False]
         play(0)
         assert "thread_safe" not in caplog.text, "nobody waited"
-        with ThreadPoolExecutor(3) as pool:
-            list(pool.map(play, range(3)))
+        for _ in range(2):
+            others = [False, True]  # from the end: one of two waits for the other
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(play, range(2)))
         assert caplog.text.count("thread_safe = True") == 1
         assert "long-and-undeclared" in caplog.text
 
@@ -120,7 +126,7 @@ class TestRevoke:
             def step(self, action):
                 random.seed(1)
                 np.random.seed(1)
-                release.wait(5.0)
+                release.wait(LIMIT)
                 return super().step(action)
 
         release, game = threading.Event(), IsolatedEnv(Hangs)
@@ -128,8 +134,7 @@ class TestRevoke:
         game.reset(0)
         thread = threading.Thread(target=game.step, args=("x",), daemon=True)
         thread.start()
-        while game.busy_since is None:
-            time.sleep(0.001)
+        wait_until(lambda: game.busy_since is not None)
         assert not revoke_global_rng(threading.get_ident())
         assert revoke_global_rng(thread.ident)
         assert (random.getstate(), np.random.get_state()[1].tolist()) == state
@@ -138,7 +143,7 @@ class TestRevoke:
         random.random()
         state = random.getstate()
         release.set()
-        thread.join(5.0)
+        thread.join(LIMIT)
         assert random.getstate() == state, "its own restore does nothing"
         assert played(Dice, 3) == expected
 
@@ -178,7 +183,7 @@ for _ in range(1_500):
         pass
 print("alive", flush=True)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT)
     assert result.stdout.strip() == "alive", result.stderr[-2000:]
 
 
@@ -200,7 +205,11 @@ import mine
         pytest.importorskip("gem")
         (tmp_path / "mine.py").write_text('x = 1\ny = x is "literal"\n')
         done = subprocess.run(
-            [sys.executable, "-c", self.SCRIPT, str(tmp_path)], capture_output=True, text=True, timeout=250, check=False
+            [sys.executable, "-c", self.SCRIPT, str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         assert "mine.py:2: SyntaxWarning" in done.stderr

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from functools import partial
 
 import pytest
+from waiting import LIMIT
 
 from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.envs import EnvironmentFault, EnvironmentUnavailableError, GEMEnv
 from torchrl_llm.keys import StopReason
-from torchrl_llm.testing.environments import Dice, Slow, StopOrGo
+from torchrl_llm.testing.environments import Dice, StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.trainers import evaluate
 
@@ -44,32 +44,25 @@ def policy(tokenizer):
     return ScriptedPolicy(script, tokenizer=tokenizer, max_output_tokens=16)
 
 
-@pytest.fixture
-def release():
-    event = threading.Event()
-    yield event
-    event.set()
-
-
 class Hangs(StopOrGo):
-    """Hangs in a task, at its reset (turn -1) or in a later turn, until told to go on."""
+    """Hangs in a task, at its reset (turn -1) or in a later turn."""
 
-    def __init__(self, release, seed, turn):
-        self.release, self.seed, self.at = release, seed, turn
+    def __init__(self, hang, seed, turn):
+        self.hang, self.seed, self.at = hang, seed, turn
 
-    def hang(self):
+    def call(self):
         if self.task == self.seed and self.turn == self.at:
             random.seed(1)
-            self.release.wait(20.0)
+            self.hang()
         self.turn += 1
 
     def reset(self, seed=None):
         self.task, self.turn = seed, -1
-        self.hang()
+        self.call()
         return super().reset(seed)
 
     def step(self, action):
-        self.hang()
+        self.call()
         return super().step(action)
 
 
@@ -92,13 +85,16 @@ class TestThreads:
             assert (rollout(**options) == plain).all()
 
     def test_slow_environments_answer_side_by_side(self, make, policy):
-        def seconds(num_threads):
-            env = make(partial(Slow, StopOrGo, mean=0.05), num_envs=8, num_threads=num_threads)
-            start = time.monotonic()
-            TurnCollector(env, policy, batch_size=8).rollout()
-            return time.monotonic() - start
+        together = threading.Barrier(8, timeout=LIMIT)
 
-        assert seconds(8) < 0.5 * seconds(0)
+        class Meeting(StopOrGo):
+            thread_safe = True
+
+            def reset(self, seed=None):
+                together.wait()
+                return super().reset(seed)
+
+        TurnCollector(make(Meeting, num_envs=8, num_threads=8), policy, batch_size=8).rollout()
 
     def test_threads_end_with_the_environment(self, make, policy):
         env = make(num_envs=3, num_threads=3)
@@ -129,9 +125,9 @@ class TestHanging:
     @pytest.mark.parametrize("kind", [Hangs, Trusted])
     @pytest.mark.parametrize("turn", [-1, 0])
     @pytest.mark.parametrize("group", [1, 2])
-    def test_an_environment_that_hangs_ends_its_group_only(self, make, policy, release, kind, turn, group, caplog):
+    def test_an_environment_that_hangs_ends_its_group_only(self, make, policy, hang, kind, turn, group, caplog):
         seed = make(group_size=group, num_envs=group).task_sampler[4].seed
-        env = make(partial(kind, release, seed, turn), num_envs=4, group_size=group, step_timeout=0.3)
+        env = make(partial(kind, hang, seed, turn), num_envs=4, group_size=group, step_timeout=0.3)
         state = random.getstate()
         collector = TurnCollector(env, policy, batch_size=8)
         bad = 4 // group
@@ -148,8 +144,8 @@ class TestHanging:
         turns = [n for batch in batches for n in batch[keys.TURN_MASK].sum(-1).tolist()]
         assert turns == whole[keys.TURN_MASK][kept].sum(-1).tolist()
 
-    def test_its_own_step_ends_as_a_timeout(self, make, release):
-        env = make(partial(Hangs, release, make().task_sampler[1].seed, 0), num_envs=3, step_timeout=0.2)
+    def test_its_own_step_ends_as_a_timeout(self, make, hang):
+        env = make(partial(Hangs, hang, make().task_sampler[1].seed, 0), num_envs=3, step_timeout=0.2)
         td = env.reset()
         td[keys.RESPONSE], td[keys.RESPONSE_MASK] = (
             env.action_spec.rand()[keys.RESPONSE],
@@ -160,19 +156,19 @@ class TestHanging:
         assert after[keys.TRUNCATED].flatten().tolist() == [False, True, False]
         assert "no answer within" in str(env.last_fault)
 
-    def test_too_many_in_a_row_stop_the_run(self, make, release):
+    def test_too_many_in_a_row_stop_the_run(self, make, hang):
         class Always(Trusted):
-            def hang(self):
-                self.release.wait(20.0)
+            def call(self):
+                self.hang()
 
-        env = make(partial(Always, release, None, None), num_envs=2, step_timeout=0.1, max_faults=2)
+        env = make(partial(Always, hang, None, None), num_envs=2, step_timeout=0.1, max_faults=2)
         with pytest.raises(EnvironmentFault, match="no answer within"):
             env.reset()
         assert env.faults == {"timeout": 3}
 
-    def test_an_evaluation_continues(self, make, policy, release):
+    def test_an_evaluation_continues(self, make, policy, hang):
         seed = make(stream="eval").task_sampler[3].seed
-        env = make(partial(Hangs, release, seed, 0), stream="eval", num_envs=4, step_timeout=0.2)
+        env = make(partial(Hangs, hang, seed, 0), stream="eval", num_envs=4, step_timeout=0.2)
         result = evaluate(env, policy, 8)
         assert result.episodes == 8
         assert (result.success, result.faults) == (7 / 8, 1)

@@ -11,6 +11,7 @@ import make_worlds
 import pytest
 import torch
 from tensordict import TensorDict
+from waiting import LIMIT
 
 from torchrl_llm import keys
 from torchrl_llm.modules import TokenScorer, enable_prefix_sharing
@@ -24,7 +25,7 @@ QUICK = ["--max-iterations=2", "--batch-size=16", "--num-envs=16", "--final-epis
 def run(*words: str) -> dict:
     """What a benchmark prints as JSON, in a process of its own."""
     command = [sys.executable, f"benchmarks/{words[0]}", *words[1:]]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout[done.stdout.index("{") :])
 

@@ -29,7 +29,6 @@ def config_of(name: str, output: Path, *more: str) -> RunConfig:
 
 
 @pytest.mark.extra
-@pytest.mark.timeout(600)
 def test_from_start_to_deployment(tmp_path):
     first = build_run(config_of("tiny_reinforce_llm", tmp_path / "first", "--lr-actor=2e-3", "--max-iterations=15"))
     before = first.final_evaluation()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import tools
+from waiting import LIMIT
 
 from torchrl_llm import keys
 from torchrl_llm.testing.tiny import load_tiny_tokenizer
@@ -64,5 +65,5 @@ def test_a_model_trains_on_it(tmp_path):
     quick = (
         "--max-output-tokens 16 --max-iterations 1 --batch-size 4 --num-envs 4 --final-episodes 4 --minibatch-size 4"
     )
-    subprocess.run([sys.executable, SCRIPT, *settings.split(), *quick.split()], check=True, timeout=250)
+    subprocess.run([sys.executable, SCRIPT, *settings.split(), *quick.split()], check=True, timeout=LIMIT)
     assert (tmp_path / "run" / "result.json").exists()

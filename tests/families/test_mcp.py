@@ -10,12 +10,12 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 from gem.tools.tool_env_wrapper import ToolEnvWrapper
+from waiting import LIMIT, wait_until
 
 from torchrl_llm.envs import EnvironmentFault, GEMEnv, mcp_tools
 from torchrl_llm.envs.mcp_tools import MCPServerError, MCPTools
@@ -37,13 +37,6 @@ def program(script: Path = WORLD) -> dict:
     return {"command": sys.executable, "args": [str(script)]}
 
 
-def wait_for(condition, seconds: float = 30.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not (done := condition()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return done
-
-
 def listens(port: int) -> bool:
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
@@ -59,12 +52,12 @@ def start_server(script: Path):
     port = free_port()
     process = subprocess.Popen([sys.executable, script, str(port)], stderr=subprocess.DEVNULL)
     try:
-        assert wait_for(lambda: listens(port) or process.poll() is not None, 60)
+        wait_until(lambda: listens(port) or process.poll() is not None, "the start of the server")
         assert process.poll() is None
         yield process, f"http://127.0.0.1:{port}/mcp"
     finally:
         process.kill()
-        process.wait(timeout=10)
+        process.wait(LIMIT)
 
 
 @pytest.fixture
@@ -83,13 +76,21 @@ def shared_server():
 @pytest.fixture(params=["program", "server"])
 def tools(request):
     given = program() if request.param == "program" else request.getfixturevalue("shared_server")
-    tools = MCPTools(given, timeout=60.0)
+    tools = MCPTools(given, timeout=LIMIT)
     yield tools
     tools.close()
 
 
 def call(name: str, **arguments) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def connected(server: str | dict, timeout: float) -> MCPTools:
+    """Tools whose ``timeout`` is that of an answer alone: a connection takes longer on a busy machine."""
+    tools = MCPTools(server, timeout=LIMIT)
+    tools.execute_action(call("add", a=1, b=2))
+    tools._timeout = timeout
+    return tools
 
 
 def ended(process: int) -> bool:
@@ -141,7 +142,7 @@ class TestCalls:
 class TestSessions:
     @pytest.mark.parametrize("end", ["close", "garbage"])
     def test_the_program_ends_with_the_tools(self, end):
-        tools = MCPTools(program(), timeout=60.0)
+        tools = MCPTools(program(), timeout=LIMIT)
         process = int(tools.execute_action(call("count"))[2].split()[1])
         assert not ended(process)
         if end == "close":
@@ -149,12 +150,12 @@ class TestSessions:
             tools.close()
         del tools
         gc.collect()
-        assert wait_for(lambda: ended(process))
+        wait_until(lambda: ended(process))
 
     def test_first_connections_of_several_threads(self, shared_server, monkeypatch):
         # Each thread once started a loop of its own, and a later call waited for the loop of another one.
         monkeypatch.setattr(mcp_tools, "_loop_of", mcp_tools.cache(mcp_tools._loop_of.__wrapped__))
-        each, barrier, results = [MCPTools(shared_server, timeout=20.0) for _ in range(8)], threading.Barrier(8), []
+        each, barrier, results = [MCPTools(shared_server, timeout=LIMIT) for _ in range(8)], threading.Barrier(8), []
 
         def work(tools):
             barrier.wait()
@@ -192,18 +193,18 @@ class TestFaults:
     @pytest.mark.parametrize("kind", ["program", "server"])
     def test_a_server_that_dies(self, kind, request, tokenizer, caplog):
         given = program() if kind == "program" else request.getfixturevalue("server")[1]
-        after, _ = episode(MCPTools(given, timeout=SHORT if kind == "server" else 60.0), [call("die")], tokenizer)
+        after, _ = episode(connected(given, SHORT if kind == "server" else LIMIT), [call("die")], tokenizer)
         assert after["truncated"].all()
         assert (after["stop_reason"] != StopReason.RUNNING).all()
         assert f"The MCP server {MCPTools(given).name}" in caplog.text
 
     def test_a_program_that_dies_is_no_timeout(self, tokenizer, caplog):
-        after, _ = episode(MCPTools(program(), timeout=60.0), [call("die")], tokenizer)
+        after, _ = episode(MCPTools(program(), timeout=LIMIT), [call("die")], tokenizer)
         assert (after["stop_reason"] == StopReason.ERROR).all()
         assert "cannot be reached, or its connection ended: start it, or correct the address" in caplog.text
 
     def test_a_server_that_hangs(self, shared_server, tokenizer, caplog):
-        after, _ = episode(MCPTools(shared_server, timeout=SHORT), [call("hang")], tokenizer)
+        after, _ = episode(connected(shared_server, SHORT), [call("hang")], tokenizer)
         assert after["truncated"].all()
         assert (after["stop_reason"] == StopReason.TIMEOUT).all()
         assert f"The MCP server {shared_server} did not answer within {SHORT} s." in caplog.text
@@ -211,29 +212,31 @@ class TestFaults:
     def test_a_server_that_is_missing(self, tokenizer):
         url = f"http://127.0.0.1:{free_port()}/mcp"
         with pytest.raises(EnvironmentFault, match=f"at its reset .*The MCP server {url} cannot be reached"):
-            episode(MCPTools(url, timeout=20.0), ["stop"], tokenizer, max_faults=0)
+            episode(MCPTools(url, timeout=LIMIT), ["stop"], tokenizer, max_faults=0)
 
     @pytest.mark.parametrize("command", ["no-such-program", "true"])
     def test_a_program_that_is_missing(self, command, tokenizer):
         with pytest.raises(EnvironmentFault, match=f"at its reset .*The MCP server '{command}' cannot be reached"):
-            episode(MCPTools({"command": command}, timeout=20.0), ["stop"], tokenizer, max_faults=0)
+            episode(MCPTools({"command": command}, timeout=LIMIT), ["stop"], tokenizer, max_faults=0)
 
     def test_a_server_that_is_back_is_used_again(self, server):
         process, url = server
-        tools = MCPTools(url, timeout=20.0)
+        tools = MCPTools(url, timeout=LIMIT)
         assert tools.execute_action(call("add", a=1, b=2))[2] == "3"
         process.kill()
-        process.wait(timeout=10)
+        process.wait(LIMIT)
+        tools._timeout = SHORT
         with pytest.raises((MCPServerError, TimeoutError), match="The MCP server"):
             tools.execute_action(call("add", a=1, b=2))
+        tools._timeout = LIMIT
         port = int(url.split(":")[2].split("/")[0])
         again = subprocess.Popen([sys.executable, WORLD, str(port)], stderr=subprocess.DEVNULL)
         try:
-            assert wait_for(lambda: listens(port), 60)
+            wait_until(lambda: listens(port))
             assert tools.execute_action(call("add", a=1, b=2))[2] == "3"
         finally:
             again.kill()
-            again.wait(timeout=10)
+            again.wait(LIMIT)
 
 
 class TestExample:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
+from waiting import LIMIT, wait_until
 
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.envs.text_env import EnvironmentUnavailableError, UnknownEnvironmentError, resolve_env
@@ -42,18 +42,20 @@ def server():
     """The process of a server, and its address."""
     port = free_port()
     process = subprocess.Popen([sys.executable, HERE / "openenv_world.py", str(port)], start_new_session=True)
-    url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
-    while True:
+    url = f"http://127.0.0.1:{port}"
+
+    def answers():
+        assert process.poll() is None
         try:
-            with urlopen(f"{url}/health", timeout=5):
-                break
+            with urlopen(f"{url}/health", timeout=LIMIT):
+                return True
         except OSError:
-            assert process.poll() is None
-            assert time.monotonic() < deadline, "the server has not started"
-            time.sleep(0.2)
+            return False
+
+    wait_until(answers, "the start of the server")
     yield process, url
     process.kill()
-    process.wait(timeout=10)
+    process.wait(LIMIT)
 
 
 @pytest.fixture(params=["here", "server"])
@@ -171,12 +173,12 @@ class TestFailures:
             [sys.executable, "-m", "http.server", str(port), "-d", tmp_path], stderr=subprocess.DEVNULL
         )
         try:
-            time.sleep(2)
+            wait_until(lambda: socket.socket().connect_ex(("127.0.0.1", port)) == 0)
             with pytest.raises(EnvironmentUnavailableError, match="no answer from an OpenEnv server"):
                 resolve_env(f"openenv:http://127.0.0.1:{port}").make(timeout=5.0)
         finally:
             web.kill()
-            web.wait(timeout=10)
+            web.wait(LIMIT)
 
     def test_an_error_of_the_environment_ends_the_episode(self, env_id, tokenizer):
         env = GEMEnv(env_id, tokenizer=tokenizer, num_envs=2)
@@ -190,11 +192,9 @@ class TestFailures:
         env = resolve_env(f"openenv:{url}").make(timeout=5.0)
         env.reset(seed=0)
         process.kill()
-        process.wait(timeout=10)
-        began = time.monotonic()
+        process.wait(LIMIT)
         with pytest.raises((OSError, RuntimeError, ConnectionClosed)):
             env.step("1")
-        assert time.monotonic() - began < 30
         env.close()
 
 

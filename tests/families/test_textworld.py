@@ -12,6 +12,7 @@ import threading
 
 import numpy as np
 import pytest
+from waiting import LIMIT
 
 from torchrl_llm import keys
 from torchrl_llm.envs import ChatFormatter, GEMEnv, IsolatedEnv, resolve_env
@@ -20,7 +21,7 @@ from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 from torchrl_llm.trainers import RunConfig, build_run
 
-pytestmark = [pytest.mark.families, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.families
 pytest.importorskip("textworld", reason="TextWorld is not installed: make test-families")
 
 SMALL = {
@@ -209,7 +210,7 @@ class TestSeeds:
             "import sys; assert 'textworld' in sys.modules\n"
             "assert (np.random.get_state()[1].tolist(), random.getstate()) == before\n"
         )
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT)
 
     def test_it_does_not_depend_on_the_order_of_sets(self):
         code = (
@@ -222,7 +223,7 @@ class TestSeeds:
                 [sys.executable, "-c", code],
                 check=True,
                 capture_output=True,
-                timeout=240,
+                timeout=LIMIT,
                 env=os.environ | {"PYTHONHASHSEED": seed},
             ).stdout
             for seed in ("1", "2")
@@ -270,7 +271,7 @@ class TestResources:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(120)
+            thread.join(LIMIT)
         assert seen == alone
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from recorded import PAYLOADS, made_rows, write_metrics, write_result, write_rows
+from waiting import LIMIT
 
 from torchrl_llm import keys
 from torchrl_llm.report import write_report
@@ -16,9 +17,6 @@ from torchrl_llm.report import write_report
 webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
 
 pytestmark = pytest.mark.browser
-
-WAIT = 20
-"""Seconds that the page may take for anything, on a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +31,8 @@ def driver():
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     browser = webdriver.Chrome(options=options, service=webdriver.ChromeService(paths["chromedriver"]))
-    browser.set_page_load_timeout(WAIT)
-    browser.set_script_timeout(WAIT)
+    browser.set_page_load_timeout(LIMIT)
+    browser.set_script_timeout(LIMIT)
     yield browser
     browser.quit()
 
@@ -83,7 +81,7 @@ def until(driver, condition: str) -> None:
     """Wait until a JavaScript expression is true."""
     from selenium.webdriver.support.ui import WebDriverWait
 
-    WebDriverWait(driver, WAIT).until(lambda browser: browser.execute_script(f"return ({condition})"), condition)
+    WebDriverWait(driver, LIMIT).until(lambda browser: browser.execute_script(f"return ({condition})"), condition)
 
 
 def texts(driver, selector: str) -> list[str]:

@@ -1,6 +1,7 @@
-"""The size law: a page of 64 groups of 8 episodes of 8 turns and 1,100 tokens is below 5 MB and written in 10 seconds."""
+"""The size law: a page of 64 groups of 8 episodes of 8 turns and 1,100 tokens is below 5 MB.
 
-import time
+``benchmarks/run_page.py`` measures the time that it takes.
+"""
 
 import pytest
 from recorded import made_rows, write_metrics, write_result, write_rows
@@ -27,12 +28,9 @@ def run(tmp_path_factory):
 
 
 def test_a_long_run_fits(run):
-    start = time.process_time()
     page = write_report(run)
-    seconds = time.process_time() - start
     text = page.read_text()
     assert page.stat().st_size < LIMIT == 5_000_000
-    assert seconds < 10
     assert 'id="block-63"' in text
     assert "left out" not in text
 

@@ -52,7 +52,11 @@ def interrupt(moment: str) -> None:
         left -= 1
         if left == 0:
             later = float(delay) * (1 + rank)
-            threading.Timer(later, send, (signal.Signals[name], to)).start()
+            timer = threading.Timer(later, send, (signal.Signals[name], to))
+            timer.start()
+            result = function(*args, **kwargs)
+            timer.join()  # the call may be faster than the delay, or the timer slower
+            return result
         return function(*args, **kwargs)
 
     setattr(owner, method, found)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,6 +15,7 @@ import torch
 from accelerate.state import AcceleratorState
 from small_runs import EVERY_ALGORITHM, weights
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from waiting import wait_until
 
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.objectives import ImitationWeights, ReBN
@@ -89,13 +89,14 @@ class Other(Guess):
 
 
 class Slow(Guess):
-    """Sleeps in some tasks."""
+    """Hangs in some tasks, if there is a limit that ends it."""
 
     thread_safe = True
+    limited: ClassVar[threading.Event] = threading.Event()
 
     def step(self, action):
-        if self.seed % 3 == 0:
-            time.sleep(0.2)
+        if self.seed % 3 == 0 and self.limited.is_set():
+            wait_until(lambda: not self.limited.is_set())
         return super().step(action)
 
 
@@ -179,6 +180,16 @@ def trained(config: RunConfig, env: Any) -> dict[str, Any]:
         "calls": (len(calls), len(layers), sorted(Guess.where)),
         "end": run.trainer.stop_reason,
     }
+
+
+def hanging(config: RunConfig, env: Any) -> dict[str, Any]:
+    """The trace of a run of :class:`Slow`, whose steps hang where ``step_timeout`` ends them."""
+    if config.step_timeout is not None:
+        Slow.limited.set()
+    try:
+        return trained(config, env)
+    finally:
+        Slow.limited.clear()
 
 
 def built(config: RunConfig, env: Any) -> dict[str, Any]:

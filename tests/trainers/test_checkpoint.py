@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import hashlib
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -19,6 +20,7 @@ from processes import Script
 from safetensors.torch import load_file
 from small_runs import small_config
 from torchrl.checkpoint import Checkpoint, CheckpointError
+from waiting import LIMIT, wait_until
 
 from torchrl_llm.envs import EnvSpec, GEMEnv, TaskSampler
 from torchrl_llm.testing.environments import Faulty, StopOrGo
@@ -436,24 +438,32 @@ iterations' worth."""
 SCRIPT = Path(__file__).with_name("killed_script.py")
 
 
-def play(folder: Path, case: int, iterations: int, *kill: str, after: float | None = None) -> str | None:
-    """One process of the run: killed in a phase, or after some seconds, or left to end. Its digest, if it ended."""
+def play(folder: Path, case: int, iterations: int, *kill: str, rows: int | None = None) -> str | None:
+    """One process of the run: killed in a phase, or in mid-run, or left to end. Its digest, if it ended.
+
+    Args:
+        kill: the phase.
+        rows: of the table of metrics; it is killed a moment after they have been written.
+    """
     folder.mkdir(exist_ok=True)
+    table, done = folder / "run" / "metrics.csv", None
     script = Script([SCRIPT, folder, case, iterations, *kill], folder / "process")
     try:
-        done = script.wait(after or 300)
+        if rows is None:
+            done = script.wait(LIMIT)
+            assert done is not None, (folder / "process.err").read_text()
+        else:
+            wait_until(lambda: script.wait(0.0) or (table.exists() and table.read_text().count("\n") > rows))
+            time.sleep(random.uniform(0.0, 0.2))
     finally:
         script.kill()
-    if done is None:
-        assert after is not None, (folder / "process.err").read_text()
-        script.wait(60)
+    if done is None and (done := script.wait(LIMIT)).returncode == -signal.SIGKILL:
         return None
     assert done.returncode in (0, -signal.SIGKILL), done.stderr
     return done.stdout.split()[1] if "digest" in done.stdout else None
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 class TestKilled:
     """SIGKILL in every phase and at random moments; the run goes on each time, and ends as the one that was left alone.
 
@@ -465,16 +475,14 @@ class TestKilled:
         kills = int(os.environ.get("KILLS", "1"))
         iterations = 3 + 2 * kills
         generator = torch.Generator().manual_seed(17 * case + kills)
-        started = time.monotonic()
         expected = play(tmp_path / "whole", case, iterations)
-        whole = time.monotonic() - started
         phases = [*PHASES, None]
         deaths = 0
         for kill in range(kills):
             chance = float(torch.rand((), generator=generator))
             phase = phases[(kill + case) % len(phases)]
             if phase is None:
-                ended = play(tmp_path / "killed", case, iterations, after=0.7 * whole * (1 + chance) / 2)
+                ended = play(tmp_path / "killed", case, iterations, rows=int(iterations * (1 + chance) / 3))
             else:
                 module, owner, name, most = PHASES[phase]
                 ended = play(tmp_path / "killed", case, iterations, f"{module}:{owner}:{name}:{int(chance * most)}")

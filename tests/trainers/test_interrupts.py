@@ -20,7 +20,9 @@ import pytest
 import torch
 from small_runs import small_config
 from test_checkpoint import CASES, RUN, digest, scalars
+from waiting import LIMIT, a_moment
 
+from torchrl_llm import interrupts
 from torchrl_llm.interrupts import (
     Interrupted,
     catch_signals,
@@ -138,7 +140,8 @@ class TestInterruptible:
         finally:
             signal.signal(signal.SIGINT, old)
 
-    def test_the_echo_of_a_launcher_is_no_second_one(self):
+    def test_the_echo_of_a_launcher_is_no_second_one(self, monkeypatch):
+        monkeypatch.setattr(interrupts, "_ECHO", LIMIT)
         with pytest.raises(Interrupted), catch_signals(""):
             all(map(interrupt, (signal.SIGTERM, signal.SIGTERM, signal.SIGINT)))
 
@@ -154,19 +157,19 @@ class TestInterruptible:
             f"    os.kill(os.getpid(), signal.{name})\n"
             "    print('still here')\n"
         )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=False)
         assert (done.returncode, done.stdout) == (CODES[name], "")
         assert len(done.stderr.splitlines()) == 1, done.stderr
 
     def test_children_can_be_terminated_and_leave_ctrl_c_to_the_parent(self):
         with catch_signals(""):
-            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+            child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(LIMIT,))
             child.start()
             os.kill(child.pid, signal.SIGINT)
-            child.join(0.3)
+            a_moment()
             assert child.is_alive()
             child.terminate()
-            child.join(10)
+            child.join(LIMIT)
         assert child.exitcode == -signal.SIGTERM
 
     def test_other_processes_started_inside_do_not_get_it_either(self):
@@ -337,7 +340,7 @@ def play(script: str, folder: Path, moment: str, *launch: str, iterations: int, 
         start_new_session=True,
     ) as process:  # fmt: skip
         try:
-            out, err = process.communicate(timeout=200)
+            out, err = process.communicate(timeout=LIMIT)
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from functools import cache
 from pathlib import Path
 from socket import socket
@@ -22,6 +21,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from processes import Script
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from waiting import LIMIT, wait_until
 
 from torchrl_llm import keys
 from torchrl_llm.trainers import ConfigError, RunConfig
@@ -32,7 +32,6 @@ from torchrl_llm.trainers.fsdp import check_plugin
 
 SCRIPT = Path(__file__).with_name("ranks_run.py")
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
-LIMIT = 240
 BOTH = pytest.mark.parametrize("how", ["ddp", pytest.param("fsdp2", marks=pytest.mark.extra)])
 
 
@@ -70,13 +69,14 @@ def _forked(out, what, *names, how):
     own = [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(2)]
     scripts = [Script([SCRIPT, out, what, *names], f"{out}-{what}.{rank}", each) for rank, each in enumerate(own)]
     try:
-        until = time.monotonic() + LIMIT
-        ended = [None, None]
-        while None in ended:
-            ended = [script.wait(0.1) for script in scripts]
-            failed = [done.stderr for done in ended if done is not None and done.returncode]
+
+        def ended():
+            done = [script.wait(0.1) for script in scripts]  # and again, however long it takes
+            failed = [each.stderr for each in done if each is not None and each.returncode]
             assert not failed, failed[0][-5000:]
-            assert time.monotonic() < until, f"{what} ran for {LIMIT} s"
+            return None not in done
+
+        wait_until(ended, f"the end of {what}")
     finally:
         for script in scripts:
             script.kill()
@@ -459,11 +459,9 @@ class TestResume:
     @pytest.mark.extra
     @BOTH
     def test_a_rank_that_dies_ends_the_run_with_an_error(self, tmp_path, how):
-        began = time.monotonic()
         done = start(tmp_path / "run", "dies", how=how)
         assert done.returncode != 0
         assert "SIGKILL" in done.stderr or "exitcode: -9" in done.stderr or "Signal 9" in done.stderr
-        assert time.monotonic() - began < LIMIT / 2
         assert list((tmp_path / "run" / "checkpoints").glob("checkpoint-*"))
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from waiting import LIMIT
 
 from torchrl_llm.trainers import Callback, RunConfig, build_run
 
@@ -123,7 +124,7 @@ class TestExample:
         command += ["--config", str(CONFIGS / "tiny_reinforce_llm.yaml"), "--output-dir", str(tmp_path / "run")]
         command += ["--final-episodes", "16", "--evaluation-episodes", "16", "--ray-workers", "1", "--batch-size", "32"]
         command += ["--max-iterations", "2", "--lora-r", "4"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         result = json.loads((tmp_path / "run" / "result.json").read_text())
         assert (result["iterations"], result["episodes"]) == (2, 64)

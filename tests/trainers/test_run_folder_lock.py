@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 from run_folders import config, finished_run, forked, names, no_loggers
 from small_runs import contents
+from waiting import LIMIT
 
-from torchrl_llm.trainers import ConfigError, build_run
+from torchrl_llm.trainers import ConfigError, build_run, folder_lock
 from torchrl_llm.trainers.folder_lock import LOCK, FolderLock
 from torchrl_llm.trainers.run_folder import RunFolder
 
@@ -46,7 +47,7 @@ def running(settings, then: Callable[[], object] = lambda: None) -> Iterator[int
             folder.open(None, 0, no_loggers)
             then()
             os.write(writer, b"1")
-            time.sleep(600)
+            time.sleep(LIMIT)
         finally:
             os._exit(1)
     try:
@@ -186,7 +187,8 @@ class TestTwoProcesses:
         second.open(None, 0, no_loggers)
         assert forked(RunFolder(settings).check) == 3
 
-    def test_a_short_look_of_another_process_is_waited_for(self, tmp_path):
+    def test_a_short_look_of_another_process_is_waited_for(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(folder_lock, "_ATTEMPTS", 10_000)  # the other process may get no core for long
         settings = config(tmp_path / "run")
         RunFolder(settings).open(None, 0, no_loggers)
         code = f"import fcntl, time; fcntl.flock(f := open({str(tmp_path / 'run' / LOCK)!r}), fcntl.LOCK_EX)\n"

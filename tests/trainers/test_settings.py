@@ -30,6 +30,7 @@ from setting_traces import (
     forgetful,
     fresh_state,
     graded,
+    hanging,
     idle,
     logged,
     other_model,
@@ -168,7 +169,7 @@ LAW: dict[str, list[Case]] = {
     "ray_worker_cpus": of_ray(0.5),
     "ray_worker_gpus": of_ray(1.0),
     "env_threads": [works(2, env=Guess)],
-    "step_timeout": [works(0.05, env=Slow, batch_size=8), idle(0.05, env_threads=0)],
+    "step_timeout": [works(0.05, env=Slow, batch_size=8, run=hanging), idle(0.05, env_threads=0)],
     "success_reward": [works(2.0, env=Guess)],
     "max_faults": [works(0, env=Failing, batch_size=8)],
     # the algorithm

@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 import struct
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ from torchrl_llm.optional import MissingExtraError
 from torchrl_llm.record.recording import read_recording
 from torchrl_llm.record.table import FILE, read_metrics
 from torchrl_llm.report.texts import COLUMNS, episode_texts, markdown, table_rows
-from torchrl_llm.trainers import Callback, build_run
+from torchrl_llm.trainers import Callback, build_run, loggers
 from torchrl_llm.trainers.episode_log import page_title
 from torchrl_llm.trainers.loggers import make_loggers
 
@@ -115,6 +116,25 @@ def test_a_tracker_that_is_not_installed_is_a_sentence(tmp_path, monkeypatch, tr
     monkeypatch.setitem(sys.modules, tracker, None)
     with pytest.raises(MissingExtraError, match=rf"{tracker}=true needs .*pip install 'torchrl-llm\[{tracker}\]'"):
         make_loggers(small_config(tmp_path, **{tracker: True}))
+
+
+@pytest.mark.parametrize(("given", "seconds"), [(None, 300.0), ("77", 77.0)])
+def test_wandb_waits_for_its_service_on_a_busy_machine_too(tmp_path, monkeypatch, given, seconds):
+    wandb = pytest.importorskip("wandb", reason="needs wandb")
+    monkeypatch.setenv("WANDB__SERVICE_WAIT", given or "")
+    if given is None:
+        monkeypatch.delenv("WANDB__SERVICE_WAIT")
+    read = wandb.Settings()
+    get_logger = loggers.get_logger
+
+    def started(kind, *args, **_):
+        if kind == "wandb":
+            read.update_from_env_vars(os.environ)
+        return get_logger("csv", *args[:2])
+
+    monkeypatch.setattr(loggers, "get_logger", started)
+    make_loggers(small_config(tmp_path, wandb=True))
+    assert read.x_service_wait == seconds
 
 
 class TestMetrics:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_runs import small_config, weights
+from waiting import LIMIT
 
 from torchrl_llm.trainers import build_run
 from torchrl_llm.weight_update import WeightSyncError
@@ -102,7 +103,7 @@ class TestSharded:
         command += ["--config", str(config / "tiny_reinforce_llm.yaml"), "--output-dir", str(tmp_path / "run")]
         command += ["--policy", "vllm", "--lora-r", "4", "--max-iterations", "2", "--batch-size", "32"]
         command += ["--final-episodes", "16", "--evaluation-episodes", "16"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
         for name in ("parity_gap", "log_prob_gap"):
             (found,) = (tmp_path / "run").rglob(f"{name}.csv")

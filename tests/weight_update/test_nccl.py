@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from trained import gap, make_models, train
+from waiting import LIMIT
 
 from torchrl_llm.modules import SamplingConfig
 from torchrl_llm.testing.tiny import tiny_model_path
@@ -43,7 +44,7 @@ def group(monkeypatch):
 
     def consume(iterator, group, post_unpack_func, **_):
         for name, (shape, dtype) in iterator:
-            tensor = group.tensors.get(timeout=30)
+            tensor = group.tensors.get(timeout=LIMIT)
             assert (tuple(tensor.shape), tensor.dtype) == (tuple(shape), dtype), name
             post_unpack_func([(name, tensor)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +17,9 @@ from torchrl_llm.optional import import_extra
 from torchrl_llm.record.table import row_text, table_columns, table_text
 from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.config import RunConfig
+
+_SERVICE_WAIT = 300.0
+"""Seconds that W&B's service may take to start."""
 
 
 class MetricsTable(Callback):
@@ -66,6 +70,9 @@ def make_loggers(config: RunConfig) -> list[Logger]:
     if config.tensorboard:
         loggers.append(get_logger("tensorboard", str(where), "tensorboard"))
     if config.wandb:
+        # W&B gives up a run whose service has not started after 30 s, which a busy machine needs now and then. It reads how long to
+        # wait from this variable alone: the service belongs to the process, not to the run.
+        os.environ.setdefault("WANDB__SERVICE_WAIT", str(_SERVICE_WAIT))
         # "allow" continues the run of this id, or begins it.
         kwargs = {"project": config.wandb_project, "id": _drawn_id(where / "wandb_id"), "resume": "allow"}
         loggers.append(get_logger("wandb", str(where), where.name, wandb_kwargs=kwargs))
