@@ -1,10 +1,16 @@
 """Text files have the old text or the new one, wherever a process ends."""
 
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from torchrl_llm.files import write_text
+from torchrl_llm.files import write_bytes, write_text
 from torchrl_llm.trainers.loggers import _drawn_id
 
 
@@ -12,12 +18,11 @@ from torchrl_llm.trainers.loggers import _drawn_id
 def crash(monkeypatch):
     """Writing ends after the file was opened."""
 
-    def write(path, data):
-        path.touch()
+    def fail(descriptor):
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "write_bytes", write)
+        patch.setattr(os, "fsync", fail)
         yield patch
 
 
@@ -27,6 +32,60 @@ def test_a_crash_leaves_the_old_text(tmp_path, crash):
     with pytest.raises(OSError, match="No space"):
         write_text(path, "new")
     assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["config.yaml"]
+
+
+WRITER = """
+import sys
+from torchrl_llm.files import write_bytes
+letter = sys.argv[2].encode()
+for _ in range(int(sys.argv[3])):
+    write_bytes(sys.argv[1], letter * 300_000)
+"""
+
+
+def test_several_processes_write_the_same_file(tmp_path):
+    """With one temporary name for all, one process renamed what another still wrote, and the other found its own gone."""
+    path = tmp_path / "table"
+    command = [sys.executable, "-c", WRITER, str(path)]
+    writers = [subprocess.Popen([*command, letter, "60"], stderr=subprocess.PIPE) for letter in "abc"]
+    while any(writer.poll() is None for writer in writers):
+        if path.exists():
+            data = path.read_bytes()
+            assert (len(data), len(set(data))) == (300_000, 1)
+    assert [writer.communicate()[1] for writer in writers] == [b""] * 3
+    assert os.listdir(tmp_path) == ["table"]
+
+
+def test_what_a_killed_writer_left_is_deleted(tmp_path):
+    path = tmp_path / "table"
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path), "a", "1000000"])
+    while not list(tmp_path.glob(".table.*")):
+        assert writer.poll() is None
+    writer.send_signal(signal.SIGSTOP)  # a living writer keeps its file
+    write_bytes(path, b"b")
+    kept = list(tmp_path.glob(".table.*"))
+    writer.kill()
+    writer.wait()
+    for left in [*kept, tmp_path / ".table.new"]:  # the last is of an earlier version
+        left.touch()
+        os.utime(left, (time.time() - 7200,) * 2)
+    write_bytes(path, b"c")
+    assert [file.name for file in tmp_path.iterdir()] == ["table"]
+
+
+def test_data_are_on_the_disk_before_their_name(tmp_path, monkeypatch):
+    done = []
+    sync, replace = os.fsync, Path.replace
+
+    def noted(file):
+        done.append("folder" if stat.S_ISDIR(os.fstat(file).st_mode) else "data")
+        sync(file)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "replace", lambda path, target: done.append("name") or replace(path, target))
+    write_text(tmp_path / "table", "new")
+    assert done == ["data", "name", "folder"]
 
 
 def test_text_is_utf_8(tmp_path):

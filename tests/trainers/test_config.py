@@ -271,6 +271,19 @@ class TestParseRunConfig:
             ("epochs: [1\n", "this is no YAML"),
             ("- epochs\n", "expected lines of the form 'field: value'"),
             ("lora_targets: q_proj\n", "expected a list of names, [q_proj]"),
+            (
+                "seed: 1\nsystem_prompt: !!python/object/apply:os.system [id]\n",
+                "line 2: found a tag (!...): settings have none",
+            ),
+            ("!!python/object:x.Y {seed: 1}\n", "line 1: found a tag (!...)"),
+            ("!!python/name:os.system seed: 1\n", "line 1: found a tag (!...)"),
+            ("seed: 1\nepochs: !!int one\n", "line 2: found a tag (!...)"),
+            ("env_options: &a {again: *a}\n", "line 1: found an alias (*...)"),
+            ("seed: 1\n? [epochs]\n: 1\n", "line 2: expected 'field: value', and the field is no text."),
+            ("seed: 1\nenv_options: {[1]: 2}\n", "line 2: env_options cannot be read: found unhashable key."),
+            ("seed: 1\nenv_options: {<<: 3}\n", "line 2: env_options cannot be read: expected a mapping"),
+            (f"env_options: {'[' * 5000}\n", "run.yaml: this is no file of settings, it has brackets without end."),
+            (f"epochs: {'9' * 5000}\n", "line 1: epochs cannot be read: an integer of 5000 digits."),
         ],
     )
     def test_a_wrong_file_is_one_line_that_names_the_place(self, tmp_path, capsys, text, message):

@@ -60,7 +60,8 @@ _MERGED = ("config", "generation_config", "model.safetensors.index", *_TOKENIZER
 _FILES = (
     *("csv/scalars/*/*.csv", "csv/texts/hparams[0-9]*.txt", "tensorboard/**/events.out.tfevents.*", *_TRACKERS[2:]),
     *("config.yaml", "run.json", METRICS, *(f"merged/{name}.json" for name in _MERGED), *_REPORT),
-    *("rollouts/*.safetensors", "rollouts/.*.safetensors.new", "rollouts/*.md", "rollouts/.*.md.new"),
+    *("rollouts/*.safetensors", "rollouts/*.md", "rollouts/.*.safetensors*.new", "rollouts/.*.md*.new"),
+    *(f".{name}.*new" for name in (MARK, "config.yaml", "run.json", METRICS, *_REPORT)),  # of writers that were killed
     *("merged/model*.safetensors", "merged/chat_template.jinja", "merged/run_config.yaml"),
 )
 """The files in these folders, without those of checkpoints, which list theirs. Other files stay, W&B's own among them."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
+from yaml.constructor import ConstructorError
+from yaml.scanner import ScannerError
 
 from torchrl_llm.files import write_text
 from torchrl_llm.hints import nearest, system_of
@@ -20,12 +22,38 @@ RENAMED = {
 """Settings that have other names since 0.2.0, as far as the nearest name is another."""
 
 
+class _NoDataError(ScannerError):
+    """YAML that is no plain data."""
+
+
 class Loader(yaml.SafeLoader):
-    """Scalars of YAML 1.2's core schema, decimal only.
+    """Scalars of YAML 1.2's core schema, decimal only; no tags, and no aliases.
 
     PyYAML reads YAML 1.1, where ``1e-3`` and ``no`` are something else than they look like, ``010`` is 8, ``1:30`` is 90
     and ``2026-01-01`` is a date. Here ``1e-3`` is a number and ``010`` is 10; ``no``, ``1:30`` and ``0x10`` are text.
     """
+
+    # A tag asks for something else than data, and a few aliases of aliases are a value without end.
+    def fetch_tag(self) -> None:
+        """Refuse a tag, such as ``!!python/name:os.system``."""
+        self._refuse("found a tag (!...)")
+
+    def fetch_alias(self) -> None:
+        """Refuse an alias, such as ``*name``."""
+        self._refuse("found an alias (*...)")
+
+    def _refuse(self, found: str) -> NoReturn:
+        raise _NoDataError(
+            None, None, f"{found}: settings have none; write the value itself, or quote the text", self.get_mark()
+        )
+
+
+def _integer(node: yaml.ScalarNode) -> int:
+    try:
+        return int(node.value)
+    except ValueError as error:  # of more digits than Python reads
+        problem = f"an integer of {len(node.value)} digits"
+        raise ConstructorError(None, None, problem, node.start_mark) from error
 
 
 Loader.yaml_implicit_resolvers = {
@@ -33,7 +61,7 @@ Loader.yaml_implicit_resolvers = {
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?\d+$"), list("-+0123456789"))
-Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
+Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: _integer(node))
 _NUMBER = r"[-+]?(\d+\.?\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"^({_NUMBER})$"), list("-+.0123456789"))
 Loader.add_implicit_resolver(
@@ -69,12 +97,18 @@ def read_settings(path: Path, known: Mapping[str, Option]) -> Iterator[tuple[str
     seen: set[str] = set()
     for key, node in root.value:
         where = f"{path}, line {key.start_mark.line + 1}:"
+        if not isinstance(key, yaml.ScalarNode):
+            raise ConfigError(f"{where} expected 'field: value', and the field is no text.")
         if key.value not in known:
             raise ConfigError(f"{where} {key.value} is no setting.{_hint(key, node, root, known)}")
         if key.value in seen:
             raise ConfigError(f"{where} {key.value} is given twice.")
         seen.add(key.value)
-        yield key.value, _value(f"{where} {key.value}", node, node.value, known[key.value].hint)
+        try:
+            value = _value(f"{where} {key.value}", node, node.value, known[key.value].hint)
+        except yaml.MarkedYAMLError as error:  # such as a key that is a list
+            raise ConfigError(f"{where} {key.value} cannot be read: {error.problem}.") from error
+        yield key.value, value
 
 
 def _hint(key: yaml.Node, node: yaml.Node, root: yaml.MappingNode, known: Mapping[str, Option]) -> str:
@@ -102,9 +136,12 @@ def _composed(path: Path) -> yaml.Node | None:
         raise ConfigError(f"{path}: this is no text in UTF-8: {error.reason} at byte {error.start}.") from error
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}, line {line}: this is no YAML, {error.problem}.") from error
+        what = "" if isinstance(error, _NoDataError) else "this is no YAML, "
+        raise ConfigError(f"{path}, line {line}: {what}{error.problem}.") from error
     except yaml.YAMLError as error:  # of a character that YAML forbids
         raise ConfigError(f"{path}: this is no YAML, {' '.join(str(error).split())}.") from error
+    except RecursionError as error:
+        raise ConfigError(f"{path}: this is no file of settings, it has brackets without end.") from error
 
 
 def read_value(name: str, text: str, hint: Any) -> Any:
@@ -124,7 +161,7 @@ def read_value(name: str, text: str, hint: Any) -> Any:
     """
     try:
         return _value(name, yaml.compose(text, Loader), text, hint)
-    except yaml.YAMLError:  # such as an open bracket
+    except (yaml.YAMLError, RecursionError):  # such as an open bracket
         return text
 
 
