@@ -12,7 +12,7 @@ PACKAGE = ROOT / "torchrl_llm"
 
 LAYERS = (
     {"keys", "options", "optional", "arguments", "prefixes", "segments", "interrupts", "files", "fingerprint"}
-    | {"host", "tiny", "smollm2", "hints", "other_systems", ""},
+    | {"host", "tiny", "smollm2", "hints", "other_systems", "terminal", ""},
     {"episode", "rendering", "stops"},
     {"objectives.functional"},
     {"envs", "modules", "objectives"},

@@ -9,6 +9,7 @@ from contextvars import ContextVar
 from typing import Any, NoReturn
 
 from torchrl_llm.hints import nearest
+from torchrl_llm.terminal import printable
 
 __all__ = ["COMMAND_LINE", "ArgumentParser"]
 
@@ -44,7 +45,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and the message alone: a usage may have a hundred lines."""
-        self.exit(2, f"{self.prog}: error: {message} (--help lists every {self.noun}.)\n")
+        said = printable(f"{self.prog}: error: {message} (--help lists every {self.noun}.)")
+        self.exit(2, f"{said}\n")
 
     def read(self, argv: Sequence[str] | None = None) -> argparse.Namespace:
         """Parse the arguments; of a wrong flag the error names the nearest one.

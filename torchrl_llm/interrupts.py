@@ -21,6 +21,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from torchrl_llm.terminal import printable
+
 # torchrl_llm.trainers exports the functions for scripts.
 __all__ = [
     "Interrupted",
@@ -261,7 +263,7 @@ def _say(line: str) -> None:
     # The launcher's variable: a signal may come before torch.distributed knows the ranks.
     if os.environ.get("RANK", "0") == "0":
         start = "\n" if os.isatty(2) else ""  # a progress bar may have left the cursor behind it
-        os.write(2, f"{start}{line}\n".encode())
+        os.write(2, f"{start}{printable(line)}\n".encode())
 
 
 def _after_fork() -> None:

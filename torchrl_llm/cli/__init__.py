@@ -10,7 +10,6 @@ import logging
 import os
 import select
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
@@ -18,9 +17,9 @@ from typing import Any
 
 import torchrl_llm
 from torchrl_llm.arguments import COMMAND_LINE, ArgumentParser
-from torchrl_llm.cli._terminal import printable
 from torchrl_llm.hints import nearest
 from torchrl_llm.optional import import_extra
+from torchrl_llm.terminal import Formatter, printable_messages, say, show_traceback
 
 __all__ = ["COMMANDS", "command_parser", "main"]
 
@@ -62,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = [*(sys.argv[1:] if argv is None else argv)]
     before = COMMAND_LINE.set(None if argv is None else ["torchrl-llm", *given])
+    if argv is None:  # the process is this command's alone
+        sys.excepthook = show_traceback
     try:
         return _main(given)
     finally:
@@ -114,18 +115,21 @@ def command_parser(name: str) -> ArgumentParser:
 def _run(name: str, given: Sequence[str]) -> int:
     parser, module = command_parser(name), import_module(f"{__name__}.{name}")
     arguments = parser.read(given)
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(Formatter("%(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     try:
-        return module.run(arguments)
+        with printable_messages():
+            return module.run(arguments)
     except Exception as error:
         code = _exit_code(error)
         # What this library did not foresee is shown as it is: a report of it needs the traceback.
         if code is None:
             raise
         if arguments.traceback:
-            traceback.print_exc()
+            show_traceback(type(error), error, error.__traceback__)
         said = f"{_NO_MEMORY} {error}" if _is_out_of_memory(error) else str(error)
-        print(f"{parser.prog}: error: {printable(' '.join(said.split()))}", file=sys.stderr)
+        say(f"{parser.prog}: error: {' '.join(said.split())}", stderr=True)
         return code
 
 

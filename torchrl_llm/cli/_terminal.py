@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import io
-import re
 import sys
 from collections.abc import Generator
 from contextlib import closing, suppress
 from typing import Any
 
 from torchrl_llm.optional import import_extra
+from torchrl_llm.terminal import printable, say
 
 with suppress(ImportError):  # not on every system
     import readline  # noqa: F401  input() has keys to edit the line then
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-"""Characters that steer a terminal or turn the direction of writing; a tab and a new line do no harm."""
-
-
-def printable(text: str) -> str:
-    r"""Text of a model or an environment with characters that would steer the terminal spelled out.
-
-    Examples:
-        >>> printable("a\x1b[2Jb\n")
-        'a\\x1b[2Jb\n'
-    """
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class Terminal:
@@ -57,7 +44,7 @@ class Terminal:
 
     def complain(self, text: str) -> None:
         """Write a line to standard error, whatever the output goes to."""
-        print(printable(text), file=sys.stderr, flush=True)
+        say(text, stderr=True)
 
     def stream(self, pieces: Generator[str]) -> None:
         """Write pieces of a line as they come, and end it, also if they break off; the generator is closed then."""
@@ -77,6 +64,6 @@ class Terminal:
                 self.show("")
                 return None
         if self.interactive:  # input() would write the prompt to the file that the output goes to
-            print(prompt, end="", file=sys.stderr, flush=True)
+            say(prompt, stderr=True, end="")
         line = sys.stdin.readline()
         return line.rstrip("\r\n") if line else None

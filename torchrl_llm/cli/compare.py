@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torchrl_llm.arguments import ArgumentParser
 from torchrl_llm.options import ConfigError
+from torchrl_llm.terminal import say
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -26,10 +27,10 @@ def run(arguments: Namespace) -> int:
     from torchrl_llm.report import compare_runs, plot_runs  # here, so that --help needs no PyTorch
 
     try:
-        print(compare_runs(arguments.folders))
+        say(compare_runs(arguments.folders))
         if arguments.plot is not None:
             plot_runs(arguments.folders, arguments.plot)
-            print(f"\nplot: {arguments.plot}")
+            say(f"\nplot: {arguments.plot}")
     except (FileNotFoundError, ValueError) as error:
         raise ConfigError(str(error)) from error
     return 0

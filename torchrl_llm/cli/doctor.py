@@ -16,6 +16,7 @@ from types import ModuleType
 
 from torchrl_llm.arguments import ArgumentParser
 from torchrl_llm.cli._installation import Finding, installation
+from torchrl_llm.terminal import say
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -34,11 +35,11 @@ def run(arguments: Namespace) -> int:
     """Check and print."""
     found = [*installation(), *_checks(arguments)]
     if arguments.json:
-        print(json.dumps([finding._asdict() for finding in found], indent=2))
+        say(json.dumps([finding._asdict() for finding in found], indent=2))
     else:
         width = max(len(finding.name) for finding in found)
         for finding in found:
-            print(f"{finding.state:<5}  {finding.name:<{width}}  {finding.text}")
+            say(f"{finding.state:<5}  {finding.name:<{width}}  {finding.text}")
     return int(any(finding.state == "fails" for finding in found))
 
 

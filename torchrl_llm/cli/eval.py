@@ -14,9 +14,9 @@ from argparse import Namespace
 
 from torchrl_llm.arguments import ArgumentParser
 from torchrl_llm.cli._models import add_checkpoint, load
-from torchrl_llm.cli._terminal import printable
 from torchrl_llm.options import ConfigError
 from torchrl_llm.record.report import comparison_table
+from torchrl_llm.terminal import say
 from torchrl_llm.trainers.evaluation import evaluate
 from torchrl_llm.trainers.opponents import make_opponent
 from torchrl_llm.trainers.saved import find_saved_model
@@ -49,10 +49,10 @@ def run(arguments: Namespace) -> int:
         env.close()
     names = {"checkpoint": arguments.checkpoint, "env_name": loaded.config.env_name, "seed": loaded.config.seed}
     if arguments.json:
-        print(json.dumps({**names, "greedy": arguments.greedy, **result.statistics()}, indent=2))
+        say(json.dumps({**names, "greedy": arguments.greedy, **result.statistics()}, indent=2))
         return 0
-    print(printable(f"{arguments.checkpoint} on {loaded.config.env_name}, seed {loaded.config.seed}\n"))
-    print(comparison_table({"greedy" if arguments.greedy else "sampled": result}))
+    say(f"{arguments.checkpoint} on {loaded.config.env_name}, seed {loaded.config.seed}\n")
+    say(comparison_table({"greedy" if arguments.greedy else "sampled": result}))
     for name, value in result.environments.items():
-        print(printable(f"{name}: {value:.3f}"))
+        say(f"{name}: {value:.3f}")
     return 0

@@ -16,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from torchrl_llm.arguments import ArgumentParser
 from torchrl_llm.cli._models import add_checkpoint
 from torchrl_llm.interrupts import catch_signals, interruptible
+from torchrl_llm.terminal import say
 from torchrl_llm.trainers.cli import given_settings
 from torchrl_llm.trainers.export import export_model
 from torchrl_llm.trainers.saved import find_saved_model
@@ -36,7 +37,7 @@ def run(arguments: Namespace) -> int:
     disable_progress_bar()
     # A signal raises, so that what is half written is removed.
     with catch_signals():
-        print(interruptible(lambda: _export(arguments)))
+        say(interruptible(lambda: _export(arguments)))
     return 0
 
 

@@ -25,6 +25,7 @@ from torchrl_llm.envs import GEMEnv
 from torchrl_llm.keys import StopReason
 from torchrl_llm.modules.engine import TurnRequest
 from torchrl_llm.options import ConfigError
+from torchrl_llm.terminal import say
 from torchrl_llm.trainers.cli import given_settings
 from torchrl_llm.trainers.config import SamplingSettings
 from torchrl_llm.trainers.saved import LoadedModel, SavedModel, environment_of, find_saved_model
@@ -72,7 +73,7 @@ def run(arguments: Namespace) -> int:
         for index in range(vars(arguments).get("episodes", 1)):
             played = play(env, index, answer, terminal)
             if arguments.json:
-                print(json.dumps(played), flush=True)
+                say(json.dumps(played))
             if not played["stop_reason"]:  # nobody answers any more
                 break
     finally:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from torchrl_llm.arguments import ArgumentParser
 from torchrl_llm.options import ConfigError
+from torchrl_llm.terminal import say
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -35,7 +36,7 @@ def run(arguments: Namespace) -> int:
         )
 
     try:
-        print(write_report(arguments.folder, full=arguments.full))
+        say(write_report(arguments.folder, full=arguments.full))
     except FileNotFoundError as error:
         raise ConfigError(str(error)) from error
     return 0

@@ -12,14 +12,13 @@ and transformers load.
 from __future__ import annotations
 
 import json
-import sys
 from argparse import Namespace
 from functools import partial
-from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
 from torchrl_llm.arguments import ArgumentParser
+from torchrl_llm.terminal import say
 from torchrl_llm.trainers.cli import USAGE, add_settings, run_config_of
 from torchrl_llm.trainers.report import run_and_report
 from torchrl_llm.trainers.run import build_run
@@ -39,7 +38,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Train, or print the schema."""
     if arguments.print_schema:
-        print(json.dumps(settings_schema(), indent=2))
+        say(json.dumps(settings_schema(), indent=2))
         return 0
     return train(arguments)
 
@@ -48,7 +47,7 @@ def train(arguments: Namespace) -> int:
     """Train with the settings of parsed arguments."""
     config = run_config_of(arguments)
     disable_progress_bar()  # transformers' own, for loading and saving: they break ours
-    say: dict[str, Any] = {"say": partial(print, file=sys.stderr, flush=True)} if arguments.json else {}
-    if run_and_report(config, partial(build_run, config), **say) and arguments.json:
-        print((config.output_dir / "result.json").read_text(), end="")
+    tell = partial(say, stderr=bool(arguments.json))
+    if run_and_report(config, partial(build_run, config), say=tell) and arguments.json:
+        say((config.output_dir / "result.json").read_text(), end="")
     return 0

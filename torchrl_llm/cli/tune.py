@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from argparse import Namespace
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from torchrl_llm.arguments import ArgumentParser
 from torchrl_llm.options import ConfigError, describe, meanings, options_of
+from torchrl_llm.terminal import say
 from torchrl_llm.trainers.settings_file import read_value
 from torchrl_llm.tuning import TuningConfig, report_best, summary, tune
 
@@ -55,15 +55,15 @@ def run(arguments: Namespace) -> int:
             raise ConfigError(f"Nothing says what to search: give --config FILE, or {' and '.join(missing)}.")
         tuning = TuningConfig(**given)
     disable_progress_bar()
-    say: Any = partial(print, flush=True, file=sys.stderr if arguments.json else sys.stdout)
+    tell = partial(say, stderr=bool(arguments.json))
     grid = tune(tuning, resume=arguments.resume, address=getattr(arguments, "address", None))
     trials = summary(tuning, grid)
     if any(not each["finished"] and each["error"] is None for each in trials):
-        say(f"The search in {tuning.output_dir} was stopped: the same command with --resume continues it.")
+        tell(f"The search in {tuning.output_dir} was stopped: the same command with --resume continues it.")
         raise KeyboardInterrupt
-    found = report_best(tuning, trials, say)
+    found = report_best(tuning, trials, tell)
     if arguments.json:
-        print(json.dumps(found, indent=2))
+        say(json.dumps(found, indent=2))
     return 0
 
 

@@ -20,6 +20,7 @@ from torchrl_llm.record.paired import paired_statistics
 from torchrl_llm.report.curves import as_metrics
 from torchrl_llm.report.run_files import RunFiles
 from torchrl_llm.report.summary import seconds_of
+from torchrl_llm.terminal import one_line
 
 _HEADER = (
     "run",
@@ -139,7 +140,7 @@ def _over_seeds(runs: Mapping[str, RunFiles]) -> str:
     for label, names in _groups(runs).items():
         group = [runs[name] for name in names]
         after = [run.result["success_after"] for run in group if run.result.get("success_after") is not None]
-        if len({run.info["seed"] for run in group}) > 1:
+        if len({run.info.get("seed") for run in group}) > 1:
             means = (_mean([_training(run) for run in group]), _mean([_before(run) for run in group]), _mean(after))
             lines.append((label, str(len(group)), *means, _shown(min(after, default=None), ".3f")))
     return _aligned(lines) if len(lines) > 1 else ""
@@ -185,7 +186,7 @@ def _named(folders: Sequence[Path]) -> dict[str, RunFiles]:
     """The runs, each once, by their folder without what all folders have in common."""
     paths = list(dict.fromkeys(folder.resolve() for folder in folders))
     common = Path(os.path.commonpath([path.parent for path in paths]))
-    return {str(path.relative_to(common)): RunFiles.of(path) for path in paths}
+    return {one_line(str(path.relative_to(common))): RunFiles.of(path) for path in paths}
 
 
 def plot_runs(folders: Sequence[Path], path: Path) -> None:
@@ -230,7 +231,9 @@ def plot_runs(folders: Sequence[Path], path: Path) -> None:
     axes.set(xlabel="turns collected", ylabel="win rate", ylim=(0, 1.02))
     axes.set_title("training batches (lines) and held-out evaluations (points)", fontsize="medium")
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    legend = figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    for text in legend.get_texts():
+        text.set_parse_math(False)  # a name with dollar signs is no formula
     drawn = BytesIO()
     figure.savefig(drawn, format=kind, dpi=130)
     write_bytes(path, drawn.getvalue())

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import math
-import re
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ import numpy.typing as npt
 from torchrl_llm.keys import StopReason
 from torchrl_llm.record.pieces import join_pieces
 from torchrl_llm.record.recording import Recording
+from torchrl_llm.terminal import UNSEEN
 
 Floats = npt.NDArray[np.floating[Any]]
 
@@ -137,11 +137,6 @@ def groups_of(recording: Recording, number: int) -> Iterator[Group]:
         yield Group(recording, number, each, [row for row, own in enumerate(task) if own == each])
 
 
-_HIDDEN = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
-)
-
-
 def visible(text: str) -> str:
     """``text`` with characters that cannot be seen, or that change the direction of others, as their numbers.
 
@@ -149,7 +144,7 @@ def visible(text: str) -> str:
         >>> visible("a\\u202eb\\n"), visible("\\x1b[2J")
         ('a⟨202E⟩b\\n', '⟨001B⟩[2J')
     """
-    return _HIDDEN.sub(lambda match: f"⟨{ord(match[0]):04X}⟩", text)
+    return UNSEEN.sub(lambda match: f"⟨{ord(match[0]):04X}⟩", text)
 
 
 @dataclass

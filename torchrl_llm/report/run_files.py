@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import csv
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,6 +12,8 @@ from typing import Any
 from torchrl_llm.record.recording import FOLDER, Recording, RecordingError, read_recording
 from torchrl_llm.record.table import FILE as METRICS
 from torchrl_llm.record.table import read_metrics
+from torchrl_llm.report.run_json import read_json
+from torchrl_llm.terminal import one_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,7 @@ class RunFiles:
             raise FileNotFoundError(f"{folder} is no folder; expected the output_dir of a run.")
         problems: list[str] = []
         names = ("run.json", "result.json", "evaluation_before.json", "evaluation_after.json")
-        info, result, before, after = (_json(folder / name, problems) for name in names)
+        info, result, before, after = (read_json(folder / name, problems) for name in names)
         history, recordings = _history(folder / METRICS, problems), _recordings(folder / FOLDER)
         if result.get("iterations", len(history)) < len(history):
             # A resumed run is further than the end that the file tells of.
@@ -74,7 +76,7 @@ class RunFiles:
         try:
             return read_recording(path)
         except RecordingError as error:
-            self.problems.append(str(error))
+            self.problems.append(one_line(str(error)))
             return None
 
 
@@ -87,21 +89,13 @@ def _recordings(folder: Path) -> list[Path]:
     return [path for path in order if path.exists()]
 
 
-def _json(path: Path, problems: list[str]) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        problems.append(f"{path.name} could not be read: {error}")
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
 def _history(path: Path, problems: list[str]) -> list[dict[str, float]]:
     try:
         history = read_metrics(path)
-    except (OSError, ValueError) as error:
-        problems.append(f"{path.name} could not be read: {error}")
+        history = [{name: value for name, value in each.items() if math.isfinite(value)} for each in history]
+        if not all("rollout/steps" in metrics for metrics in history):
+            raise ValueError("an iteration has no rollout/steps.")
+    except (OSError, ValueError, csv.Error) as error:
+        problems.append(one_line(f"{path.name} could not be read: {error}"))
         return []
-    return [{name: value for name, value in metrics.items() if math.isfinite(value)} for metrics in history]
+    return history

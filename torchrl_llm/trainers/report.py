@@ -11,11 +11,11 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from torchrl_llm import terminal
 from torchrl_llm.files import write_text
 from torchrl_llm.interrupts import Interrupted, catch_signals, interruptible
 from torchrl_llm.record.paired import OTHER_GAMES, PairedComparison, paired_comparison
@@ -35,15 +35,12 @@ except ImportError:  # no POSIX system
 
 logger = logging.getLogger(__name__)
 
-# Unbuffered, also into a pipe: a run is watched, and may be killed.
-_PRINT = partial(print, flush=True)
-
 _COUNT = 6
 """Sample episodes in a report: enough to see what the model does, and short enough to read."""
 
 
 def run_and_report(
-    config: RunConfig, build: Callable[[], Run], *, say: Callable[[str], None] = _PRINT
+    config: RunConfig, build: Callable[[], Run], *, say: Callable[[str], None] = terminal.say
 ) -> dict[str, Any]:
     """Build a run, evaluate, train, evaluate, and write the report to ``config.output_dir``.
 
