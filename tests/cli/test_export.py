@@ -8,11 +8,13 @@ import pytest
 import torch
 import yaml
 from accelerate import Accelerator
+from markdown_it import MarkdownIt
 from peft import LoraConfig
 
 from torchrl_llm.envs import GEMEnv, UnknownEnvironmentError
 from torchrl_llm.modules import load_actor_critic
 from torchrl_llm.options import ConfigError
+from torchrl_llm.terminal import UNSEEN, one_line
 from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.tiny import tiny_model_path
 from torchrl_llm.trainers import RunConfig, build_run, evaluate
@@ -20,6 +22,7 @@ from torchrl_llm.trainers.export import export_model, model_card
 from torchrl_llm.trainers.report import run_and_report
 from torchrl_llm.trainers.run_folder import MARK
 from torchrl_llm.trainers.saved import SETTINGS, environment_of, find_saved_model, load_saved_model
+from torchrl_llm.trainers.settings_file import as_yaml
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +121,21 @@ class TestExport:
         (whole.parent / MARK).touch()
         (whole.parent / "result.json").write_text('{"success_after": 0.5, "success_ci95": [0.4, 0.6], "iterations": 2}')
         assert "Results" not in model_card(find_saved_model(whole), "x", format="merged")
+
+    def test_names_of_a_stranger_stay_in_their_code(self, whole):
+        bad = "x` <img src=x onerror=alert(1)> ``b``\n\n# heading\x1b[2J\u202e"
+        settings = {"env_name": [bad, "`", "game:Wordle-v0"], "system_prompt": f"```\n{bad}", "model_path": bad}
+        (whole / SETTINGS).write_text(as_yaml(settings))
+        card = model_card(find_saved_model(whole), f"name\n{bad}", format="merged")
+        assert not UNSEEN.search(card)
+        tokens = MarkdownIt().parse(card.partition("---\n\n")[2])
+        parts = [part for token in tokens for part in token.children or []]
+        code = [part.content for part in parts if part.type == "code_inline"]
+        assert code[:4] == [one_line(f"name\n{bad}"), one_line(bad), one_line(bad), "`"]
+        assert not [
+            part for part in (*tokens, *parts) if part.type in ("html_inline", "html_block", "image", "link_open")
+        ]
+        assert [token.tag for token in tokens if token.type == "heading_open"] == ["h1", "h2", "h2"]
 
     def test_the_card_of_an_adapter_on_a_named_model_can_be_run(self, adapter):
         (adapter / SETTINGS).write_text("model_path: tiny\n")

@@ -23,6 +23,10 @@ ABOUT = {
 }
 
 
+ENDS = (keys.TURN_TERMINATED, keys.TURN_TRUNCATED, keys.TURN_SUCCESS)
+PIECES = {token: f"word{token}" for token in range(18)}
+
+
 def rows(length=6, width=9, turns=2, more=3):
     """Rows with padding on the right of their tokens and turns."""
     mask = torch.arange(width) < length
@@ -35,6 +39,9 @@ def rows(length=6, width=9, turns=2, more=3):
             keys.SAMPLE_LOG_PROB: torch.randn(2, width, dtype=torch.float64),
             keys.TURN_MASK: (torch.arange(turns + more) < turns).expand(2, turns + more),
             keys.TURN_REWARD: torch.randn(2, turns + more),
+            **{name: torch.zeros(2, turns + more, dtype=torch.bool) for name in ENDS},
+            keys.TURN_STOP_REASON: torch.zeros(2, turns + more, dtype=torch.int64),
+            **{name: torch.arange(2) for name in (keys.EPISODE_ID, keys.GROUP_ID, keys.ENV_ID)},
             keys.TASK_ID: torch.tensor([2**62 + 1, -(2**62)]),
             "unknown": torch.zeros(2, 5),
         },
@@ -43,12 +50,12 @@ def rows(length=6, width=9, turns=2, more=3):
 
 
 def write(path, **about):
-    write_recording(path, trimmed(rows()), **ABOUT | {"pieces": {3: "x"}, "interval": 1} | about)
+    write_recording(path, trimmed(rows()), **ABOUT | {"pieces": PIECES, "interval": 1} | about)
 
 
 def test_what_is_written_is_read(tmp_path):
     path, given_rows = tmp_path / "new" / "a.safetensors", rows()
-    pieces = {7: "é", 8: "\udcc3", 9: "</script>"}
+    pieces = PIECES | {7: "é", 8: "\udcc3", 9: "</script>"}
     write_recording(path, trimmed(given_rows), **ABOUT, pieces=pieces, interval=4)
     found = read_recording(path)
     assert (found.kind, found.iteration, found.steps, found.gamma, found.interval) == ("training", 1, 5, None, 4)
@@ -71,6 +78,48 @@ def test_a_damaged_file_is_named(tmp_path, damage):
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(RecordingError, match=r"a\.safetensors is no recording, or is damaged"):
         read_recording(path)
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"kind": "\x1b[2J"}, "kind is '\\\\x1b"),
+        ({"iteration": "1"}, "iteration is '1', expected an integer"),
+        ({"env_names": [1]}, "env_names is"),
+        ({"env_names": None}, "NoneType"),
+        ({"pieces": {7: "x"}}, "tokens have no text in pieces"),
+        ({"pieces": {"x": "x"}}, "invalid literal"),
+        ({"pieces": PIECES | {7: 7}}, "pieces are no texts"),
+        ({"missing": ["entropy"]}, "missing|list"),
+        ({"more": 1}, "unexpected keyword"),
+    ],
+)
+def test_what_stands_beside_the_rows_is_checked(tmp_path, about, said):
+    write(tmp_path / "a.safetensors", **about)
+    with pytest.raises(RecordingError, match=said):
+        read_recording(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"tokens": None}, "tokens"),
+        ({"turn.mask": None}, "turn.mask"),
+        ({"turn.reward": None}, "it lacks"),
+        ({"turn.reward": torch.zeros(2, 7)}, "turn.reward is of shape"),
+        ({"turn.mask": torch.zeros(2, 2)}, "turn.mask is of shape"),
+        ({"turn.extra.x": torch.zeros(3)}, "turn.extra.x is of shape"),
+        ({"turn.stop_reason": torch.full((2, 2), 99)}, "no StopReason"),
+        ({"turn_ids": torch.full((2, 6), 2)}, "count beyond"),
+        ({"env_id": torch.tensor([0, -1])}, "count beyond"),
+        ({"tokens": torch.full((2, 6), 99)}, "no text in pieces"),
+    ],
+)
+def test_arrays_are_checked(tmp_path, changed, said):
+    arrays = {name: value for name, value in (trimmed(rows()) | changed).items() if value is not None}
+    write_recording(tmp_path / "a.safetensors", arrays, **ABOUT, pieces=PIECES, interval=1)
+    with pytest.raises(RecordingError, match=said):
+        read_recording(tmp_path / "a.safetensors")
 
 
 def test_another_format_is_refused(tmp_path):

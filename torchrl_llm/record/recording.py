@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import numpy.typing as npt
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +23,8 @@ from torch import Tensor
 
 from torchrl_llm import keys
 from torchrl_llm.files import write_bytes
+from torchrl_llm.keys import StopReason
+from torchrl_llm.options import describe, fits
 
 logger = logging.getLogger(__name__)
 
@@ -150,9 +153,63 @@ def read_recording(path: Path) -> Recording:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, it is no dictionary
         for name in ("pieces", "texts"):  # JSON has no integers for keys
             about[name] = {int(key): text for key, text in about.get(name, {}).items()}
-        return Recording(**about | {"env_names": tuple(about["env_names"])}, arrays=arrays)
-    except (SafetensorError, OSError, KeyError, TypeError, json.JSONDecodeError) as error:
+        recording = Recording(**about | {"env_names": tuple(about["env_names"])}, arrays=arrays)
+        for problem in (*_wrong_about(recording), *_wrong_arrays(recording)):
+            raise ValueError(problem)
+        return recording
+    except RecordingError:
+        raise
+    except (SafetensorError, OSError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise RecordingError(f"{path} is no recording, or is damaged ({error}): move it away.") from error
+
+
+def _wrong_about(recording: Recording) -> Iterator[str]:
+    """What no recording of this library has beside its arrays: the file may be a stranger's."""
+    kinds = {
+        "kind": Kind,
+        "iteration": int,
+        "steps": int,
+        "gamma": float | None,
+        "env_names": list[str],
+        "interval": int,
+    }
+    for name, hint in kinds.items():
+        value = getattr(recording, name)
+        if not fits(value, hint):
+            yield f"{name} is {value!r:.80}, expected {describe(hint)}"
+    for name in ("pieces", "texts", "missing"):
+        if not all(isinstance(text, str) for text in getattr(recording, name).values()):
+            yield f"{name} are no texts"
+
+
+def _wrong_arrays(recording: Recording) -> Iterator[str]:
+    """The same of its arrays: shapes, dtypes, and numbers that stand for something else."""
+    arrays = recording.arrays
+    sizes = {"row": arrays["tokens"].shape[:1], "token": arrays["tokens"].shape, "turn": arrays["turn.mask"].shape}
+    declared = {name if isinstance(name, str) else ".".join(name): spec for name, spec in keys.ROW_VIEW.items()}
+    for name, array in arrays.items():
+        spec = declared.get(name)
+        axis, kinds = (
+            ("turn", "if") if name.startswith(_EXTRA) else (spec.axis, _DTYPES[spec.dtype]) if spec else ("", "")
+        )
+        if axis and (array.shape != sizes[axis] or array.dtype.kind not in kinds):
+            yield f"{name} is of shape {array.shape} and {array.dtype}, expected {sizes[axis]}"
+    if lacking := [name for name in _NEEDED if name not in arrays]:
+        yield f"it lacks {lacking}"
+    elif not {*np.unique(arrays["turn.stop_reason"])} <= {*StopReason}:
+        yield "turn.stop_reason holds no StopReason"
+    elif arrays["turn_ids"].max(initial=-1) >= sizes["turn"][-1] or arrays["env_id"].min(initial=0) < 0:
+        yield "turn_ids or env_id count beyond what there is"
+    elif not {*np.unique(arrays["tokens"][arrays["attention_mask"]]).tolist()} <= recording.pieces.keys():
+        yield "tokens have no text in pieces"
+
+
+_DTYPES = {torch.bool: "b", torch.int64: "i", torch.float32: "f"}
+_NEEDED = (
+    *("tokens", "attention_mask", "turn_ids", "sample_log_prob", "episode_id", "group_id", "env_id"),
+    *(f"turn.{name}" for name in ("mask", "reward", "terminated", "truncated", "success", "stop_reason")),
+)
+"""Arrays that every recording has."""
 
 
 def page_of(path: Path) -> Path:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torchrl_llm import keys
 from torchrl_llm.files import write_bytes, write_text
 from torchrl_llm.segments import Segments
+from torchrl_llm.terminal import one_line
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -129,6 +130,19 @@ def fenced(text: str) -> str:
     # A text that closed its own block would act as Markdown and HTML where the report is shown.
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"
+
+
+def code(text: str) -> str:
+    """``text`` as inline code of Markdown that shows it unchanged, on one line: the fence is longer than any in the text.
+
+    Examples:
+        >>> print(code("a"), code("a`b"), code("`a\\n`"))
+        `a` ``a`b`` `` `a\\n` ``
+    """
+    text = one_line(text)
+    fence = "`" * (max(map(len, re.findall("`+", text)), default=0) + 1)
+    room = " " if text.startswith(("`", " ")) or text.endswith(("`", " ")) else ""
+    return f"{fence}{room}{text}{room}{fence}"
 
 
 def _contexts(tokens: Tensor, attention_mask: Tensor) -> list[Tensor]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+from torchrl_llm.record.paired import PairedComparison
 from torchrl_llm.terminal import one_line
 
 
@@ -45,9 +46,7 @@ def _plain(value: Any) -> Any:
 
 def _is_number(value: Any) -> bool:
     # Of a larger integer there is no float, which a table would show.
-    return (
-        isinstance(value, int | float) and not isinstance(value, bool) and (math.isnan(value) or -1e300 < value < 1e300)
-    )
+    return isinstance(value, int | float) and not isinstance(value, bool) and (value != value or -1e300 < value < 1e300)
 
 
 def _is_interval(value: Any) -> bool:
@@ -63,8 +62,9 @@ def _is_outcomes(value: Any) -> bool:
 
 
 def _is_paired(value: Any) -> bool:
-    names = {"episodes", "gained", "lost", "p_value"}
-    return isinstance(value, Mapping) and value.keys() == names and all(map(_is_number, value.values()))
+    named = isinstance(value, Mapping) and all(map(_is_number, value.values()))
+    known = {each.name: each.default is MISSING for each in fields(PairedComparison)}
+    return named and known.keys() >= value.keys() >= {name for name, needed in known.items() if needed}
 
 
 def _is_settings(value: Any) -> bool:
@@ -85,7 +85,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     rf"{_NUMBERS}|wall_s|cpu_s|peak_rss_mb|evaluation_(tasks|task_overlap|faults)": _is_number,
     r"success(_before)?_ci95": _is_interval,
     "outcomes": _is_outcomes,
-    "task_digest|started|title|model|algo|stop_reason": _is_text,
+    "task_digest|beginnings|started|title|model|algo|stop_reason": _is_text,
     "paired": _is_paired,
     "settings": _is_settings,
     "changed": _is_changed,

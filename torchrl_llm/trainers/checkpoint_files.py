@@ -118,6 +118,12 @@ def _check_metadata(path: Path, metadata: Any) -> None:
         raise CheckpointError(
             f"{path / 'manifest.json'} lacks {lacking} in its metadata: no run of this library saved it."
         )
+    kinds = {"iteration": int, "steps": int, "config": Mapping, "environment": Mapping}
+    wrong = [name for name, kind in kinds.items() if not isinstance(metadata[name], kind)]
+    if wrong or not isinstance(metadata["environment"].get("versions"), Mapping):
+        raise CheckpointError(
+            f"{path / 'manifest.json'} has metadata of another kind ({', '.join(wrong) or 'environment'}): no run of this library saved it."
+        )
     # Checkpoints are ordered and pruned by the number in their names.
     name = NAME.fullmatch(path.resolve().name)
     if name and int(name[1]) != metadata["iteration"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -14,9 +15,9 @@ from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from torchrl_llm.modules import weights
 from torchrl_llm.options import ConfigError
-from torchrl_llm.record.report import fenced
-from torchrl_llm.record.table import FILE as METRICS
-from torchrl_llm.record.table import read_metrics
+from torchrl_llm.record.report import code, fenced
+from torchrl_llm.report.run_files import RunFiles
+from torchrl_llm.terminal import printable
 from torchrl_llm.trainers.config import HOW_TO_RUN, RunConfig
 from torchrl_llm.trainers.run_folder import MARK
 from torchrl_llm.trainers.saved import SETTINGS, SavedModel, load_saved_model, write_settings_beside
@@ -105,7 +106,8 @@ def model_card(saved: SavedModel, name: str, *, format: Format) -> str:
     head |= {"pipeline_tag": "text-generation", "tags": ["reinforcement-learning", "torchrl-llm"]}
     if base is not None and base.count("/") == 1 and not Path(base).exists():  # the id of a hub
         head["base_model"] = base
-    parts = [f"---\n{as_yaml(head)}---\n\n# {name}", _summary(saved, base)]
+    heading = name if re.fullmatch(r"[\w .-]+", name) else code(name)
+    parts = [f"---\n{as_yaml(head)}---\n\n# {heading}", _summary(saved, base)]
     results = [*_results(saved)]
     if results:
         table = "| evaluation | win rate | 95 % interval |\n|---|---|---|\n" + "\n".join(results)
@@ -119,7 +121,7 @@ def model_card(saved: SavedModel, name: str, *, format: Format) -> str:
         )
     if saved.metadata:
         parts.append("## Versions\n\n" + fenced(as_yaml(saved.metadata["environment"]["versions"])))
-    return "\n\n".join(parts) + "\n"
+    return printable("\n\n".join(parts) + "\n")
 
 
 def _base_model(saved: SavedModel) -> str | None:
@@ -132,11 +134,10 @@ def _summary(saved: SavedModel, base: str | None) -> str:
     if not saved.settings:
         return "A language model. It is not known how it was trained."
     names = saved.settings["env_name"]
-    environments = ", ".join(f"`{name}`" for name in ([names] if isinstance(names, str) else names))
+    environments = ", ".join(map(code, [names] if isinstance(names, str) else names))
     kind = f"LoRA of rank {saved.settings['lora_r']}" if saved.settings["lora_r"] else "all weights"
-    text = (
-        f"`{base}`, trained with {saved.settings['algo']} on {environments} over many turns ({kind}) by `torchrl_llm`."
-    )
+    algo = saved.settings["algo"]
+    text = f"{code(str(base))}, trained with {algo} on {environments} over many turns ({kind}) by `torchrl_llm`."
     if saved.metadata:
         text += f" Weights after {saved.metadata['iteration']} iterations, {saved.metadata['steps']:,} turns."
     return text
@@ -164,13 +165,18 @@ def _results(saved: SavedModel) -> Iterator[str]:
     run = saved.path.parent.parent
     if not (run / MARK).is_file():
         return
-    before, after = _read(run / "evaluation_before.json"), _read(run / "result.json")
-    if before and after.get("same_games") is not False:
+    try:
+        files = RunFiles.of(run)
+    except FileNotFoundError:  # it holds checkpoints alone
+        return
+    before, after = files.before, files.result
+    if before.keys() >= {"episodes", "success", "success_ci95"} and after.get("same_games") is not False:
         yield _row(f"before training, {before['episodes']} episodes", before["success"], *before["success_ci95"])
-    held_out = [_logged(run, name, saved.metadata["steps"]) for name in ("success", "success_low", "success_high")]
+    held_out = [_logged(files, name, saved.metadata["steps"]) for name in ("success", "success_low", "success_high")]
     if None not in held_out:
         yield _row(f"during training, {saved.settings['evaluation_episodes']} episodes", *held_out)
-    if after.get("iterations") == saved.metadata["iteration"] and after.get("success_ci95"):
+    known = after.keys() >= {"success_after", "success_ci95"}
+    if known and after.get("iterations") == saved.metadata["iteration"]:
         yield _row(
             f"after training, {saved.settings['final_episodes']} episodes",
             after["success_after"],
@@ -183,11 +189,7 @@ def _row(what: str, *rates: float | None) -> str:
     return f"| {what} | {rate} | {low} to {high} |"
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
-
-
-def _logged(run: Path, name: str, steps: int) -> float | None:
+def _logged(files: RunFiles, name: str, steps: int) -> float | None:
     """A metric of the evaluation in the iteration that ended with this many turns; ``None``: there was none."""
-    found = (metrics for metrics in read_metrics(run / METRICS) if metrics["rollout/steps"] == steps)
+    found = (metrics for metrics in files.history if metrics["rollout/steps"] == steps)
     return next((metrics.get(f"evaluation/{name}") for metrics in found), None)

@@ -5,7 +5,6 @@ The scripts in ``examples/`` are calls of :func:`run_and_report`, which builds a
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
@@ -18,10 +17,12 @@ from typing import Any
 from torchrl_llm import terminal
 from torchrl_llm.files import write_text
 from torchrl_llm.interrupts import Interrupted, catch_signals, interruptible
+from torchrl_llm.options import ConfigError
 from torchrl_llm.record.paired import OTHER_GAMES, PairedComparison, paired_comparison
 from torchrl_llm.record.recording import Kind
 from torchrl_llm.record.report import comparison_table, episodes_text, plot_learning_curve, with_final, write_json
 from torchrl_llm.report import write_report
+from torchrl_llm.report.run_json import read_json
 from torchrl_llm.trainers.cli import resume_command
 from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.evaluation import Evaluation
@@ -89,7 +90,7 @@ def evaluate_before(run: Run) -> Evaluation | None:
     run.begin()
     path = run.config.output_dir / "evaluation_before.json"
     if run.config.resume and path.exists():
-        return Evaluation(**json.loads(path.read_text()))
+        return _read_evaluation(path)
     if run.trainer.iteration:
         return None
     before = run.final_evaluation()
@@ -97,6 +98,20 @@ def evaluate_before(run: Run) -> Evaluation | None:
         _write_episodes(run, before, "before")
         write_json(before.statistics(), path)
     return before
+
+
+def _read_evaluation(path: Path) -> Evaluation:
+    problems: list[str] = []
+    statistics = read_json(path, problems)
+    try:
+        evaluation = Evaluation(**statistics)
+    except TypeError as error:  # entries that there are not, or one that is missing
+        problems.append(str(error).partition(" ")[2])
+    if problems:
+        raise ConfigError(
+            f"{path} is no evaluation that a run has written ({' '.join(problems)}): move it away, and resume again."
+        )
+    return evaluation
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torchrl_llm.envs import ChatFormatter, EnvSpec, GEMEnv, UnknownEnvironmentE
 from torchrl_llm.hints import nearest
 from torchrl_llm.modules import ActorCritic, HFPolicy, load_actor_critic, weights
 from torchrl_llm.modules.lm import max_positions
-from torchrl_llm.options import ConfigError, options_of
+from torchrl_llm.options import ConfigError, check_value, options_of
 from torchrl_llm.trainers import build
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import verify
@@ -140,7 +140,9 @@ def find_saved_model(path: str | Path) -> SavedModel:
             path=path,
             weights=path / "actor",
             tokenizer=path / "tokenizer",
-            settings=settings_for_use(metadata["config"], env_from_python=bool(metadata.get("env_from_python"))),
+            settings=settings_for_use(
+                _checked(metadata["config"], path), env_from_python=bool(metadata.get("env_from_python"))
+            ),
             metadata=metadata,
         )
     if not weights.has_weights(path):
@@ -149,6 +151,14 @@ def find_saved_model(path: str | Path) -> SavedModel:
             "of transformers or PEFT."
         )
     return SavedModel(path=path, weights=path, tokenizer=_tokenizer_beside(path), settings=_settings_beside(path))
+
+
+def _checked(settings: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+    """The settings of a checkpoint. :class:`RunConfig` checks those that it is used with; here are those that are shown."""
+    options, missing = options_of(RunConfig), RunConfig().as_json()
+    for name in ("algo", "lora_r", "model_path", "env_name", "final_episodes", "evaluation_episodes"):
+        check_value(f"{path}: {name}", settings.get(name, missing[name]), options[name].hint)
+    return {**missing, **settings}
 
 
 def for_run(config: RunConfig) -> dict[str, Any]:
