@@ -48,7 +48,7 @@ class Loader(yaml.SafeLoader):
         )
 
 
-def _integer(node: yaml.ScalarNode) -> int:
+def _integer(_: Any, node: Any) -> int:
     try:
         return int(node.value)
     except ValueError as error:  # of more digits than Python reads
@@ -61,7 +61,7 @@ Loader.yaml_implicit_resolvers = {
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?\d+$"), list("-+0123456789"))
-Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: _integer(node))
+Loader.add_constructor("tag:yaml.org,2002:int", _integer)
 _NUMBER = r"[-+]?(\d+\.?\d*([eE][-+]?\d+)?|\.\d+([eE][-+]?\d+)?|\.(inf|Inf|INF))|\.(nan|NaN|NAN)"
 Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(rf"^({_NUMBER})$"), list("-+.0123456789"))
 Loader.add_implicit_resolver(
