@@ -83,7 +83,7 @@ def paired_statistics(before: Mapping[str, Any], after: Mapping[str, Any]) -> Pa
         return None
     if before.get("task_digest") != after.get("task_digest"):
         raise ValueError(
-            f"The evaluations of {before['episodes']} and {after['episodes']} episodes are not of the same games; a paired "
+            f"The evaluations of {before.get('episodes')} and {after.get('episodes')} episodes are not of the same games; a paired "
             "comparison needs the same environments and their options, limits, prompts and opponent, and the same seed, stream and "
             "number of episodes."
         )

@@ -103,10 +103,19 @@ def _paired(run: RunFiles, earlier: Mapping[str, RunFiles]) -> str:
     return _NONE
 
 
-def _settings(runs: Mapping[str, RunFiles]) -> dict[str, Mapping[str, str]]:
+def _settings(runs: Mapping[str, RunFiles]) -> dict[str, dict[str, str]]:
     """Run -> its settings but for the seed; without runs that do not say."""
     known = {name: run.info["settings"] for name, run in runs.items() if "settings" in run.info}
-    return {name: {key: value for key, value in each.items() if key != "seed"} for name, each in known.items()}
+    return {
+        name: {key: _number(str(value)) for key, value in each.items() if key != "seed"} for name, each in known.items()
+    }
+
+
+def _number(text: str) -> str:
+    """A number as it is written today, where an earlier version wrote 1.0 for 1; other texts as they are."""
+    with suppress(ValueError):
+        return text.removesuffix(".0") if float(text).is_integer() else text
+    return text
 
 
 def _differing(runs: Mapping[str, RunFiles], known: Mapping[str, Mapping[str, str]]) -> list[str]:
@@ -135,15 +144,29 @@ def _differences(runs: Mapping[str, RunFiles]) -> list[str]:
 
 
 def _over_seeds(runs: Mapping[str, RunFiles]) -> str:
-    """A table of the runs that differ in nothing but their seed, where there are two or more of them: means, and the worst."""
+    """A table of the runs that differ in nothing but their seed, where there are two or more: means of those that have ended, and the worst."""
     lines = [_OVER_SEEDS]
     for label, names in _groups(runs).items():
-        group = [runs[name] for name in names]
-        after = [run.result["success_after"] for run in group if run.result.get("success_after") is not None]
-        if len({run.info.get("seed") for run in group}) > 1:
-            means = (_mean([_training(run) for run in group]), _mean([_before(run) for run in group]), _mean(after))
-            lines.append((label, str(len(group)), *means, _shown(min(after, default=None), ".3f")))
+        seeds = _by_seed([runs[name] for name in names])
+        ended = [run for run in seeds.values() if _has_ended(run)]
+        if len(seeds) > 1:
+            after = [run.result["success_after"] for run in ended]
+            means = (_mean([_training(run) for run in ended]), _mean([_before(run) for run in ended]), _mean(after))
+            count = str(len(seeds)) if len(ended) == len(seeds) else f"{len(ended)} of {len(seeds)}"
+            lines.append((label, count, *means, _shown(min(after, default=None), ".3f")))
     return _aligned(lines) if len(lines) > 1 else ""
+
+
+def _by_seed(runs: Sequence[RunFiles]) -> dict[Any, RunFiles]:
+    """Seed -> its run; of several runs of a seed, which are the same run again, the first that has ended, or the first."""
+    found: dict[Any, RunFiles] = {}
+    for run in sorted(runs, key=_has_ended, reverse=True):  # stable in reverse too
+        found.setdefault(run.info.get("seed"), run)
+    return found
+
+
+def _has_ended(run: RunFiles) -> bool:
+    return run.result.get("success_after") is not None
 
 
 def _groups(runs: Mapping[str, RunFiles]) -> dict[str, list[str]]:
@@ -218,20 +241,19 @@ def plot_runs(folders: Sequence[Path], path: Path) -> None:
     labels = {name: label for label, names in _groups(runs).items() if len(names) > 1 for name in names}
     colors: dict[str, str] = {}
     for name, run in runs.items():
-        label = labels.get(name, name)
-        new = label not in colors
-        color = colors.setdefault(label, f"C{len(colors) % 10}")
+        color = colors.setdefault(labels.get(name, name), f"C{len(colors) % 10}")
         training = [
             (each["rollout/steps"], each["rollout/success"]) for each in run.history if "rollout/success" in each
         ]
         for points, style in ((training, {"lw": 1, "alpha": 0.5}), (_held_out(run), {"marker": "o", "ms": 4})):
             if points:
                 axes.plot(*zip(*points, strict=True), color=color, **style)
-        axes.plot([], [], color=color, marker="o", ms=4, label=label if new else None)
     axes.set(xlabel="turns collected", ylabel="win rate", ylim=(0, 1.02))
     axes.set_title("training batches (lines) and held-out evaluations (points)", fontsize="medium")
     axes.grid(alpha=0.3)
-    legend = figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    handles = [axes.plot([], [], "o-", color=color, ms=4)[0] for color in colors.values()]
+    # Labels of their own: matplotlib hides those of lines that begin with "_", as a folder may.
+    legend = figure.legend(handles, [*colors], loc="outside lower center", ncols=2, frameon=False)
     for text in legend.get_texts():
         text.set_parse_math(False)  # a name with dollar signs is no formula
     drawn = BytesIO()

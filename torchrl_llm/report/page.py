@@ -142,7 +142,7 @@ class _Page:
         return {
             "title": files.info.get("title") or _title(files),
             "folder": files.folder.absolute().name,
-            "started": str(files.info.get("started", "")).replace("T", " ").replace("+00:00", " UTC"),
+            "started": f"{str(files.info['started'])[:19].replace('T', ' ')} UTC" if "started" in files.info else "",
             "model": files.info.get("model", ""),
             "seed": str(files.info.get("seed", files.result.get("seed", ""))),
             "stop": str(stop) if stop else "no result.json: it still runs, or was killed",

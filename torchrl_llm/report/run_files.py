@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ class RunFiles:
     Attributes:
         folder: the run's.
         info: ``run.json``, see :func:`torchrl_llm.trainers.run_info.run_info`; empty without it.
-        result: ``result.json``; empty without it.
+        result: ``result.json``; empty without it, and where the run was resumed since.
         before: ``evaluation_before.json``; empty without it.
-        after: ``evaluation_after.json``; empty without it.
+        after: ``evaluation_after.json``; empty without it, and where the result is not that of an end.
         history: the metrics of every iteration that are finite numbers, from ``metrics.csv``.
         recordings: files of recorded episodes: those before training, of training in order, after training.
     """
@@ -53,9 +53,10 @@ class RunFiles:
         names = ("run.json", "result.json", "evaluation_before.json", "evaluation_after.json")
         info, result, before, after = (read_json(folder / name, problems) for name in names)
         history, recordings = _history(folder / METRICS, problems), _recordings(folder / FOLDER)
-        if result.get("iterations", len(history)) < len(history):
-            # A resumed run is further than the end that the file tells of.
-            result, after, recordings = {}, {}, [path for path in recordings if path.stem != "after"]
+        if not _is_of(result, info, history):
+            result, recordings = {}, [path for path in recordings if path.stem != "after"]
+        if result.get("success_after") is None:
+            after = {}
         if not (info or result or before or history or recordings):
             raise FileNotFoundError(
                 f"{folder} holds nothing of a run (run.json, result.json, {METRICS}, {FOLDER}/): give the output_dir of one."
@@ -78,6 +79,13 @@ class RunFiles:
         except RecordingError as error:
             self.problems.append(one_line(str(error)))
             return None
+
+
+def _is_of(result: Mapping[str, Any], info: Mapping[str, Any], history: Sequence[Mapping[str, float]]) -> bool:
+    """Whether a result is that of the run's last start: a run that is resumed has that of its earlier end, perhaps in another setting."""
+    if result.get("iterations", len(history)) < len(history):
+        return False
+    return result.get("started", info.get("started")) == info.get("started")  # an earlier version did not say
 
 
 def _recordings(folder: Path) -> list[Path]:

@@ -87,6 +87,7 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "outcomes": _is_outcomes,
     "task_digest|beginnings|started|title|model|algo|stop_reason": _is_text,
     "paired": _is_paired,
+    "same_games": lambda value: isinstance(value, bool),
     "settings": _is_settings,
     "changed": _is_changed,
     "environment": _is_environment,

@@ -10,6 +10,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from torchrl_llm.fingerprint import fingerprint
 from torchrl_llm.modules import ActorCritic
 from torchrl_llm.trainers.schedule import run_share
 
@@ -26,6 +27,11 @@ class Callback:
         ...     def on_batch(self, trainer, rows, metrics):
         ...         metrics["my/advantage"] = rows["advantage"].abs().max().item()
     """
+
+    def fingerprint(self) -> str:
+        """What tells it from other callbacks, for ``torchrl-llm compare``: its class and its plain attributes."""
+        plain = {name: value for name, value in vars(self).items() if isinstance(value, str | int | float | None)}
+        return fingerprint((type(self), plain))
 
     def on_start(self, trainer: Any) -> None:
         """Before the first iteration."""

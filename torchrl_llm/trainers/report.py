@@ -142,7 +142,9 @@ class RunReport:
             before, after = ({} if each is None else each.metrics("evaluation") for each in (self.before, self.after))
             history = with_final(run.trainer.history, after)
             plot_learning_curve(history, out / "learning_curve.png", title=title, before=before)
-        if self.after is not None:
+        if self.after is None:
+            (out / "evaluation_after.json").unlink(missing_ok=True)  # of an earlier end, before a resume
+        else:
             _write_episodes(run, self.after, "after")
             write_json(self.after.statistics(), out / "evaluation_after.json")
             if run.config.export_merged:
@@ -195,6 +197,7 @@ class RunReport:
             "evaluation_faults": after and after.faults,
             "episodes": run.trainer.episodes,
             "iterations": run.trainer.iteration,
+            "started": run.opening.info["started"],
             "stop_reason": stop_reason,
             "wall_s": round(time.perf_counter() - wall, 1),
             "cpu_s": round(time.process_time() - cpu, 1),

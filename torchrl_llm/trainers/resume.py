@@ -19,7 +19,6 @@ from torchrl_llm.trainers.checkpoint_parts import config_changes, environment
 from torchrl_llm.trainers.config import HOW_TO_RUN, ConfigError, RunConfig
 from torchrl_llm.trainers.loggers import make_loggers, rewind_tensorboard
 from torchrl_llm.trainers.run_folder import RunFolder
-from torchrl_llm.trainers.run_info import run_info
 from torchrl_llm.trainers.trainer import LLMTrainer
 
 logger = logging.getLogger(__name__)
@@ -104,10 +103,17 @@ def _check_same(config: RunConfig, python_parts: Mapping[str, str], saved: dict[
 
 
 class Opening(Callback):
-    """Opens the run's folder and its loggers when training begins; building a run changes nothing on disk."""
+    """Opens the run's folder and its loggers when training begins; building a run changes nothing on disk.
 
-    def __init__(self, config: RunConfig, folder: RunFolder, start: Path | None) -> None:
-        self.config, self.folder, self.start, self.opened = config, folder, start, False
+    Args:
+        config: the settings.
+        folder: the run's.
+        start: the checkpoint that it continues, if any.
+        info: the content of ``run.json``.
+    """
+
+    def __init__(self, config: RunConfig, folder: RunFolder, start: Path | None, info: Mapping[str, Any]) -> None:
+        self.config, self.folder, self.start, self.info, self.opened = config, folder, start, info, False
         self.until_close = False  # the folder stays locked when training ends, because the caller writes there
 
     def on_start(self, trainer: LLMTrainer) -> None:
@@ -132,7 +138,7 @@ class Opening(Callback):
     def _begin_files(self) -> list[Logger]:
         """Write the first files of the folder; if this fails, the folder is put back as it was."""
         self.config.save(self.config.output_dir / "config.yaml")
-        write_json(run_info(self.config), self.config.output_dir / "run.json")
+        write_json(self.info, self.config.output_dir / "run.json")
         return make_loggers(self.config)
 
 

@@ -30,6 +30,7 @@ from torchrl_llm.trainers.checkpoint_parts import Optimizer, names_of_parts, sta
 from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.demonstrations import check_demonstrations
 from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.trainers.effective_settings import python_settings
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.granularity import with_granularity
 from torchrl_llm.trainers.health import HealthWatch
@@ -39,6 +40,7 @@ from torchrl_llm.trainers.opponents import make_opponent
 from torchrl_llm.trainers.recorder import RolloutRecorder
 from torchrl_llm.trainers.resume import Opening, accept_changes, find_start
 from torchrl_llm.trainers.run_folder import RunFolder
+from torchrl_llm.trainers.run_info import run_info
 from torchrl_llm.trainers.sources import check_length, load_tokenizer
 from torchrl_llm.trainers.teacher import check_teacher, load_teacher
 from torchrl_llm.trainers.trainer import LLMTrainer
@@ -233,6 +235,7 @@ def _build(
     folder = RunFolder(config)
     opened.callback(folder.close)
     python_parts = names_of_parts(env=env, make_env=make_env, make_loss=make_loss)
+    from_python = python_settings(env=env, make_env=make_env, make_loss=make_loss, callbacks=[*callbacks])
     start = distributed.on_main(lambda: find_start(config, folder, python_parts))  # before the models are loaded
     tokenizer = load_tokenizer(config)
     check_length(config, config.max_model_len)
@@ -286,7 +289,7 @@ def _build(
         python_parts=python_parts,
         components=components,
     )
-    opening = Opening(config, folder, None if start is None else start.path)
+    opening = Opening(config, folder, None if start is None else start.path, run_info(config, loss, from_python))
     seen_tasks = SeenTasks()
     # First: it locks and prepares the folder before another callback writes there.
     watchers: list[Callback] = [opening]
