@@ -364,6 +364,28 @@ class TestSaveAndLoad:
         pairs = zip(other.models.actor_parameters(), run.models.actor_parameters(), strict=True)
         assert all(torch.equal(*pair) for pair in pairs)
 
+    def test_the_optimizers_settings_stay_those_of_the_run(self, tmp_path):
+        path = self.trained(tmp_path, weight_decay=0.0, adam_beta2=0.999).save_checkpoint(tmp_path / "saved")
+        settings = {"lora_r": 4, "weight_decay": 0.1, "adam_beta2": 0.9, "lr_actor": 1e-4, "schedule": "constant"} | {"warmup_fraction": 0.0}
+        other = build_run(small_config(tmp_path / "two", "LLMPPO", **RUN | settings | {"max_iterations": 1}))
+        other.load_checkpoint(path)
+        other.trainer.train()
+        for group in other.trainer.optimizer.param_groups:
+            assert (group["weight_decay"], group["betas"], group["lr"]) == (0.1, (0.9, 0.9), 1e-4)
+        assert {int(state["step"]) for state in other.trainer.optimizer.state.values()} == {2}
+
+    def test_an_optimizer_of_other_parameters_changes_nothing(self, tmp_path):
+        settings = RUN | {"lora_r": 4, "max_iterations": 1}
+        one = build_run(small_config(tmp_path / "one", **settings))
+        one.trainer.train()
+        other = build_run(small_config(tmp_path / "two", "LLMPPO", **settings))
+        before = digest(other)
+        with pytest.raises(
+            CheckpointError, match=r"groups of \[28\] tensors; expected \[28, 30\].*load_optimizer=False"
+        ):
+            other.load_checkpoint(one.save_checkpoint(tmp_path / "saved"))
+        assert digest(other) == before
+
     def test_lora_only_or_with_the_merged_model(self, tmp_path):
         run = self.trained(tmp_path)
         path = run.save_checkpoint(tmp_path / "saved", lora_only=False)

@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from torchrl.collectors import BaseCollector, Collector
 from torchrl.data import ReplayBuffer
+from torchrl.objectives.value import ValueEstimatorBase
 from torchrl.record.loggers import Logger
 
 from torchrl_llm.collectors import EpisodeCollector
@@ -91,6 +92,8 @@ class TrainerBase:
         history: the metrics of every iteration.
         stop_reason: why the run ends; ``None`` while it runs.
         elapsed: seconds of training up to the last checkpoint.
+        loaded_loss_state: the estimator for which a checkpoint's state of the loss was loaded, and that state; ``None`` once training
+            has begun.
         skipped_in_a_row: optimizer steps that were skipped since the last one that was taken.
         unfinished: the metrics of an iteration that is to be evaluated and logged, in a run that was interrupted there.
         saved_iteration: the iteration of the last checkpoint; -1 before the first.
@@ -149,6 +152,7 @@ class TrainerBase:
         self.stop_reason: str | None = None
         self.unfinished: dict[str, float] | None = None
         self.saved_iteration = -1
+        self.loaded_loss_state: tuple[ValueEstimatorBase, dict[str, Any]] | None = None
         self.collector_state: dict[str, Any] | None = None
         self.start_clock()
 

@@ -31,14 +31,18 @@ from torchrl_llm.trainers import checkpoint_files as files
 from torchrl_llm.trainers.base import TrainerBase
 from torchrl_llm.trainers.checkpoint_parts import Collectors, Optimizer, environment, git_revision, states_of
 from torchrl_llm.trainers.finite import check_finite, not_finite
+from torchrl_llm.trainers.loss_state import LossState
 
 logger = logging.getLogger(__name__)
 
 NOT_EVALUATED = -1.0
 """The success rate, in a manifest, of an iteration without an evaluation."""
 
-_OWN = {"optimizer", "collector", "rng", "trainer", "scaler"}
-"""Names of the components of every run."""
+_OPTIONAL = {"scaler", "loss_state"}
+"""Names of components that only some runs have: those in float16, and those whose loss or estimator keeps something."""
+
+_OWN = {"optimizer", "collector", "rng", "trainer"} | _OPTIONAL
+"""Names of the components of runs."""
 
 LINKS = ("last", "best")
 """The links to checkpoints beside them. A copy of a run that follows links has folders of these names."""
@@ -250,7 +254,10 @@ class CheckpointStore:
 
         def write(root: Path) -> None:
             # The weights lie beside TorchRL's files, where PEFT and transformers look.
-            _states(trainer, shared, self.components).save(root, components=components, metadata=metadata)
+            states = _states(trainer, shared, self.components)
+            if not shared["loss_state"].state_dict():
+                del states["loss_state"]
+            states_of(**states).save(root, components=components, metadata=metadata)
             self.models.save_pretrained(root)
             if merged:
                 self.models.export_merged(root / "merged", self.tokenizer)
@@ -284,7 +291,7 @@ class CheckpointStore:
             except Exception as error:
                 raise CheckpointError(f"The weights of {path} cannot be loaded: {error}") from error
             # After the weights: reading those may draw random numbers, and the generators must be as they were saved.
-            _states(trainer, _shared(trainer), self.components).load(path)
+            _load_states(trainer, self.components, path, manifest["components"])
         said = {name: manifest["metadata"][name] for name in ("iteration", "steps")}
         found = {"iteration": trainer.iteration, "steps": trainer.steps}
         if said != found:
@@ -360,11 +367,20 @@ def _shared(trainer: TrainerBase) -> dict[str, Any]:
     """The components of a checkpoint that every rank holds a part of."""
     distributed = trainer.distributed
     collectors = Collectors(trainer.collector, distributed, trainer.collector_state)
-    return {"collector": collectors, "optimizer": Optimizer(trainer.optimizer, distributed)}
+    optimizer = Optimizer(trainer.optimizer, distributed)
+    return {"collector": collectors, "optimizer": optimizer, "loss_state": LossState(trainer)}
 
 
-def _states(trainer: TrainerBase, shared: Mapping[str, Any], components: Mapping[str, Any]) -> Checkpoint:
+def _states(trainer: TrainerBase, shared: Mapping[str, Any], components: Mapping[str, Any]) -> dict[str, Any]:
     states = {**components, **shared, "rng": GlobalRNGState(), "trainer": trainer}
     if (scaler := trainer.accelerator.scaler) is not None:
         states["scaler"] = scaler
-    return states_of(**states)
+    return states
+
+
+def _load_states(trainer: TrainerBase, components: Mapping[str, Any], path: str | Path, saved: Collection[str]) -> None:
+    """Load all components; a loss's state, and a loss scale, only where the checkpoint has one."""
+    states = _states(trainer, _shared(trainer), components)
+    states_of(**{name: states[name] for name in states if name in saved or name not in _OPTIONAL}).load(path)
+    if "loss_state" not in saved:  # of a loss without any, or of an earlier version
+        states["loss_state"].load_state_dict({})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,16 +43,36 @@ class State(StateDictCheckpointAdapter):
         super().load(component, path, **options)
 
 
+class Held:
+    """Takes the state of a component, to be looked at before anything is changed."""
+
+    state: Any = None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the state."""
+        self.state = state_dict
+
+
+def read_states(path: str | Path, *names: str) -> dict[str, Any]:
+    """The states of the components ``names`` of a checkpoint; nothing is loaded."""
+    held = {name: Held() for name in names}
+    states_of(**held).load(path)
+    return {name: each.state for name, each in held.items()}
+
+
 class Optimizer:
     """The optimizer of all ranks as one component of a checkpoint, in the same format however its state is sharded.
 
     Args:
         optimizer: this rank's.
         distributed: all ranks; each calls :meth:`gather` before the first one saves, and loads.
+        keep: options of the parameter groups, such as ``"weight_decay"``, that stay as they are when a state is loaded.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, distributed: Distributed) -> None:
-        self.optimizer, self.distributed = optimizer, distributed
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, distributed: Distributed, *, keep: Collection[str] = ()
+    ) -> None:
+        self.optimizer, self.distributed, self.keep = optimizer, distributed, keep
         self._state: dict[str, Any] = {}
 
     def gather(self) -> None:
@@ -63,14 +83,35 @@ class Optimizer:
         """The state that :meth:`gather` found."""
         return self._state
 
+    def check(self, state_dict: dict[str, Any]) -> None:
+        """Refuse the state of an optimizer of other parameters.
+
+        Raises:
+            CheckpointError: the parameter groups are not as many or not as large as those here.
+        """
+        theirs, ours = (
+            [len(group["params"]) for group in groups]
+            for groups in (state_dict["param_groups"], self.optimizer.param_groups)
+        )
+        if theirs != ours:
+            raise CheckpointError(
+                f"The checkpoint's optimizer has parameter groups of {theirs} tensors; expected {ours}, as the one here has (actor, then "
+                "critic). Load the weights alone (load_optimizer=False), or give the run the algorithm and networks of the checkpoint."
+            )
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state, or this rank's shard of it."""
-        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        self.check(state_dict)
+        groups = self.optimizer.param_groups
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        kept = [{name: group[name] for name in self.keep if name in group} for group in groups]
         state = {
             index: {name: shard_like(parameters[int(index)], value) for name, value in values.items()}
             for index, values in state_dict["state"].items()
         }
         self.optimizer.load_state_dict(state_dict | {"state": state})
+        for group, own in zip(self.optimizer.param_groups, kept, strict=True):
+            group |= own
 
 
 class Collectors:

@@ -26,7 +26,7 @@ from torchrl_llm.trainers import build
 from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReference
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import verify
-from torchrl_llm.trainers.checkpoint_parts import Optimizer, names_of_parts, states_of
+from torchrl_llm.trainers.checkpoint_parts import Optimizer, names_of_parts, read_states
 from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.demonstrations import check_demonstrations
 from torchrl_llm.trainers.distributed import Distributed
@@ -35,6 +35,7 @@ from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.granularity import with_granularity
 from torchrl_llm.trainers.health import HealthWatch
 from torchrl_llm.trainers.loggers import MetricsTable
+from torchrl_llm.trainers.loss_state import LossState
 from torchrl_llm.trainers.memory import with_max_tokens
 from torchrl_llm.trainers.opponents import make_opponent
 from torchrl_llm.trainers.recorder import RolloutRecorder
@@ -141,6 +142,8 @@ class Run:
     ) -> None:
         """Take weights, and the optimizer's state, from a checkpoint; counters and tasks stay (``resume`` is exact).
 
+        The settings of the optimizer stay those of this run. A loss or an estimator that keeps a state gets the checkpoint's.
+
         Args:
             path: what :meth:`save_checkpoint` or the trainer saved.
             load_optimizer: read the optimizer's state, if the checkpoint has one and its parameters are the ones here.
@@ -148,15 +151,24 @@ class Run:
                 :meth:`~torchrl_llm.modules.ActorCritic.load_pretrained`. Merged adapters begin with a fresh optimizer.
 
         Raises:
-            CheckpointError: the checkpoint is damaged, or has no optimizer to load.
+            CheckpointError: the checkpoint is damaged, or has no optimizer to load, or one of other parameters. Nothing has
+                changed then.
             ConfigError: adapters would be merged, and there are several processes, which share the old ones.
         """
         if merge_lora_configs:
             self.trainer.distributed.check_replaceable()
         load_optimizer = load_optimizer and not merge_lora_configs
-        manifest = verify(path)
-        if load_optimizer and "optimizer" not in manifest["components"]:
+        saved = verify(path)["components"]
+        if load_optimizer and "optimizer" not in saved:
             raise CheckpointError(f"{path} has no optimizer: pass load_optimizer=False.")
+        wanted = [
+            name for name, read in (("optimizer", load_optimizer), ("loss_state", True)) if read and name in saved
+        ]
+        states = read_states(path, *wanted)
+        # The settings of the run, which the state of the checkpoint holds too, are those of this one.
+        optimizer = Optimizer(self.trainer.optimizer, self.trainer.distributed, keep=build.adamw_options(self.config))
+        if load_optimizer:
+            optimizer.check(states["optimizer"])  # before weights are changed
         with self.trainer.distributed.full_state_on_cpu(read=True):
             self.models.load_pretrained(
                 path,
@@ -164,8 +176,10 @@ class Run:
                 overwrite_critic_adapter=overwrite_critic_adapter,
                 merge_lora_configs=merge_lora_configs,
             )
+            if "loss_state" in states:
+                LossState(self.trainer).load_state_dict(states["loss_state"])
         if load_optimizer:
-            states_of(optimizer=Optimizer(self.trainer.optimizer, self.trainer.distributed)).load(path)
+            optimizer.load_state_dict(states["optimizer"])
         elif merge_lora_configs:
             self.trainer.replace_optimizer(build.make_optimizer(self.config, self.models))
         if self.weight_sync is None:

@@ -22,6 +22,7 @@ from torchrl_llm.record import credit_metrics, rollout_metrics, staleness, throu
 from torchrl_llm.record.metrics import CREDIT_KEYS, ROLLOUT_KEYS
 from torchrl_llm.trainers.base import Evaluator, TrainerBase
 from torchrl_llm.trainers.evaluation import checked_metrics
+from torchrl_llm.trainers.loss_state import settle
 from torchrl_llm.trainers.saving import RunSaver
 from torchrl_llm.trainers.schedule import entropy_fraction, is_due, kl_fraction, limit_reached, success_reached
 from torchrl_llm.trainers.update import RowScorer, Updater
@@ -104,6 +105,7 @@ class LLMTrainer(TrainerBase):
             Interrupted: a signal has come; it ends the process with the signal's exit code if nobody catches it.
         """
         self.start_clock()
+        settle(self)
         self.check_options()  # again: the estimator may be another
         resume = "resume=True and else the same settings, without overwrite and resume_from"
         # They end from right to left: the run is saved before the collector shuts down, and the handlers go last.

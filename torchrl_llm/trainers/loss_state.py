@@ -1,0 +1,84 @@
+"""What a loss and its estimator keep from one iteration to the next, beside the networks: :class:`LossState`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchrl_llm.objectives import TurnPolicyLoss
+from torchrl_llm.trainers.base import TrainerBase
+
+logger = logging.getLogger(__name__)
+
+
+class LossState:
+    """The state of a loss and its estimator as one component of a checkpoint: their ``state_dict`` without the networks'.
+
+    Buffers, parameters and what ``get_extra_state`` returns belong to it: a baseline or a coefficient that is learned, say.
+
+    Args:
+        run: the trainer; every rank calls :meth:`gather` before the first one saves, and loads.
+    """
+
+    def __init__(self, run: TrainerBase) -> None:
+        self.run = run
+        self._state: dict[str, Any] = {}
+
+    def gather(self) -> None:
+        """Gather the state on the first rank."""
+        self._state = self.run.distributed.full_state(own_state(self.run.loss))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that :meth:`gather` found; empty for the losses of this library."""
+        return self._state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what the loss and its estimator have a place for; :func:`settle` warns of the rest, when training begins."""
+        _load(self.run.loss, state_dict)
+        self.run.loaded_loss_state = (self.run.loss.value_estimator, dict(state_dict))
+
+
+def own_state(loss: TurnPolicyLoss) -> dict[str, Any]:
+    """The ``state_dict`` of ``loss`` and its estimator, without the weights and buffers of actor and critic."""
+    networks = [network for network in (loss.actor_network, loss.critic_network) if network is not None]
+    inside = {id(module) for network in networks for module in network.modules()}
+    prefixes = tuple(f"{name}." for name, module in loss.named_modules(remove_duplicate=False) if id(module) in inside)
+    # By identity too: a loss may hold the networks' tensors under further names, as that of a shared trunk does.
+    shared = {id(tensor) for network in networks for tensor in (*network.parameters(), *network.buffers())}
+    found = loss.state_dict(keep_vars=True).items()
+    own = {name: value for name, value in found if not name.startswith(prefixes) and id(value) not in shared}
+    return {name: value.detach() if torch.is_tensor(value) else value for name, value in own.items()}
+
+
+def _fitting(loss: TurnPolicyLoss, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of ``state`` that have a place in ``loss``."""
+    own = own_state(loss)
+    return {name: value for name, value in state.items() if name in own and _shape(value) == _shape(own[name])}
+
+
+def _shape(value: Any) -> object:
+    return value.shape if torch.is_tensor(value) else None
+
+
+def _load(loss: TurnPolicyLoss, state: Mapping[str, Any]) -> None:
+    # Not strict: the networks' weights are read from files of their own.
+    loss.load_state_dict(_fitting(loss, state), strict=False)
+
+
+def settle(run: TrainerBase) -> None:
+    """End loading when training begins: an estimator made since then gets its state, and what has no place is named."""
+    if run.loaded_loss_state is None:
+        return
+    estimator, state = run.loaded_loss_state
+    run.loaded_loss_state = None
+    if run.loss.value_estimator is not estimator:
+        _load(run.loss, state)
+    if left := sorted((own_state(run.loss).keys() | state.keys()) - _fitting(run.loss, state).keys()):
+        logger.warning(
+            "the checkpoint's state of %s and its estimator is not that of the one here: %s begin as new",
+            type(run.loss).__name__,
+            ", ".join(left),
+        )
