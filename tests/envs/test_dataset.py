@@ -323,7 +323,7 @@ class TestOptions:
         given = {
             "num_envs": 4, "max_model_len": 99, "max_output_tokens": 9, "max_turns": 1, "overflow": "truncate",
             "group_size": 2, "weights": None, "max_faults": 5, "num_threads": 3, "step_timeout": 7.0, "system_prompt": "S",
-            "template": "raw", "history": "append", "chat_template_kwargs": {"a": 1}, "success_reward": 0.5,
+            "template": "raw", "history": "append", "chat_template_kwargs": {"a": 1}, "missing_thinking": "empty", "success_reward": 0.5,
             "success_by": None, "on_done": "idle", "stream": "test", "seed": 8, "worker": 1, "num_workers": 2,
             "device": "cpu", "tokenizer": tokenizer,
         }  # fmt: skip
@@ -355,4 +355,5 @@ class TestOptions:
         )
         assert [getattr(env, name) for name in names] == [given[name] for name in names]
         assert env.batch_size == (4,)
+        assert env.formatter.missing_thinking == "empty"
         assert tokenizer.decode(env.formatter.start("Q")).startswith("S")

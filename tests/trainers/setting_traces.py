@@ -339,6 +339,17 @@ def forgetful(place: Path) -> str:
     return other_tokenizer(place, add="{{ messages | length }}")
 
 
+def thinker(place: Path) -> str:
+    """The tiny model's tokenizer with a template that opens a thought for the assistant."""
+    tokenizer, where = load_tiny_tokenizer(), place / "thinker"
+    tokenizer.chat_template = tokenizer.chat_template.replace(
+        "assistant\n{% endif %}", "assistant\n<think>\n{% endif %}"
+    )
+    assert "<think>" in tokenizer.chat_template
+    tokenizer.save_pretrained(where)
+    return str(where)
+
+
 def remote_code(place: Path) -> str:
     """A model whose configuration comes as code."""
     where = place / "remote"

@@ -41,6 +41,7 @@ from setting_traces import (
     remote_code,
     scripted,
     shown,
+    thinker,
     trained,
     works,
 )
@@ -141,6 +142,10 @@ LAW: dict[str, list[Case]] = {
     "chat_template": [works(PLAIN), idle(PLAIN, template="raw")],
     "history": [works("append", tokenizer_path=forgetful), idle("append", template="raw")],
     "chat_template_kwargs": [works({"mood": "wild"}, tokenizer_path=other_tokenizer), idle({"mood": "x"}, template="raw")],
+    "missing_thinking": [
+        works("empty", "SFT", tokenizer_path=thinker, max_output_tokens=32),
+        idle("empty", template="raw"),
+    ],
     # sampling
     "temperature": [works(0.7)],
     "top_k": [works(2)],

@@ -3,6 +3,7 @@
 Policies, losses and collectors share the keys of :mod:`torchrl_llm.keys` with them, and nothing else.
 """
 
+from torchrl_llm.envs.answers import MissingThinkingError
 from torchrl_llm.envs.chat import (
     CHATML,
     ChatFormatter,
@@ -15,6 +16,7 @@ from torchrl_llm.envs.extras import Extras, text_key
 from torchrl_llm.envs.games import Game, SelfPlayEnv
 from torchrl_llm.envs.gem_catalog import GEM_CLASSES, MissingGEMError, divide_rows
 from torchrl_llm.envs.isolation import IsolatedEnv
+from torchrl_llm.envs.response import Response
 from torchrl_llm.envs.rewards import RewardError, RewardTimeoutError, Row, WantedColumns
 from torchrl_llm.envs.slots import PromptTooLongError, Reply, Slot
 from torchrl_llm.envs.tasks import SeenTasks, Stage, TaskIdentity, TaskSampler, TaskSpec, task_of
@@ -47,11 +49,13 @@ __all__ = [
     "IsolatedEnv",
     "MissingChatTemplateError",
     "MissingGEMError",
+    "MissingThinkingError",
     "NotAppendOnlyError",
     "PromptDatasetEnv",
     "PromptFormatter",
     "PromptTooLongError",
     "Reply",
+    "Response",
     "RewardError",
     "RewardTimeoutError",
     "Row",

@@ -16,8 +16,10 @@ from tokenizers import Tokenizer
 from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerBase
 
+from torchrl_llm.envs.answers import AnswerForm, MissingThinking
+from torchrl_llm.envs.response import Response, text_behind_thinking
 from torchrl_llm.envs.template_probe import History, probe_template
-from torchrl_llm.envs.template_properties import Frame, TemplateProperties, write_answer
+from torchrl_llm.envs.template_properties import Frame, TemplateProperties
 from torchrl_llm.options import Checked
 from torchrl_llm.rendering import Renderer, Role
 from torchrl_llm.stops import control_tokens, token_pattern
@@ -120,6 +122,8 @@ class ChatFormatter(Checked):
         history: what to do with a template that rewrites history: ``"refuse"`` (default) or ``"append"``.
         system_prompt: text of the system message; ``None`` leaves it to the template.
         chat_template_kwargs: passed on to the template, such as ``{"enable_thinking": False}``.
+        missing_thinking: what to do with an answer that nobody sampled (:meth:`answer`) and that has no thought, where the
+            template opens one for the assistant: ``"refuse"`` it (default), or close the thought before it (``"empty"``).
 
     Attributes:
         properties: what the template does, found out by trying it (:mod:`torchrl_llm.envs.template_probe`).
@@ -158,12 +162,14 @@ class ChatFormatter(Checked):
         history: History = "refuse",
         system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        missing_thinking: MissingThinking = "refuse",
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
         self.history = history
         self.system_prompt = system_prompt
         self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        self.missing_thinking = missing_thinking
         added = control_tokens(tokenizer)
         self._control = {str(token): token for token in added.values()}
         # The unknown token stands for text without a token of its own; it steers nothing.
@@ -172,8 +178,10 @@ class ChatFormatter(Checked):
         self._added = token_pattern(self._control)
         self._spaces_text = _puts_space_before_text(tokenizer)
         self._bos: tuple[int, ...] = ()
-        self._render: Renderer | None = None
-        self.properties = self._raw_properties() if template == "raw" else self._probe()
+        render = None if template == "raw" else Renderer(tokenizer, **self._rendering())
+        self.properties = self._raw_properties() if render is None else probe_template(render, self._control, history)
+        self._form = AnswerForm(render, self.properties, missing_thinking)
+        self._in_thought = self._form.is_open("")  # where a response begins
         # Tokens that a template writes within answers, such as those around thinking.
         self._within = {i for i, token in added.items() if any(str(token) in pair for pair in self.properties.pairs)}
         self._ends = {role: self._id(frame.end) for role, frame in self.properties.frames.items()}
@@ -217,17 +225,24 @@ class ChatFormatter(Checked):
         role = next((other for other in (role, *self._ends) if self._ends[other] == last is not None), role)
         return self._encode_feedback(message, role, last is not None and self._ends[role] == last)
 
-    def decode(self, response: Sequence[int]) -> str:
-        """The text of a response for the environment: without the token that ended it, with everything else."""
+    def decode(self, response: Sequence[int]) -> Response:
+        """A response as the environment gets it: its text, without the token that ended it and with the thought that the prompt
+        opened for it; and the answer behind the thinking beside it.
+        """
         if len(response) and (response[-1] in self.stop_ids or response[-1] in self.end_of_turn_ids):
             response = response[:-1]
         # Cleaning up would remove spaces before punctuation: the environment would get another text than was sampled.
-        return str(self.tokenizer.decode(response, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        text = str(self.tokenizer.decode(response, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        whole = self.properties.opens + text if self._in_thought else text
+        return Response(whole, text=text_behind_thinking(whole, self.properties.thinks, opened=self._in_thought))
 
     def answer(self, text: str, *, role: Role = "user") -> tuple[int, ...]:
         """The ids of an answer that nobody sampled, such as a scripted player's: those of ``text``, and the end of the turn.
 
-        Markup that the tokenizer has tokens for, such as ``<think>``, becomes these tokens, as a model would write it.
+        They continue a prompt as a sampled response does, in the form in which the template writes such a message
+        (:mod:`torchrl_llm.envs.answers`): a thought that the prompt opens is not opened again, and where the template trims
+        answers, ``text`` is trimmed. Markup that the tokenizer has tokens for, such as ``<think>``, becomes these tokens, as a model
+        would write it.
 
         Args:
             text: the answer.
@@ -235,18 +250,18 @@ class ChatFormatter(Checked):
 
         Raises:
             ControlTokenError: the text holds a special token, which would end the turn or change the context.
+            MissingThinkingError: the template opens a thought, which the text does not close, and ``missing_thinking`` does not
+                allow it.
             ValueError: it is no Unicode text: it holds half of a surrogate pair.
         """
         _check_unicode(text)
-        frame = self.properties.frames[role]
-        ids = self.encode_answer(self._as_written(text) + frame.closing)
-        special = [i for i in ids if i in self._special_ids and i not in self._within]
-        if special:
+        if special := [i for i in self.encode_answer(text) if i in self._special_ids - self._within]:
             raise ControlTokenError(
                 f"The answer {text[:80]!r} holds {self.tokenizer.convert_ids_to_tokens(special[0])!r}, a special token of the "
                 f"tokenizer {self.tokenizer.name_or_path!r}: leave it out; the end of the turn is added."
             )
         end = self._ends[role]
+        ids = self.encode_answer(self._form(text) + self.properties.frames[role].closing)
         return (*ids, *(self.end_of_turn_ids[:1] if end is None else (end,)))
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
@@ -257,10 +272,6 @@ class ChatFormatter(Checked):
     def _last_token(self, text: str) -> int:
         """Where the last control token of a text begins."""
         return max((match.start() for match in self._added.finditer(text)), default=0)
-
-    def _as_written(self, text: str) -> str:
-        """An answer in the form in which the template writes it as the last message."""
-        return text if self._render is None else write_answer(self._render, self.properties, text)
 
     def _render_start(self, message: str) -> tuple[int, ...]:
         return (*self._bos, *self._encode(self.properties.first, message))
@@ -327,7 +338,5 @@ class ChatFormatter(Checked):
         first = Frame(f"{self.system_prompt}\n\n" if self.system_prompt else "", "\n")
         return TemplateProperties(first, dict.fromkeys(get_args(Role), Frame("\n", "\n")))
 
-    def _probe(self) -> TemplateProperties:
-        kwargs = self.chat_template_kwargs
-        self._render = Renderer(self.tokenizer, system_prompt=self.system_prompt, chat_template_kwargs=kwargs)
-        return probe_template(self._render, self._control, self.history)
+    def _rendering(self) -> dict[str, Any]:
+        return {"system_prompt": self.system_prompt, "chat_template_kwargs": self.chat_template_kwargs}

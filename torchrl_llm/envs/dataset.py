@@ -27,7 +27,7 @@ from torchrl_llm.envs.rewards import Grader, Question, RewardFn, Row, WantedColu
 from torchrl_llm.envs.tasks import Stream, TaskSampler, TaskSpec
 from torchrl_llm.envs.tensors import chosen_slots, responses_of
 from torchrl_llm.envs.text_env import EnvSpec
-from torchrl_llm.options import Positive
+from torchrl_llm.options import Positive, options_of
 
 SPLITS: dict[Stream, tuple[str, ...]] = {"train": ("train",), "eval": ("validation", "test"), "test": ("test",)}
 """The splits that a stream may read; it reads the first one there is."""
@@ -217,12 +217,14 @@ class PromptFormatter(ChatFormatter):
         tokenizer: a transformers tokenizer.
         conversation_template: messages ``{"role": ..., "content": ...}``: a system message or none, then user and assistant
             in turn (worked examples), with ``{question}`` in a user message. A last message of the assistant is the beginning
-            of the response; it is part of the prompt, and the reward function does not get it.
+            of the response; it is part of the prompt, and the reward function does not get it. Answers are written as
+            :meth:`~torchrl_llm.envs.chat.ChatFormatter.answer` writes them.
         system_prompt: the system message, if the conversation template has none.
         kwargs: see :class:`~torchrl_llm.envs.chat.ChatFormatter`.
 
     Raises:
         ValueError: the roles are in another order, or no user message holds ``{question}``.
+        MissingThinkingError: an answer does not close the thought that the template opens.
 
     Examples:
         >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
@@ -248,9 +250,12 @@ class PromptFormatter(ChatFormatter):
             system_prompt = messages.pop(0)[1]
         self._check(messages)
         contents = [content for _, content in messages]
-        self._prefill = contents.pop() if len(contents) % 2 == 0 else ""
-        self._message, self._examples = contents[0], list(zip(contents[1::2], contents[2::2], strict=True))
+        prefill = contents.pop() if len(contents) % 2 == 0 else ""
         super().__init__(tokenizer, system_prompt=system_prompt, **kwargs)
+        answers = [self.encode_answer(self._form(answer)) for answer in contents[1::2]]
+        self._message, self._examples = contents[0], list(zip(answers, contents[2::2], strict=True))
+        begun = self._form.beginning(prefill)
+        self._prefill, self._in_thought = self.encode_answer(begun), self._form.is_open(begun)
 
     @staticmethod
     def _check(messages: list[tuple[str, str]]) -> None:
@@ -267,9 +272,8 @@ class PromptFormatter(ChatFormatter):
         """The ids of the prompt that asks the question ``message``."""
         ids = super().start(self._message.replace(PLACEHOLDER, message))
         for answer, question in self._examples:
-            answer_ids = self.encode_answer(answer)
-            ids = (*ids, *answer_ids, *self.feedback(answer_ids, question.replace(PLACEHOLDER, message)))
-        return (*ids, *self.encode_answer(self._prefill))
+            ids = (*ids, *answer, *self.feedback(answer, question.replace(PLACEHOLDER, message)))
+        return (*ids, *self._prefill)
 
 
 _ONE_TURN: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -305,8 +309,9 @@ class PromptDatasetEnv(GEMEnv):
     Args:
         dataset: a mapping from split to rows (such as a ``datasets.DatasetDict``), or rows alone: the split ``"train"``. Rows
             are a list of dicts, a Hugging Face ``Dataset``, or the path of a JSONL file.
-        reward_fn: ``reward_fn(completion, answer, question) -> float``. ``completion`` is the response without its
-            end-of-turn token, ``answer`` what the dataset has. Further parameters are columns, passed by name: those that it
+        reward_fn: ``reward_fn(completion, answer, question) -> float``. ``completion`` is the
+            :class:`~torchrl_llm.envs.Response`: a string without its end-of-turn token, with the answer behind the thinking as its
+            ``text``; ``answer`` is what the dataset has. Further parameters are columns, passed by name: those that it
             names (one with a default may be missing), and all others if it has ``**kwargs`` and no ``*args``. If it is an
             ``async def``, the calls of a step run concurrently in one event loop, which lives as long as the environment. A
             plain function sees the global generators seeded by the row, and is called from one thread at a time unless it
@@ -321,7 +326,8 @@ class PromptDatasetEnv(GEMEnv):
         shuffle: a new order in every epoch of training; default True. Evaluation keeps the order of the dataset.
         num_envs: slots N; default 1. A multiple of ``group_size``.
         stream: ``"train"`` (default), ``"eval"`` or ``"test"``.
-        system_prompt, template, history, chat_template_kwargs: see :class:`~torchrl_llm.envs.chat.ChatFormatter`.
+        system_prompt, template, history, chat_template_kwargs, missing_thinking: see
+            :class:`~torchrl_llm.envs.chat.ChatFormatter`.
         options: see :class:`~torchrl_llm.envs.GEMEnv`. What means nothing to questions of one turn is refused: ``max_turns``
             other than 1, ``overflow="slide"``, ``success_by``, ``weights``.
 
@@ -364,8 +370,7 @@ class PromptDatasetEnv(GEMEnv):
         **options: Any,
     ) -> None:
         _check_options(options)
-        names = ("system_prompt", "template", "history", "chat_template_kwargs")
-        rendering = {name: options.pop(name) for name in names if name in options}
+        rendering = {name: options.pop(name) for name in options_of(ChatFormatter) if name in options}
         formatter = PromptFormatter(tokenizer, conversation_template=conversation_template, **rendering)
         wanted = WantedColumns.of(reward_fn, batched=batched)
         rows = _rows_of(dataset, stream, {"question": question, "answer": answer, "wanted": wanted})

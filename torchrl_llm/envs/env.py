@@ -22,6 +22,7 @@ from torchrl.envs import EnvBase
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_llm import keys
+from torchrl_llm.envs.answers import MissingThinking
 from torchrl_llm.envs.chat import ChatFormatter, Template
 from torchrl_llm.envs.extras import merged_kinds
 from torchrl_llm.envs.isolation import MAX_THREADS, revoke_global_rng
@@ -91,7 +92,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             the fastest for environments that answer in microseconds; with ``step_timeout`` one a slot, 32 at most.
         step_timeout: seconds that one reset or step may take; waiting for other environments does not count. Default
             none. It needs threads. :class:`~torchrl_llm.collectors.AsyncTurnCollector` has threads and a limit of its own.
-        system_prompt, template, history, chat_template_kwargs: see :class:`~torchrl_llm.envs.ChatFormatter`.
+        system_prompt, template, history, chat_template_kwargs, missing_thinking: see :class:`~torchrl_llm.envs.ChatFormatter`.
         success_reward: an episode is a success if it terminates with at least this; default 1.0. Where the environment says
             ``info["success"]`` as it terminates, that decides. If 64 episodes of an environment were lost and one of them
             earned half as much, a warning asks whether that was meant.
@@ -149,6 +150,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         template: Template = "chat",
         history: History = "refuse",
         chat_template_kwargs: dict[str, Any] | None = None,
+        missing_thinking: MissingThinking = "refuse",
         success_reward: float = 1.0,
         success_by: SuccessBy | None = None,
         on_done: OnDone = "refill",
@@ -179,6 +181,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             history=history,
             system_prompt=system_prompt,
             chat_template_kwargs=chat_template_kwargs,
+            missing_thinking=missing_thinking,
         )
         self.task_sampler = TaskSampler(
             seed=seed,

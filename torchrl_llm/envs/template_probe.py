@@ -21,7 +21,8 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from torchrl_llm.envs.template_properties import Frame, Pair, TemplateProperties
+from torchrl_llm.envs.response import THINKING, Pair
+from torchrl_llm.envs.template_properties import Frame, TemplateProperties
 from torchrl_llm.rendering import ChatTemplateError, Message, Renderer
 from torchrl_llm.stops import answer_end, token_pattern
 
@@ -130,6 +131,7 @@ class _Probe:
             closes=self._closes,
             writes=self._writes,
             pairs=tuple(self._pairs),
+            thinks=self._thinks(),
             thinking_field=field,
             trims_answers=self._trims_answers(),
             tail=self._last.rpartition(_answered(0))[2],
@@ -186,6 +188,22 @@ class _Probe:
         if not self._followed.startswith(self._prompt):
             return ""
         return self._followed.removeprefix(self._prompt).partition(_answered(0))[0]
+
+    def _thinks(self) -> Pair:
+        opened = [pair for pair in self._pairs if pair[0] in self._opens]
+        fields = [pair for text in self._fields.values() if (pair := self._unclosed(text.partition(_THOUGHT)[0]))]
+        known = [self._unclosed(self._opens), *opened, *fields]
+        found = next((pair for pair in known if pair is not None), None)
+        return found or next(filter(self._is_dropped, self._pairs), THINKING)
+
+    def _is_dropped(self, pair: Pair) -> bool:
+        """Whether the template leaves out what stands within a pair before an earlier answer."""
+        said = Message("assistant", f"{pair[0]}{_THOUGHT}{pair[1]}{_answered(0)}")
+        try:
+            text = self.render([_QUESTION, said, _REPLY])
+        except ChatTemplateError:
+            return False
+        return _THOUGHT not in text and _answered(0) in text
 
     def _trims_answers(self) -> bool:
         padded = self.render([_QUESTION, Message("assistant", f" \n{_answered(0)}\n "), _REPLY])

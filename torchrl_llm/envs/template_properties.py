@@ -1,4 +1,4 @@
-"""What a chat template does, as one object: :class:`TemplateProperties`; and answers as it writes them: :func:`write_answer`."""
+"""What a chat template does, as one object: :class:`TemplateProperties`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchrl_llm.rendering import Message, Renderer, Role
-
-Pair = tuple[str, str]
+from torchrl_llm.envs.response import THINKING, Pair
+from torchrl_llm.rendering import Role
 
 
 class Frame(NamedTuple):
@@ -45,6 +44,8 @@ class TemplateProperties:
         writes: what the template writes between the generation prompt and a plain answer, such as an empty thought, or what closes
             the one that ``opens`` has; a model writes that itself.
         pairs: opening and closing tokens that may enclose thinking.
+        thinks: the pair that does: the one that the prompt opens, or that the template writes around a thought of a message, or
+            that it drops with what is in it; else ``("<think>", "</think>")``.
         thinking_field: the field of a message that holds its thinking, such as ``reasoning_content``; ``None``: the content does.
         trims_answers: whether the template strips the white space around an answer.
         tail: what the template writes behind the last answer.
@@ -58,39 +59,9 @@ class TemplateProperties:
     closes: str | None = None
     writes: str = ""
     pairs: tuple[Pair, ...] = ()
+    thinks: Pair = THINKING
     thinking_field: str | None = None
     trims_answers: bool = False
     tail: str = ""
     has_tool_role: bool = False
     shows_date: bool = False
-
-
-def write_answer(render: Renderer, found: TemplateProperties, text: str) -> str:
-    """An answer in the form in which the template writes it as the last message, behind the generation prompt.
-
-    So it is trimmed where the template trims it, what the prompt has opened is taken off its beginning, and what the template adds
-    (an empty thought, a space) is added.
-
-    Args:
-        render: the template.
-        found: what it does.
-        text: the answer, with its thinking if it has some.
-
-    Returns:
-        The text behind the prompt, without the token that ends the answer; ``text`` itself if the template writes the last answer
-        behind something else than its generation prompt.
-
-    Examples:
-        >>> from torchrl_llm.testing.tokenizers import byte_tokenizer
-        >>> from torchrl_llm.envs import ChatFormatter
-        >>> template = "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}{% endfor %}{{ '[assistant]' if add_generation_prompt }}"
-        >>> tokenizer = byte_tokenizer(chat_template=template)
-        >>> write_answer(Renderer(tokenizer), ChatFormatter(tokenizer).properties, " 5\\n")
-        '5'
-    """
-    question = Message("user", "q")
-    prompt = render([question])
-    last = render([question, Message("assistant", text)], prompt=False)
-    if not (last.startswith(prompt) and last.endswith(found.tail)):
-        return text
-    return last.removeprefix(prompt).removesuffix(found.tail)

@@ -52,7 +52,10 @@ class TextEnv(Protocol):
         """Start an episode; return ``(text, info)``."""
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Process a response; return ``(text, reward, terminated, truncated, info)``.
+        """Process a response, a :class:`~torchrl_llm.envs.Response`; return ``(text, reward, terminated, truncated, info)``.
+
+        ``action`` is the whole response, with the thought that the chat template opened for it; ``action.text`` is the answer
+        behind the thinking.
 
         ``info["success"]``, where it is given with the termination, says whether the episode is a success; without it the
         reward decides.

@@ -91,7 +91,10 @@ def check_player(player: Player, config: RunConfig, env: GEMEnv) -> None:
             f"demonstrations is {config.demonstrations!r}, which cannot play env_name={config.env_name!r}: {error} "
             "docs/warm_start.md lists who plays what."
         ) from error
-    length = len(env.formatter.answer(answer))
+    try:
+        length = len(env.formatter.answer(answer))
+    except ValueError as error:
+        raise ConfigError(f"demonstrations is {config.demonstrations!r}: {error}") from error
     if length > config.max_output_tokens:
         raise ConfigError(
             f"demonstrations is {config.demonstrations!r}, whose answer {answer!r:.80} has {length} tokens, its end of the turn "

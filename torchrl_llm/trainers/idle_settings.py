@@ -83,7 +83,11 @@ IDLE: tuple[Idle, ...] = (
         "give the KL a weight",
     ),
     Idle(("lora_alpha", "lora_targets", "merge_lora_configs"), {"lora_r": (0,)}, "give LoRA a rank"),
-    Idle(("chat_template", "history", "chat_template_kwargs"), {"template": ("raw",)}, 'set template to "chat"'),
+    Idle(
+        ("chat_template", "history", "chat_template_kwargs", "missing_thinking"),
+        {"template": ("raw",)},
+        'set template to "chat"',
+    ),
     Idle(("evaluation_greedy",), {"evaluation_interval": (0,)}, "set evaluation_interval to 1 or more"),
     Idle(("checkpoint_interval", "keep_checkpoints"), {"save_checkpoints": (False,)}, "save checkpoints"),
     Idle(("accept_changes",), {"resume": (False,), "resume_from": (None,)}, "set resume"),

@@ -219,6 +219,9 @@ class TemplateConfig(Checked):
     sampled and seen."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to the chat template, such as enable_thinking."""
+    missing_thinking: Literal["refuse", "empty"] = "refuse"
+    """What to do with an answer that is given without thinking (a demonstration's, a player's, a worked example's) where the chat
+    template opens a thought for the assistant: "refuse" it, or close the thought before it ("empty")."""
 
 
 FORMATTER = tuple(name for name in names_of(TemplateConfig) if name != "chat_template")
