@@ -67,6 +67,12 @@ class TestCreditMetrics:
         undefined = ("critic/explained_variance", "critic/value_return_correlation", "credit/top_percent")
         assert all(math.isnan(figures[name]) for name in undefined)
 
+    def test_the_entropy_of_what_no_policy_has_said_is_not_known(self, rows):
+        rows["sample_log_prob"][0] = math.nan  # of a demonstration
+        assert credit_metrics(rows)["policy/first_turn_entropy"] == 1.0
+        rows["sample_log_prob"][1] = math.nan
+        assert "policy/first_turn_entropy" not in credit_metrics(rows)
+
     def test_nothing_was_sampled(self, rows):
         rows["turn_ids"] = torch.full((2, 6), -1)
         figures = credit_metrics(rows)

@@ -60,6 +60,18 @@ LAWS = {
         "tree_branches": 1,
         "tree_depth": 2,
     },
+    "target_kl": {"algo": "LLMREINFORCE", "dtype": "float64", "target_kl": 1e-4},
+    "vine": {
+        "algo": "LLMREINFORCE",
+        "dtype": "float64",
+        "kl_coeff": 0.0,
+        "gamma": 1.0,
+        "group_size": 1,
+        "env_options": {"max_turns": 4},
+        "estimator": "TurnVine",
+        "branches": 1,
+        "branch_share": 0.5,
+    },
     "SFT": {"algo": "SFT", "dtype": "float64", "demonstrations": "guess_by_half_the_hints", "imitate": "success"},
     "float32": {"algo": "GRPO", "dtype": "float32", "max_iterations": 1, "minibatch_size": None, "epochs": 1},
 }
@@ -80,7 +92,8 @@ REPLAYED = {
 REPLAY = {"dtype": "float64", "epochs": 1, "warmup_fraction": 0.0, "evaluation_interval": 0}
 UNEVEN = {
     "algo": "GRPO",
-    "dtype": "float32",
+    "scale": "batch",
+    "dtype": "float64",
     "dynamic_sampling": 1,
     "batch_size": 8,
     "minibatch_size": 4,
@@ -186,8 +199,13 @@ def run_parts(out, name):
     rows = run.trainer.collect(iter(run.trainer.collector))
     seen = set(run.trainer.distributed.all_gather_rows(rows, [keys.EPISODE_ID, keys.ATTENTION_MASK]).keys())
     metrics = run.trainer.learn(rows)
+    distributed = run.trainer.distributed
+    counted = distributed.all_reduce_counts(
+        {"data/faults": 2.0, "data/own_mean": 5.0 - distributed.rank, "own/mean": 0.5}
+    )
     run.close()
-    return {"weights": whole_weights(run.trainer), "metrics": metrics, "calls": loss.calls, "seen": seen}
+    weights = whole_weights(run.trainer)
+    return {"weights": weights, "metrics": metrics, "calls": loss.calls, "seen": seen, "counted": counted}
 
 
 def whole_weights(trainer):

@@ -366,13 +366,17 @@ class TestSaveAndLoad:
 
     def test_the_optimizers_settings_stay_those_of_the_run(self, tmp_path):
         path = self.trained(tmp_path, weight_decay=0.0, adam_beta2=0.999).save_checkpoint(tmp_path / "saved")
-        settings = {"lora_r": 4, "weight_decay": 0.1, "adam_beta2": 0.9, "lr_actor": 1e-4, "schedule": "constant"} | {"warmup_fraction": 0.0}
+        settings = {"lora_r": 4, "weight_decay": 0.1, "adam_beta2": 0.9, "lr_actor": 1e-4, "schedule": "constant"} | {
+            "warmup_fraction": 0.0
+        }
         other = build_run(small_config(tmp_path / "two", "LLMPPO", **RUN | settings | {"max_iterations": 1}))
         other.load_checkpoint(path)
         other.trainer.train()
         for group in other.trainer.optimizer.param_groups:
             assert (group["weight_decay"], group["betas"], group["lr"]) == (0.1, (0.9, 0.9), 1e-4)
-        assert min(state["step"] for state in other.trainer.optimizer.state.values()) > 4, "one iteration has four steps"
+        assert min(state["step"] for state in other.trainer.optimizer.state.values()) > 4, (
+            "one iteration has four steps"
+        )
 
     def test_an_optimizer_of_other_parameters_changes_nothing(self, tmp_path):
         settings = RUN | {"lora_r": 4, "max_iterations": 1}

@@ -149,6 +149,14 @@ class TestCompareRuns:
         run_and_report(config, partial(build_run, config), say=lambda _: None)
         assert "against other" in cells(compare_runs(pair))["run"]["gained, lost"]
 
+    def test_no_probability_is_zero(self, runs, tmp_path):
+        folders = [shutil.copytree(runs / "slow", tmp_path / name) for name in ("never", "always")]
+        for folder, outcome in zip(folders, "01", strict=True):
+            file = folder / "evaluation_after.json"
+            many = {"episodes": 1500, "outcomes": outcome * 1500, "beginnings": "0" * 8 * 1500}
+            file.write_text(json.dumps(json.loads(file.read_text()) | many))
+        assert cells(compare_runs(folders))["always"]["gained, lost"] == "1500, 0 against never (p < 1e-300)"
+
     def test_an_evaluation_of_another_version_or_damaged(self, runs, tmp_path):
         other = shutil.copytree(runs / "fast", tmp_path / "other")
         file = other / "evaluation_after.json"

@@ -131,6 +131,15 @@ class TestRunConfig:
         [
             ({"critic_warmup": 3, "max_iterations": 2}, "critic_warmup=3 is more than max_iterations=2"),
             ({"overlong_penalty": 1.0, "overlong_buffer": 65}, "more than a response has, max_output_tokens=64"),
+            (
+                {"overlong_penalty": 0.5, "algo": "GRPO", "group_size": 4, "scale": "mean"},
+                r'^overlong_penalty=0\.5 makes returns negative, which scale="mean" does not take: leave one of them out\.$',
+            ),
+            (
+                {"overlong_penalty": 0.5, "algo": "SFT", "imitate": "return", "min_return": -1.0},
+                'makes returns negative, which imitate="return" does not take: .* set min_return=0',
+            ),
+            ({"overlong_penalty": 0.5, "algo": "SFT", "imitate": "success"}, "does nothing with ImitationWeights"),
             ({"lora_targets": "q_proj"}, r"expected a list of names, \[q_proj\]"),
             ({"weight_sync": "adapter", "lora_r": 0, "policy": "vllm"}, "lora_r=0 has none"),
             ({"weight_sync": "reload", "collector": "ray", "policy": "vllm"}, "weight_sync='reload' needs the engine"),

@@ -301,6 +301,7 @@ class TestRuns:
             assert all(math.isfinite(metrics[name]) for name in wanted)
             assert metrics["loss/imitated"] == pytest.approx(1.0)
             assert metrics["loss/nll"] == pytest.approx(metrics["loss/objective"])
+            assert math.isfinite(metrics.get("policy/first_turn_entropy", 0.0))  # none where nothing was sampled
             ratios = {"log_prob_gap", "kl_old", "kl_reference", "clip_fraction", "ESS", "log_ratio"}
             assert not {f"policy/{name}" for name in ratios} & set(metrics)
         if given is not None:

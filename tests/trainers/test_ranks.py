@@ -245,14 +245,15 @@ class TestLaws:
     """Whole runs, in which every process plays its own conversations."""
 
     RUNS: ClassVar = {
-        "ddp": ["LLMPPO", "LLMREINFORCE", "GRPO", "trees", "SFT", "float32", "uneven"],
+        "ddp": ["LLMPPO", "LLMREINFORCE", "GRPO", "trees", "vine", "target_kl", "SFT", "float32", "uneven"],
         "fsdp2": ["LLMPPO", "LoRA", "uneven", "bfloat16"],
     }
 
     @pytest.fixture(scope="class")
     def one(self, tmp_path_factory):
         where = tmp_path_factory.mktemp("one")
-        return {name: ranks_run.train(where / name, **given) for name, given in ranks_run.LAWS.items()}
+        given = ranks_run.LAWS | {"uneven": ranks_run.UNEVEN}
+        return {name: ranks_run.train(where / name, **settings) for name, settings in given.items()}
 
     @pytest.fixture(scope="class")
     def two(self, tmp_path_factory):
@@ -266,6 +267,9 @@ class TestLaws:
             ("ddp", "LLMREINFORCE"),
             ("ddp", "GRPO"),
             ("ddp", "trees"),
+            ("ddp", "vine"),
+            ("ddp", "target_kl"),
+            ("ddp", "uneven"),
             ("ddp", "SFT"),
             ("fsdp2", "LLMPPO"),
             ("fsdp2", "LoRA"),
@@ -281,6 +285,9 @@ class TestLaws:
 
     def test_weights_moved(self, one):
         assert difference(one["LLMREINFORCE"]["weights"], one["GRPO"]["weights"]) > 1e-3
+
+    def test_steps_were_shortened(self, one):
+        assert all(metrics["optim/step_share"] < 1 for metrics in one["target_kl"]["history"])
 
     @pytest.mark.parametrize(
         ("how", "name"),
@@ -376,6 +383,11 @@ class TestParts:
         assert difference(first["weights"], second["weights"]) == 0
         assert difference(alone["weights"], first["weights"]) < 1e-9
         assert difference(one["later"]["weights"], alone["weights"]) > 1e-6
+
+    def test_counts_are_added_up_and_other_metrics_of_a_collector_are_means(self, one, two):
+        expected = {"data/faults": 4.0, "data/own_mean": 4.5, "own/mean": 0.5}
+        assert [each["later"]["counted"] for each in two("ddp")] == [expected, expected]
+        assert one["later"]["counted"] == {"data/faults": 2.0, "data/own_mean": 5.0, "own/mean": 0.5}
 
     def test_metrics_read_the_same_keys(self, one, two):
         assert [each["later"]["seen"] for each in (one, *two("ddp"))] == 3 * [{keys.EPISODE_ID, keys.ATTENTION_MASK}]

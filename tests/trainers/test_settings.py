@@ -83,7 +83,12 @@ LAW: dict[str, list[Case]] = {
     "critic_warmup": [works(1, "LLMPPO"), idle(1), idle(3, "LLMPPO"), idle(1, "LLMPPO", critic_coeff=0)],
     "dynamic_sampling": [works(2, "GRPO", env=Half, batch_size=8), idle(2, "SFT", group_size=2)],
     "overlong_filter": [works(True, **SHORT)],
-    "overlong_penalty": [works(0.5, **SHORT)],
+    "overlong_penalty": [
+        works(0.5, **SHORT),
+        works(0.5, "SFT", imitate="return", min_return=0.0, **SHORT),
+        idle(0.5, "SFT", **SHORT),
+        idle(0.5, kl_coeff=0.1, estimator="NoCredit", **SHORT),
+    ],
     "overlong_buffer": [works(2, overlong_penalty=0.5, **SHORT), idle(2), idle(6, overlong_penalty=0.5, **SHORT)],
     "max_grad_norm": [works(0.01)],
     "min_entropy_fraction": [works(1.0, entropy_coeff=0.1, entropy_target=0.1), idle(0.5)],

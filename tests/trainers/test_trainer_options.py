@@ -9,7 +9,7 @@ from small_runs import ModelStub, TwoTurns, one_batch, small_config, weights
 
 from torchrl_llm import keys
 from torchrl_llm.data import nonzero_variance, overlong, penalize_overlong
-from torchrl_llm.objectives import TurnVTrace
+from torchrl_llm.objectives import GroupRelative, TurnVTrace
 from torchrl_llm.testing.environments import Echo
 from torchrl_llm.trainers import Callback, ConfigError, LLMTrainer, RunConfig, build_run, make_objective
 from torchrl_llm.trainers.base import StockCollector
@@ -261,6 +261,13 @@ class TestOptions:
         version = run.policy.policy_version
         run.trainer.learn(rows[~kept].clone())
         assert (len(updated), run.policy.policy_version) == (1, version)
+
+    def test_an_overlong_penalty_is_refused_by_a_loss_that_takes_no_negative_rewards(self, tmp_path):
+        """Also where the loss is made in Python, and the estimator chosen after it."""
+        run = build_run(small_config(tmp_path, "GRPO", overlong_penalty=0.5, group_size=4))
+        run.trainer.loss.make_value_estimator(GroupRelative, scale="mean")
+        with pytest.raises(ConfigError, match='which scale="mean" does not take'):
+            run.trainer.train()
 
     def test_overlong_penalty(self, tmp_path):
         plain, paid = (

@@ -257,7 +257,8 @@ class EpisodeCollector(Checked, BaseCollector):
         return bool(self.policy.logprobs_match_trainer) if isinstance(self.policy, TurnPolicy) else True
 
     def metrics(self) -> dict[str, float]:
-        """Counts so far, by the names of :data:`torchrl_llm.record.METRICS`. A run sums those named "data/..." over its processes."""
+        """Counts so far, by the names of :data:`torchrl_llm.record.METRICS`. A run adds them up over its processes; of metrics that a
+        subclass adds it logs the mean."""
         return {"data/dropped": float(self.dropped.total()), "data/faults": float(self.faults.total())}
 
     @property

@@ -1,7 +1,14 @@
 """Rows from episodes or turns, and batches of rows."""
 
 from torchrl_llm.data.agilerl import rows_from_agilerl
-from torchrl_llm.data.batching import apply_in_micro_batches, cat_rows, micro_batches, minibatches, padding_share
+from torchrl_llm.data.batching import (
+    apply_in_micro_batches,
+    cat_rows,
+    micro_batches,
+    minibatches,
+    padding_share,
+    spaced_rows,
+)
 from torchrl_llm.data.interop import MC_ADVANTAGE_KEYS, GRPOActor, RowsAsTrajectories, ScoredTokens, to_grpo_keys
 from torchrl_llm.data.rows import HistoryRewrittenError, TurnViewError, rows_from_episodes
 from torchrl_llm.data.selection import nonzero_variance, overlong, penalize_overlong
@@ -29,6 +36,7 @@ __all__ = [
     "read_transcripts",
     "rows_from_agilerl",
     "rows_from_episodes",
+    "spaced_rows",
     "to_grpo_keys",
     "turns_to_rows",
 ]

@@ -52,6 +52,26 @@ def minibatches(
     return [batch[part[part >= 0].to(batch.device or "cpu")] for part in parts]
 
 
+def spaced_rows(batch: TensorDictBase, step: int, process_group: dist.ProcessGroup | None = None) -> TensorDictBase:
+    """Every ``step``-th row of a batch, from the first on.
+
+    Args:
+        batch: rows of batch size ``[B]``.
+        step: >= 1.
+        process_group: of the rows of all ranks, in the order that :func:`minibatches` has them in; each rank gets its own of
+            these, which may be none.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> spaced_rows(TensorDict(episode_id=torch.arange(5), batch_size=[5]), 2)["episode_id"].tolist()
+        [0, 2, 4]
+    """
+    if process_group is None:
+        return batch[::step]
+    chosen = _places(batch, process_group)[::step]
+    return batch[chosen[chosen >= 0].to(batch.device or "cpu")]
+
+
 def _places(batch: TensorDictBase, process_group: dist.ProcessGroup) -> Tensor:
     """The index in ``batch`` of each row of all ranks, in the order of their episodes; -1: the row is on another rank."""
     ids: list[list[tuple[int, int]]] = [[] for _ in range(dist.get_world_size(process_group))]

@@ -34,7 +34,7 @@ METRICS: dict[str, str] = {
     "loss/entropy": "the entropy bonus' term of the loss",
     "loss/kl": "the reference KL's term of the loss; none once its weight has fallen to 0 (kl_decay_fraction)",
     "policy/entropy": "entropy per action token, nats",
-    "policy/first_turn_entropy": "entropy of the first response, nats, estimated by the tokens sampled",
+    "policy/first_turn_entropy": "entropy of the first response, nats, estimated by the tokens sampled; none of demonstrations",
     "policy/kl_reference": "KL to the reference per action token, nats, estimated on the sampled tokens; none once the KL's weight has fallen to 0",
     "policy/kl_old": "KL between the policies before and during the update per action token, nats (k3)",
     "policy/kl_update": "KL between the policies before and after the update per action token, nats (k3; with target_kl)",
@@ -99,6 +99,13 @@ METRICS: dict[str, str] = {
     },
 }
 """Name -> meaning of every metric that the trainer logs; an evaluator may add others under names of their own."""
+
+
+COUNTS = tuple(
+    f"data/{name}"
+    for name in ("dropped", "passed", "continuations", "replayed_turns", "continued_turns", "faults", "lost_workers")
+)
+"""The metrics of collectors that several processes add up."""
 
 
 ROLLOUT_KEYS = (
@@ -313,8 +320,11 @@ def credit_metrics(rows: TensorDictBase) -> dict[str, float]:
     metrics = {
         "credit/largest": size[:1].sum().item(),  # 0 where every prompt filled the context and nothing was sampled
         "credit/top_percent": (top.sum() / size.sum()).item() if size.any() else float("nan"),
-        "policy/first_turn_entropy": (first * _row_weights(rows)).mean().item(),
     }
+    sampled = ~first.isnan()  # demonstrations have no log-probs
+    if bool(sampled.any()):
+        weighted = first[sampled] * _row_weights(rows[sampled])
+        metrics["policy/first_turn_entropy"] = weighted.mean().item()
     known = set(rows.keys(include_nested=True))
     metrics |= _critic_metrics(rows) if keys.TURN_VALUE in known else {}
     return metrics | _state_metrics(rows, known)

@@ -38,10 +38,14 @@ class PairedComparison:
     p_value: float
     left_out: int = 0
 
+    @property
+    def p(self) -> str:
+        """The p-value for a sentence: ``"p = 0.07"``."""
+        return f"p = {self.p_value:.1g}" if self.p_value else "p < 1e-300"  # a float has no smaller ones
+
     def __str__(self) -> str:
-        p = f"= {self.p_value:.1g}" if self.p_value else "< 1e-300"  # a float has no smaller ones
         left_out = f"; {self.left_out} more began otherwise" if self.left_out else ""
-        return f"of {self.episodes} episodes {self.gained} gained, {self.lost} lost (McNemar p {p}){left_out}"
+        return f"of {self.episodes} episodes {self.gained} gained, {self.lost} lost (McNemar {self.p}){left_out}"
 
 
 def paired_comparison(before: Evaluation, after: Evaluation) -> PairedComparison | None:

@@ -99,7 +99,7 @@ def _paired(run: RunFiles, earlier: Mapping[str, RunFiles]) -> str:
         with suppress(ValueError):  # other games
             found = paired_statistics(other.after, run.after)
             if found is not None:
-                return f"{found.gained}, {found.lost} against {name} (p = {found.p_value:.1g})"
+                return f"{found.gained}, {found.lost} against {name} ({found.p})"
     return _NONE
 
 

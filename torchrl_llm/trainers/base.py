@@ -31,6 +31,7 @@ from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.schedule import GROUPS, LearningRateSchedule
 from torchrl_llm.trainers.settings import NOTHING_TO_CORRECT, TrainerConfig
+from torchrl_llm.trainers.wrong_settings import wrong_penalty
 from torchrl_llm.weight_update import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -230,6 +231,7 @@ class TrainerBase:
                 f"overlong_buffer={buffer} is more than a response has, {limit} tokens: lower it, or raise the policy's "
                 "max_output_tokens."
             )
+        yield from wrong_penalty(config.overlong_penalty, self.loss.value_estimator)
         if config.old_log_probs == "sampler" and (self.loss.sampler_correction or self.credit_corrects_sampler):
             yield NOTHING_TO_CORRECT
 

@@ -40,7 +40,8 @@ class Callback:
         """Before each update, with the rows ``[B]`` that it learns from, scored and credited.
 
         What is added to ``metrics``, numbers under names of their own, is logged with the iteration. Of several processes
-        each has its own rows, and those of the first are logged.
+        each has its own rows, and those of the first are logged. One that has none gets copies of others without a turn
+        (``("turn", "mask")`` is False), which count nowhere.
         """
 
     def on_minibatch(self, trainer: Any, rows: TensorDictBase, metrics: dict[str, Tensor]) -> None:

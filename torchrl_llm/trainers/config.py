@@ -287,11 +287,13 @@ class RunConfig(
         known: dict[str, Any] = {"granularity": "turn"} if self.granularity == "auto" else {}
         checked = replace(self, **known) if known else self
         try:
-            checked.make_loss(NO_ACTOR, NO_CRITIC)
+            loss = checked.make_loss(NO_ACTOR, NO_CRITIC)
         except ConfigError:
             raise
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        for problem in wrong_settings.wrong_penalty(self.overlong_penalty, loss.value_estimator):
+            raise ConfigError(problem)
 
     def make_loss(
         self,

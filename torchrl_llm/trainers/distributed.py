@@ -24,6 +24,7 @@ from torchrl_llm import keys
 from torchrl_llm.data import cat_rows
 from torchrl_llm.objectives import merge
 from torchrl_llm.options import ConfigError
+from torchrl_llm.record.metrics import COUNTS
 from torchrl_llm.trainers.fsdp import ShardedModule, check_plugin, full_on_cpu, replace_parameters
 from torchrl_llm.weight_update import LOCAL_PARAMETERS, ParameterGather
 
@@ -116,6 +117,10 @@ class Distributed:
         """``rows``, or zero-weight copies of ``spare`` on a rank that has none and takes the step with the others."""
         return rows
 
+    def own_rows(self, rows: TensorDictBase) -> TensorDictBase:
+        """``rows`` without those that :meth:`nonempty` has lent, which count nowhere; they may be none."""
+        return rows
+
     def equal_count(self, parts: list[TensorDictBase]) -> list[TensorDictBase]:
         """Micro-batches, padded with zero-weight rows to as many as the rank with most has."""
         return parts
@@ -161,10 +166,11 @@ class Distributed:
         return max(self.all_gather([value]))
 
     def all_reduce_counts(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of a collector, of which those named "data/..." are counts, and summed over the ranks."""
-        ranks = self.all_gather([metrics])
-        counts = dict.fromkeys(name for each in ranks for name in each if name.startswith("data/"))
-        return {**metrics} | {name: sum(each.get(name, 0.0) for each in ranks) for name in counts}
+        """The metrics of a collector: :data:`~torchrl_llm.record.metrics.COUNTS` summed over the ranks, of others the mean."""
+        found: dict[str, list[float]] = {}
+        for name, value in (item for each in self.all_gather([metrics]) for item in each.items()):
+            found.setdefault(name, []).append(value)
+        return {name: sum(each) / (1 if name in COUNTS else len(each)) for name, each in found.items()}
 
     def on_main(self, function: Callable[[], T]) -> T:
         """What ``function`` returns on rank 0, which alone calls it; what it raises there is raised on all ranks."""
@@ -195,6 +201,9 @@ class Several(Distributed):
 
     def nonempty(self, rows: TensorDictBase, spare: TensorDictBase) -> TensorDictBase:
         return rows if rows.shape[0] else zero_weight_rows(spare)
+
+    def own_rows(self, rows: TensorDictBase) -> TensorDictBase:
+        return rows[rows[keys.TURN_MASK].any(1)]
 
     def equal_count(self, parts: list[TensorDictBase]) -> list[TensorDictBase]:
         missing = self.all_reduce_max(len(parts)) - len(parts)

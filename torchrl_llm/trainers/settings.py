@@ -70,7 +70,8 @@ class TrainerConfig(Checked):
     overlong_filter: bool = False
     """Leave episodes that a length limit has cut out of the update; credit still counts them."""
     overlong_penalty: NonNegative = 0.0
-    """Taken from the reward of a response that reaches max_output_tokens, less of it before; 0 is off."""
+    """Taken from the reward of a response that reaches max_output_tokens, less of it before; 0 is off. Not with scale="mean" and
+    imitate="return", which take no negative returns."""
     overlong_buffer: Count | None = None
     """Tokens before the limit over which that penalty grows; None takes the whole length."""
     # inf clips nothing, and the norm is still logged.

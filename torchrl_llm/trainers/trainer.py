@@ -223,7 +223,8 @@ class LLMTrainer(TrainerBase):
                 callback.on_batch(self, kept, added)
             # Before the update: a bad one leaves the weights as they were.
             metrics = checked_metrics(added, source="callbacks")
-            metrics |= credit_metrics(self.distributed.all_gather_rows(kept, CREDIT_KEYS))
+            own = self.distributed.own_rows(kept)
+            metrics |= credit_metrics(self.distributed.all_gather_rows(own, CREDIT_KEYS))
             with self.timer("update"):
                 metrics |= self.update(kept)
         else:

@@ -54,7 +54,10 @@ class TrustRegion:
 
     def __init__(self, run: TrainerBase, rows: TensorDictBase, target: float) -> None:
         self.run, self.target = run, target
-        chosen = rows[:: int(1 / run.config.target_kl_share)]  # evenly spaced: groups are neighbors
+        distributed, step = run.distributed, int(1 / run.config.target_kl_share)
+        # Evenly spaced, because groups are neighbors; the same rows, however many processes share them.
+        chosen = data.spaced_rows(distributed.own_rows(rows), step, distributed.process_group)
+        chosen = distributed.nonempty(chosen, rows[:1])
         self._rows = chosen.select(*run.loss.actor_network.in_keys, keys.ATTENTION_MASK)
         self._actions = chosen[keys.TURN_IDS] >= 0
         self._parameters: list[Tensor] = run.optimizer.param_groups[0]["params"]

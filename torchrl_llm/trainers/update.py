@@ -184,8 +184,9 @@ class Updater:
         """Rows ``[B]``, shuffled and cut into optimizer batches; equally many on all ranks, none empty."""
         run, distributed = self.run, self.run.distributed
         check_accumulation(run.accelerator)  # again: an Accelerator made since then may have changed it
-        size = run.config.minibatch_size or int(distributed.all_reduce_sum(batch.shape[0]))
-        found = data.minibatches(batch, size, generator=run.generator, process_group=distributed.process_group)
+        own = distributed.own_rows(batch)
+        size = run.config.minibatch_size or int(distributed.all_reduce_sum(own.shape[0]))
+        found = data.minibatches(own, size, generator=run.generator, process_group=distributed.process_group)
         # One spare row will do: the credit is written, and no groups are compared any more.
         return [distributed.nonempty(rows, batch[:1]) for rows in found]
 

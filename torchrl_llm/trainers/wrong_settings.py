@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchrl_llm.objectives import GroupRelative
+from torchrl_llm.objectives import GroupRelative, ImitationWeights, TurnEstimator
 from torchrl_llm.objectives.estimators.returns import ReturnEstimator
 from torchrl_llm.trainers.loss_settings import LOSSES
 
@@ -36,6 +36,31 @@ def missing_extras(estimator: Any, kinds: Mapping[str, type]) -> Iterator[str]:
     for option, name, kind in wanted:
         if name is not None and kinds.get(name) is not kind:
             yield f"{option}={name!r} is no extra that the environment declares as a {kind.__name__}; it declares {declared}."
+
+
+def wrong_penalty(coeff: float, estimator: Any) -> Iterator[str]:
+    """What is wrong with an ``overlong_penalty``, which makes rewards smaller, for an estimator, and what to do.
+
+    Args:
+        coeff: the setting.
+        estimator: of the run.
+
+    Examples:
+        >>> next(wrong_penalty(0.5, GroupRelative(scale="mean")))
+        'overlong_penalty=0.5 makes returns negative, which scale="mean" does not take: leave one of them out.'
+    """
+    if not coeff or not isinstance(estimator, TurnEstimator):
+        return
+    if not estimator.reads_rewards:
+        yield (
+            f"overlong_penalty={coeff} does nothing with {type(estimator).__name__}, which does not look at rewards here: leave it out, "
+            'or choose another estimator (SFT: imitate="return" or min_return).'
+        )
+    elif (option := estimator.needs_nonnegative_rewards) is not None:
+        other = " (or set min_return=0)" if isinstance(estimator, ImitationWeights) else ""
+        yield (
+            f"overlong_penalty={coeff} makes returns negative, which {option} does not take: leave one of them out{other}."
+        )
 
 
 def wrong_self_play(config: Any) -> Iterator[str]:

@@ -174,6 +174,16 @@ class TurnEstimator(Checked, RowReader, ValueEstimatorBase):
         return False
 
     @property
+    def reads_rewards(self) -> bool:
+        """Whether advantages depend on the rewards."""
+        return True
+
+    @property
+    def needs_nonnegative_rewards(self) -> str | None:
+        """The option that takes no negative returns, such as ``'scale="mean"'``; ``None``: they may have any sign."""
+        return None
+
+    @property
     def in_keys(self) -> list[NestedKey]:
         penalized = ("sample_log_prob", "ref_log_prob") if self.kl_coeff and self.kl_fraction else ()
         return [getattr(self.tensor_keys, name) for name in (*self._reads, *penalized)]

@@ -54,6 +54,17 @@ class ImitationWeights(TurnEstimator):
     # No argument: a weight of 0 or 1 has no place for a KL, and a return less a KL may be negative.
     kl_coeff: float = field(init=False, default=0.0)
 
+    @property
+    def reads_rewards(self) -> bool:
+        """Whether returns weigh or choose turns."""
+        return self.imitate == "return" or self.min_return is not None
+
+    @property
+    def needs_nonnegative_rewards(self) -> str | None:
+        """``imitate="return"``, unless ``min_return`` leaves negative ones out."""
+        bounded = self.min_return is not None and self.min_return >= 0
+        return None if self.imitate != "return" or bounded else 'imitate="return"'
+
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
         reward, mask, _, acted = self._turns(tensordict)
         returns = F.turn_returns(reward, mask, self.gamma, acted=acted)
@@ -106,6 +117,11 @@ class NoCredit(TurnEstimator):
     takes_trees = True
 
     gamma: Share = 1.0
+
+    @property
+    def reads_rewards(self) -> bool:
+        """Never."""
+        return False
 
     @property
     def takes_kl(self) -> bool:

@@ -261,6 +261,11 @@ class GroupRelative(ReturnEstimator):
         F.group_relative(torch.empty(0), torch.empty(0, dtype=torch.int64), **self.options)
 
     @property
+    def needs_nonnegative_rewards(self) -> str | None:
+        """``scale="mean"``."""
+        return 'scale="mean"' if self.scale == "mean" else None
+
+    @property
     def out_keys(self) -> list[NestedKey]:
         return super().out_keys + ([self.tensor_keys.turn_company] if self.credit == "state" else [])
 
@@ -315,7 +320,8 @@ class GroupRelative(ReturnEstimator):
                 group_size=self.group_size,
                 partial=self.partial,
             )
-        mask = acted if score.ndim == 2 else None
+        # Rows that only keep ranks in step have no turn, and are no episodes of the batch.
+        mask = acted if score.ndim == 2 else self._get(tensordict, "mask").any(1)
         # All of an episode has one advantage: its tree is left out as a whole.
         unit = units if units is None or score.ndim == 2 else self._get(tensordict, "tree_id")
 
@@ -334,7 +340,7 @@ class GroupRelative(ReturnEstimator):
             total = relative(score, penalty=penalty)
         if not self.whiten:
             return total
-        compared = acted.any(1) if mask is None else mask
+        compared = acted.any(1) if score.ndim == 1 else mask
         return F.standardize(plain, compared, self.ddof, self.eps, self.process_group, penalty=total - plain)
 
     def _component_scores(self, tensordict: TensorDictBase, acted: Tensor) -> list[tuple[float, Tensor]]:

@@ -28,8 +28,7 @@ class RoleRelative(ReturnEstimator):
     Reads ``("turn", reward / mask / terminated / truncated)`` ``[B, T]``, ``"turn_ids"`` ``[B, L]``, ``"env_id"`` ``[B]`` if there is
     one, and the extra ``role`` (``("turn", "extra", role)`` ``[B, T]`` int64, that of a row's first turn), which the seats of a
     :class:`~torchrl_llm.envs.SelfPlayEnv` have. Writes ``"advantage"``, ``"value_target"`` ``[B, L]`` and
-    ``("turn", advantage / value_target)`` ``[B, T]``; the target is the return that was compared. Of several processes each
-    compares its own episodes.
+    ``("turn", advantage / value_target)`` ``[B, T]``; the target is the return that was compared.
 
     Keyword Args:
         gamma: discount per turn. Default: 1.0.
@@ -65,16 +64,12 @@ class RoleRelative(ReturnEstimator):
         return F.turn_returns(reward, mask, self.gamma)
 
     def compare(self, tensordict: TensorDictBase, score: Tensor, penalty: Tensor, acted: Tensor) -> Tensor:
-        labels = self.labels(tensordict)
-        relative = F.group_relative(
-            score, labels, baseline="leave_one_out", scale="none", partial="allow", penalty=penalty
-        )
-        _, index, counts = labels.unique(return_inverse=True, return_counts=True)
-        alone = (counts[index] == 1).view(-1, *[1] * (score.ndim - 1))
-        return torch.where(alone, score + penalty, relative)
+        total, counted = score + penalty, self._get(tensordict, "mask").any(1)
+        relative, others = F.leave_one_out(total, self.labels(tensordict), counted, self.process_group)
+        return torch.where((others == 0).view(-1, *[1] * (score.ndim - 1)), total, relative)
 
     def labels(self, tensordict: TensorDictBase) -> Tensor:
-        """A number ``[B]`` int64 that is equal for rows of the same environment and role.
+        """The environment and the role of each row, ``[B, 2]`` int64.
 
         Raises:
             KeyError: the rows have no such extra.
@@ -90,4 +85,4 @@ class RoleRelative(ReturnEstimator):
         if role.is_floating_point():
             raise TypeError(f"The extra {self.role!r} is a number; expected a text (declared as str) as the role.")
         env_id = tensordict.get(keys.ENV_ID, torch.zeros_like(role[:, 0]))
-        return torch.stack([env_id, role[:, 0]], 1).unique(dim=0, return_inverse=True)[1]
+        return torch.stack([env_id, role[:, 0]], 1)

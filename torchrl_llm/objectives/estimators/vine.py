@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.estimators.base import TurnEstimator
+from torchrl_llm.objectives.functional._common import all_sum
 from torchrl_llm.options import Share
 
 
@@ -24,7 +25,7 @@ class TurnVine(TurnEstimator):
 
     A state may be left without continuations. Then the decision before it is credited with the rewards up to the next state that has
     some, or to the end. The decision in it gets its return to go, minus the mean of the other episodes' from the same turn on (of its
-    group; of the batch, where groups are of one episode), which is unbiased too. Alone in a batch it gets 0.
+    group; of the whole batch, where groups are of one episode), which is unbiased too. Alone in a batch it gets 0.
 
     Reads ``("turn", sampled_value / reward / mask / terminated / truncated)`` ``[B, T]``, NaN in ``sampled_value`` where there is no
     value; ``"turn_ids"`` ``[B, L]`` and ``"group_id"`` ``[B]``. Writes ``"advantage"`` and ``"value_target"`` ``[B, L]`` and
@@ -35,7 +36,7 @@ class TurnVine(TurnEstimator):
         gamma: discount per turn; the values must have been sampled with the same. Default: 1.0.
         lmbda: as in :class:`~torchrl_llm.objectives.TurnGAE`: 0 takes what follows a turn from the continuations, 1 from the episode
             itself. No choice is biased. Default: 0.0.
-        kl_coeff, discounted_objective, clip_advantage: see :class:`~torchrl_llm.objectives.TurnEstimator`.
+        kl_coeff, discounted_objective, clip_advantage, process_group: see :class:`~torchrl_llm.objectives.TurnEstimator`.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -64,13 +65,14 @@ class TurnVine(TurnEstimator):
         # A state without a value is folded into the decision before it, as a turn without a token is.
         advantage, target = F.turn_gae(reward, value, mask, self.gamma, self.lmbda, acted=valued)
         returns = F.turn_returns(reward, mask, self.gamma)
-        advantage = torch.where(valued, advantage, self._against_others(tensordict, returns))
+        advantage = torch.where(valued, advantage, self._against_others(tensordict, returns, mask.any(1)))
         penalty = F.turn_returns(self._turn_penalty(tensordict), mask, self.gamma, acted=acted)
         written = {"turn_advantage": advantage, "turn_value_target": torch.where(valued, target, returns)}
         return {name: torch.where(acted, x + penalty, 0.0) for name, x in written.items()}
 
-    def _against_others(self, tensordict: TensorDictBase, returns: Tensor) -> Tensor:
-        group = self._get(tensordict, "group_id")
-        if (group.unique(return_counts=True)[1] == 1).any():
-            group = torch.zeros_like(group)
-        return F.group_relative(returns, group, "leave_one_out", "none", partial="allow")
+    def _against_others(self, tensordict: TensorDictBase, returns: Tensor, counted: Tensor) -> Tensor:
+        group = self._get(tensordict, "group_id").unsqueeze(1)
+        single = (group.unique(return_counts=True)[1] == 1).sum()
+        if all_sum(single, self.process_group) == 0:
+            return F.leave_one_out(returns, group, counted)[0]  # no process cuts a group
+        return F.leave_one_out(returns, torch.zeros_like(group), counted, self.process_group)[0]

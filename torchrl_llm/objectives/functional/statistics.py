@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial as bind
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ __all__ = [
     "effective_sample_size",
     "explained_variance",
     "group_relative",
+    "leave_one_out",
     "standardize",
 ]
 
@@ -231,6 +232,59 @@ def group_relative(
     # The mean is that of the scores alone: a penalty may be of any sign.
     divisor = statistics(score)[0] if scale == "mean" else (std if scale == "std" else whole) + eps
     return centered / torch.where(spread, divisor, 1.0)
+
+
+def leave_one_out(
+    score: Tensor, label: Tensor, counted: Tensor, process_group: dist.ProcessGroup | None = None
+) -> tuple[Tensor, Tensor]:
+    """Score relative to the mean of the others with the same label, of a batch that several processes may share.
+
+    What :func:`group_relative` with ``baseline="leave_one_out"`` is within groups, which no process cuts.
+
+    Args:
+        score: ``[B]``; or ``[B, T]``, compared column by column, 0 for an episode that is over by then. ``T`` may differ between
+            processes.
+        label: ``[B, n]`` int64, numbers that mean the same in every process.
+        counted: ``[B]`` bool, the rows that others are compared with.
+        process_group: compare with the rows of all ranks of this group (``None``: of this process only).
+
+    Returns:
+        The relative score, in the shape of ``score``, float32 or wider, 0 where there is no other; and how many others there are,
+        ``[B]`` int64. Both are meaningless for rows that do not count.
+
+    Examples:
+        >>> label = torch.tensor([[0], [0], [0], [1]])
+        >>> leave_one_out(torch.tensor([1.0, 3.0, 8.0, 5.0]), label, torch.ones(4, dtype=torch.bool))
+        (tensor([-4.5000, -1.5000,  6.0000,  0.0000]), tensor([2, 2, 2, 0]))
+    """
+    labels, index = label.unique(dim=0, return_inverse=True)
+    columns = masked(score if score.ndim == 2 else score.unsqueeze(1), counted.unsqueeze(1)).double()
+    counts = counted.new_zeros(len(labels), dtype=torch.int64).index_add(0, index, counted.long())
+    sums = columns.new_zeros(len(labels), columns.shape[1]).index_add(0, index, columns)
+    if process_group is not None:
+        sums, counts = _over_ranks(labels, sums, counts, process_group)
+    others = counts[index] - 1
+    mean = (sums[index] - columns) / others.clamp_min(1).unsqueeze(-1)
+    relative = torch.where(others.unsqueeze(-1) > 0, columns - mean, 0.0)
+    return relative.view_as(score).to(wide(score).dtype), others
+
+
+def _over_ranks(
+    labels: Tensor, sums: Tensor, counts: Tensor, process_group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor]:
+    """Sums ``[n, T]`` and counts ``[n]`` of the labels of this rank, with those of the same labels on the others."""
+    ranks: list[Any] = [None] * dist.get_world_size(process_group)
+    # As objects: ranks have different labels, and episodes of different length.
+    dist.all_gather_object(ranks, [x.cpu() for x in (labels, sums, counts)], group=process_group)
+    width = max(each.shape[1] for _, each, _ in ranks)
+    place = {label: i for i, label in enumerate(map(tuple, labels.tolist()))}
+    total, number = sums.new_zeros(len(labels), width), torch.zeros_like(counts)
+    for other_labels, other_sums, other_counts in ranks:
+        for label, values, count in zip(map(tuple, other_labels.tolist()), other_sums, other_counts, strict=True):
+            if (i := place.get(label)) is not None:
+                total[i, : len(values)] += values.to(total.device)
+                number[i] += int(count)
+    return total[:, : sums.shape[1]], number
 
 
 def effective_sample_size(log_ratio: Tensor, weight: Tensor) -> Tensor:
