@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date, datetime
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -35,6 +37,8 @@ _SUPPLIED = frozenset(
     ]
 )
 _TRIAL = "q0\n0."
+_CLOCK = "strftime_now"
+_DIRECTIVES = "aAbBcCdDeFgGhHIjklmMnpPrRsStTuUVwWxXyYzZ"
 
 
 class Message(NamedTuple):
@@ -68,6 +72,7 @@ class Renderer:
         tokenizer: a transformers tokenizer.
         system_prompt: text of a system message in front; ``None``: there is none.
         chat_template_kwargs: passed on to the template.
+        today: the date that the template gets as today's; ``None``: that of the clock, at each call.
 
     Attributes:
         source: the text of the template.
@@ -88,6 +93,7 @@ class Renderer:
         *,
         system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        today: date | None = None,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise MissingChatTemplateError(
@@ -97,6 +103,8 @@ class Renderer:
         self.tokenizer = tokenizer
         self.kwargs = dict(chat_template_kwargs or {})
         self.source = _source(tokenizer, self.kwargs)
+        if today is not None and _CLOCK in self.source:
+            self.kwargs["chat_template"] = _clock(today) + self.source
         self._system = [Message("system", system_prompt)] if system_prompt is not None else []
         self.parts = False
         self.parts = self._wants_parts()
@@ -118,6 +126,18 @@ class Renderer:
             )
         except Exception as error:  # a template is a program: it can fail in any way
             raise ChatTemplateError(self._refusal(whole, error)) from error
+
+    def shows_date(self) -> bool:
+        """Whether the template writes today's date into a conversation: it renders another text on another day."""
+        if _CLOCK not in self.source:
+            return False
+        question, kwargs = [*self._system, Message("user", _TRIAL)], {**self.kwargs, "chat_template": self.source}
+        # Two days that differ in all that a date has.
+        first, second = (
+            Renderer(self.tokenizer, chat_template_kwargs=kwargs, today=date(*day))(question)
+            for day in ((2001, 2, 3), (2019, 12, 31))
+        )
+        return first != second
 
     def _as_dict(self, role: str, content: str, fields: Mapping[str, str]) -> dict[str, Any]:
         return {"role": role, "content": [{"type": "text", "text": content}] if self.parts else content, **fields}
@@ -150,6 +170,20 @@ class Renderer:
             f"The chat template of the tokenizer {self.tokenizer.name_or_path!r} refuses a conversation with the roles "
             f"{roles}: {told}. To mend it, {', or '.join(advice)}."
         )
+
+
+def _clock(today: date) -> str:
+    """The definition of ``strftime_now`` for a day that does not end, to stand before a template."""
+    # transformers gives templates no other functions than its own, so it is a macro: each directive is replaced by its value. The
+    # line break behind it is no part of the template's text, as transformers sets Jinja's trim_blocks.
+    now = datetime(today.year, today.month, today.day)
+    spelled = [f"%{flag}{letter}" for flag in "-_" for letter in _DIRECTIVES] + [f"%{letter}" for letter in _DIRECTIVES]
+    values = json.dumps([[each, now.strftime(each)] for each in spelled])
+    return (
+        f'{{%- macro {_CLOCK}(format) -%}}{{%- for part in format.split("%%") -%}}{{%- set shown = namespace(text=part) -%}}'
+        f"{{%- for each in {values} -%}}{{%- set shown.text = shown.text.replace(each[0], each[1]) -%}}{{%- endfor -%}}"
+        '{{ "%" if not loop.first }}{{ shown.text }}{%- endfor -%}{%- endmacro %}\n'
+    )
 
 
 def _raised_by_template(error: Exception) -> bool:

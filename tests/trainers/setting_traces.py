@@ -339,6 +339,11 @@ def forgetful(place: Path) -> str:
     return other_tokenizer(place, add="{{ messages | length }}")
 
 
+def dated(place: Path) -> str:
+    """The tiny model's tokenizer with a template that shows today's date."""
+    return other_tokenizer(place, add="{{ strftime_now('%d %b %Y') }} ")
+
+
 def thinker(place: Path) -> str:
     """The tiny model's tokenizer with a template that opens a thought for the assistant."""
     tokenizer, where = load_tiny_tokenizer(), place / "thinker"

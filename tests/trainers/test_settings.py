@@ -26,6 +26,7 @@ from setting_traces import (
     adapters,
     built,
     checkpoint,
+    dated,
     engine,
     forgetful,
     fresh_state,
@@ -150,6 +151,11 @@ LAW: dict[str, list[Case]] = {
     "missing_thinking": [
         works("empty", "SFT", tokenizer_path=thinker, max_output_tokens=32),
         idle("empty", template="raw"),
+    ],
+    "template_date": [
+        works("2020-01-01", tokenizer_path=dated),
+        idle("2020-01-01"),
+        idle("2020-01-01", template="raw"),
     ],
     # sampling
     "temperature": [works(0.7)],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from datetime import date
+from itertools import takewhile
 
 import pytest
 from small_runs import one_batch, small_config
@@ -85,6 +87,68 @@ class TestChatTemplate:
         for text in (OWN, "{{ messages }}\n\n", "\n  {% if x %}: # no comment'\"\\n{% endif %}", CHATML):
             path.write_text(as_yaml({"chat_template": text}), encoding="utf-8")
             assert RunConfig.from_yaml(path).chat_template == text
+
+
+class TestDate:
+    TEMPLATE = "Today: {{ strftime_now('%d %b %Y') }}\n" + CHATML
+
+    def prompt(self, run):
+        return run.trainer.collector.env.formatter.start("Hi."), run.evaluation_env.formatter.start("Hi.")
+
+    def test_a_run_keeps_the_day_on_which_it_began(self, tmp_path, monkeypatch):
+        settings = {"chat_template": self.TEMPLATE, "save_checkpoints": True, "max_iterations": 1}
+        first = build_run(small_config(tmp_path, **settings), env=Echo)
+        prompts = self.prompt(first)
+        first.trainer.train()
+        day = first.config.template_date
+        assert prompts[0] == prompts[1]
+        assert RunConfig.from_yaml(first.config.output_dir / "config.yaml").template_date == day
+
+        class Later(date):
+            @classmethod
+            def today(cls):
+                return cls(2031, 7, 1)
+
+        for module in ("torchrl_llm.envs.chat", "torchrl_llm.trainers.template_date"):
+            monkeypatch.setattr(f"{module}.date", Later)
+        resumed = build_run(small_config(tmp_path, resume=True, **settings), env=Echo)
+        assert resumed.config.template_date == day
+        assert self.prompt(resumed) == prompts
+        resumed.close()
+        saved = find_saved_model(first.config.output_dir)
+        loaded = load_saved_model(saved, saved.config(device="cpu"))
+        assert loaded.formatter.start("Hi.") == prompts[0]
+        accepted = {"resume": True, "accept_changes": ["template_date"]}
+        other = build_run(small_config(tmp_path, **settings, **accepted), env=Echo)
+        assert other.config.template_date == "2031-07-01"
+        assert self.prompt(other) != prompts
+        other.close()
+
+    def test_it_can_be_set(self, tmp_path):
+        run = build_run(small_config(tmp_path, chat_template=self.TEMPLATE, template_date="2024-02-29"), env=Echo)
+        assert run.tokenizer.decode(self.prompt(run)[0]).startswith("Today: 29 Feb 2024\n")
+        run.close()
+        with pytest.raises(
+            ConfigError, match=r"template_date='2024-02-29' does nothing: the chat template shows no date"
+        ):
+            build_run(small_config(tmp_path, template_date="2024-02-29"), env=Echo)
+        with pytest.raises(ConfigError, match="template_date is 'today'; expected a day"):
+            small_config(tmp_path, template_date="today")
+
+    def test_a_template_without_a_date_has_none(self, tmp_path):
+        run = build_run(small_config(tmp_path), env=Echo)
+        assert run.config.template_date is None
+        run.close()
+
+    def test_doctor_names_it(self, tmp_path):
+        names = {}
+        for template in (self.TEMPLATE, None):
+            found = fit(small_config(tmp_path, chat_template=template))
+            names[template] = [
+                each.text for each in takewhile(lambda each: each.name != "prompt", found) if each.name == "date"
+            ]
+        assert names[None] == []
+        assert f"keeps that of its first day ({date.today()}, template_date)" in names[self.TEMPLATE][0]
 
 
 class TestStopIds:

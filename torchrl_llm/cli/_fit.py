@@ -112,6 +112,12 @@ def _environment(config: RunConfig, tokenizer: Any) -> Iterator[Finding]:
         return
     try:
         yield _stops(config, env)
+        if (shown := env.formatter.template_date) is not None:
+            yield Finding(
+                "date",
+                "ok",
+                f"the chat template shows today's date: a run keeps that of its first day ({shown}, template_date)",
+            )
         yield _tried("prompt", lambda: _longest_prompt(env), lambda length: _room(config, length))[1]
         if config.demonstrations is not None:
             yield _tried("demonstrations", lambda: _demonstrations(config, env), str)[1]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date
 from functools import lru_cache, partial
 from typing import Any, Literal, get_args
 
@@ -20,7 +21,7 @@ from torchrl_llm.envs.answers import AnswerForm, MissingThinking
 from torchrl_llm.envs.response import Response, text_behind_thinking
 from torchrl_llm.envs.template_probe import History, probe_template
 from torchrl_llm.envs.template_properties import Frame, TemplateProperties
-from torchrl_llm.options import Checked
+from torchrl_llm.options import Checked, ConfigError
 from torchrl_llm.rendering import Renderer, Role
 from torchrl_llm.stops import control_tokens, token_pattern
 
@@ -53,6 +54,20 @@ def compose_message(observation: str, info: Mapping[str, Any] | None = None) -> 
     parts = [part for part in (info.get("prefix"), observation, info.get("suffix")) if part]
     lines = [part if part.endswith("\n") else part + "\n" for part in parts[:-1]]
     return "".join([*lines, *parts[-1:]])
+
+
+def read_date(text: str | None) -> date | None:
+    """The day that a ``template_date`` names.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    if text is None:
+        return None
+    try:
+        return date.fromisoformat(text)
+    except ValueError as error:
+        raise ConfigError(f"template_date is {text!r}; expected a day, such as '2026-11-25'.") from error
 
 
 def _check_unicode(text: str) -> None:
@@ -124,9 +139,12 @@ class ChatFormatter(Checked):
         chat_template_kwargs: passed on to the template, such as ``{"enable_thinking": False}``.
         missing_thinking: what to do with an answer that nobody sampled (:meth:`answer`) and that has no thought, where the
             template opens one for the assistant: ``"refuse"`` it (default), or close the thought before it (``"empty"``).
+        template_date: the day, such as ``"2026-11-25"``, that a template which shows today's date shows; default: the day on which
+            the formatter is made.
 
     Attributes:
         properties: what the template does, found out by trying it (:mod:`torchrl_llm.envs.template_probe`).
+        template_date: the day that the template shows; ``None``: it shows none.
         end_of_turn_ids: ids with which the tokenizer ends a response: the template's end-of-turn token first (before a user's
             message, then before tool output, if it is another one), then the EOS token.
         stop_ids: the ids at which the policy stops, which are no part of a response's text either. They are set by
@@ -163,6 +181,7 @@ class ChatFormatter(Checked):
         system_prompt: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         missing_thinking: MissingThinking = "refuse",
+        template_date: str | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.template = template
@@ -178,10 +197,12 @@ class ChatFormatter(Checked):
         self._added = token_pattern(self._control)
         self._spaces_text = _puts_space_before_text(tokenizer)
         self._bos: tuple[int, ...] = ()
-        render = None if template == "raw" else Renderer(tokenizer, **self._rendering())
+        today = read_date(template_date) or date.today()
+        render = None if template == "raw" else Renderer(tokenizer, **self._rendering(), today=today)
         self.properties = self._raw_properties() if render is None else probe_template(render, self._control, history)
         self._form = AnswerForm(render, self.properties, missing_thinking)
         self._in_thought = self._form.is_open("")  # where a response begins
+        self.template_date = today.isoformat() if self.properties.shows_date else None
         # Tokens that a template writes within answers, such as those around thinking.
         self._within = {i for i, token in added.items() if any(str(token) in pair for pair in self.properties.pairs)}
         self._ends = {role: self._id(frame.end) for role, frame in self.properties.frames.items()}

@@ -326,7 +326,7 @@ class PromptDatasetEnv(GEMEnv):
         shuffle: a new order in every epoch of training; default True. Evaluation keeps the order of the dataset.
         num_envs: slots N; default 1. A multiple of ``group_size``.
         stream: ``"train"`` (default), ``"eval"`` or ``"test"``.
-        system_prompt, template, history, chat_template_kwargs, missing_thinking: see
+        system_prompt, template, history, chat_template_kwargs, missing_thinking, template_date: see
             :class:`~torchrl_llm.envs.chat.ChatFormatter`.
         options: see :class:`~torchrl_llm.envs.GEMEnv`. What means nothing to questions of one turn is refused: ``max_turns``
             other than 1, ``overflow="slide"``, ``success_by``, ``weights``.

@@ -92,7 +92,8 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             the fastest for environments that answer in microseconds; with ``step_timeout`` one a slot, 32 at most.
         step_timeout: seconds that one reset or step may take; waiting for other environments does not count. Default
             none. It needs threads. :class:`~torchrl_llm.collectors.AsyncTurnCollector` has threads and a limit of its own.
-        system_prompt, template, history, chat_template_kwargs, missing_thinking: see :class:`~torchrl_llm.envs.ChatFormatter`.
+        system_prompt, template, history, chat_template_kwargs, missing_thinking, template_date: see
+            :class:`~torchrl_llm.envs.ChatFormatter`.
         success_reward: an episode is a success if it terminates with at least this; default 1.0. Where the environment says
             ``info["success"]`` as it terminates, that decides. If 64 episodes of an environment were lost and one of them
             earned half as much, a warning asks whether that was meant.
@@ -151,6 +152,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         history: History = "refuse",
         chat_template_kwargs: dict[str, Any] | None = None,
         missing_thinking: MissingThinking = "refuse",
+        template_date: str | None = None,
         success_reward: float = 1.0,
         success_by: SuccessBy | None = None,
         on_done: OnDone = "refill",
@@ -182,6 +184,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             system_prompt=system_prompt,
             chat_template_kwargs=chat_template_kwargs,
             missing_thinking=missing_thinking,
+            template_date=template_date,
         )
         self.task_sampler = TaskSampler(
             seed=seed,

@@ -136,6 +136,7 @@ class _Probe:
             trims_answers=self._trims_answers(),
             tail=self._last.rpartition(_answered(0))[2],
             has_tool_role=tool is not None,
+            shows_date=self.render.shows_date(),
         )
 
     # ------------------------------------------------------------------ around an answer

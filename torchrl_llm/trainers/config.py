@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 from tensordict.nn import TensorDictModuleBase
 
 from torchrl_llm import objectives
+from torchrl_llm.envs.chat import read_date
 from torchrl_llm.hints import nearest
 from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.options import ConfigError, Idle, meanings, options_class, options_of
@@ -159,6 +160,7 @@ class RunConfig(
                     f"{name} is {getattr(self, name)!r}; expected text keys, and values that JSON has (lists, not tuples), because "
                     "checkpoints keep the settings."
                 )
+        read_date(self.template_date)
         yield from self._wrong_changes()
         yield from self._wrong_folders()
         yield from self._wrong_sizes()

@@ -84,7 +84,7 @@ IDLE: tuple[Idle, ...] = (
     ),
     Idle(("lora_alpha", "lora_targets", "merge_lora_configs"), {"lora_r": (0,)}, "give LoRA a rank"),
     Idle(
-        ("chat_template", "history", "chat_template_kwargs", "missing_thinking"),
+        ("chat_template", "history", "chat_template_kwargs", "missing_thinking", "template_date"),
         {"template": ("raw",)},
         'set template to "chat"',
     ),

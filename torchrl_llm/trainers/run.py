@@ -44,6 +44,7 @@ from torchrl_llm.trainers.run_folder import RunFolder
 from torchrl_llm.trainers.run_info import run_info
 from torchrl_llm.trainers.sources import check_length, load_tokenizer
 from torchrl_llm.trainers.teacher import check_teacher, load_teacher
+from torchrl_llm.trainers.template_date import with_template_date
 from torchrl_llm.trainers.trainer import LLMTrainer
 from torchrl_llm.trainers.wrong_settings import missing_extras
 from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
@@ -57,8 +58,8 @@ class Run:
     """The parts of a run, made by :func:`build_run`.
 
     Attributes:
-        config: the settings, with the ``max_tokens`` that was chosen if none was given, and with what ``granularity="auto"``
-            means.
+        config: the settings, with the ``max_tokens`` and the ``template_date`` that were chosen if none were given, and with what
+            ``granularity="auto"`` means.
         tokenizer: the model's.
         models: actor, critic and reference.
         policy: samples; shares the actor's weights, or gets them from ``weight_sync``.
@@ -256,6 +257,7 @@ def _build(
     check_teacher(config, tokenizer)
     saved = None if start is None else start.manifest["metadata"]["config"]
     config = with_max_tokens(config, saved, accelerator.device, distributed)
+    config = with_template_date(config, saved, tokenizer, distributed)
     shard = {"worker": distributed.rank, "num_workers": distributed.world_size} if distributed.world_size > 1 else {}
     make_env = partial(build.make_environment, config, tokenizer, make_env or build.stock_env(config, env), **shard)
     make_train_env = partial(make_env, stream="train", group_size=config.group_size // (1 + config.tree_branches))

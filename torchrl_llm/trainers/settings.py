@@ -223,6 +223,9 @@ class TemplateConfig(Checked):
     missing_thinking: Literal["refuse", "empty"] = "refuse"
     """What to do with an answer that is given without thinking (a demonstration's, a player's, a worked example's) where the chat
     template opens a thought for the assistant: "refuse" it, or close the thought before it ("empty")."""
+    template_date: str | None = None
+    """The day that a chat template shows as today's date (2026-11-25); None takes the day on which the run starts, which resumed
+    runs, eval and chat keep."""
 
 
 FORMATTER = tuple(name for name in names_of(TemplateConfig) if name != "chat_template")
