@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import re
 import socket
@@ -81,8 +82,16 @@ def tools(request):
     tools.close()
 
 
+def written(value: object) -> str:
+    return f"<tool_call>{json.dumps(value)}</tool_call>"
+
+
 def call(name: str, **arguments) -> str:
-    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+    return written({"name": name, "arguments": arguments})
+
+
+def deep(brackets: int) -> str:
+    return f'<tool_call>{{"name": "add", "arguments": {{"a": {"[" * brackets}{"]" * brackets}, "b": 2}}}}</tool_call>'
 
 
 def connected(server: str | dict, timeout: float) -> MCPTools:
@@ -122,13 +131,36 @@ class TestCalls:
             ("<tool_call>add(1, 2)</tool_call>", "no tool call; expected JSON"),
             ("<tool_call>[1]</tool_call>", "no tool call; expected JSON"),
             ('<tool_call>{"arguments": {}}</tool_call>', "no tool call; expected JSON"),
+            (written({"name": "add", "arguments": '{"a": 1, "b": 2}'}), r"The arguments are \".*; expected an object"),
+            (written({"name": "add", "arguments": [1, 2]}), r"The arguments are \[1, 2\]; expected an object"),
+            (written({"name": "add", "arguments": None}), "The arguments are null; expected an object"),
+            (written({"name": "add", "arguments": 3}), "The arguments are 3; expected an object"),
+            (written({"name": 5}), "The name of the tool is 5; expected a text"),
+            (written({"name": None}), "The name of the tool is null; expected a text"),
+            (written({"name": ["add"]}), r'The name of the tool is \["add"\]; expected a text'),
+            (written({"name": ""}), "Unknown tool"),
+            (written({"name": "\ud83d"}), "a character that JSON does not have"),
+            (written({"name": "add", "arguments": {"a": "\ud83d", "b": 2}}), "a character that JSON does not have"),
+            (written({"name": "add", "arguments": {"\ud83d": 2}}), "a character that JSON does not have"),
+            (written({"name": "add", "arguments": {"a": math.nan, "b": 2}}), "a number or a character that JSON"),
+            ('<tool_call>{"name": "add", "arguments": {"a": 1e400}}</tool_call>', "a number or a character that JSON"),
+            (f'<tool_call>{{"name": "add", "arguments": {{"a": 1{"0" * 5000}}}}}</tool_call>', "no tool call"),
+            (f"<tool_call>{'{' * 2000}</tool_call>", "no tool call; expected JSON"),
+            (f"<tool_call>{'[' * 100_000}</tool_call>", "no tool call; expected JSON"),
+            (deep(2000), "no tool call|more than 64 brackets"),
+            (deep(300), "more than 64 brackets"),
+            (deep(60), "(?s)a.*integer"),
         ],
+        ids=lambda given: given[:60],
     )
     def test_a_call_that_fails_is_one_too(self, tools, response, says):
+        before = tools.execute_action(call("count"))[2].split()
         called, failed, text, parsed = tools.execute_action(response)
         assert (called, failed, parsed) == (True, True, response)
         assert re.search(says, text)
-        assert tools.execute_action(call("add", a=1, b=2))[2] == "3"
+        after = tools.execute_action(call("count"))[2].split()
+        # The same process answers, in the same session.
+        assert (int(after[0]), after[1]) == (int(before[0]) + 1, before[1])
 
     def test_a_response_without_a_call(self, tools):
         assert tools.execute_action("<tool_call>add") == (False, True, "", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -115,6 +116,22 @@ class TestGames:
         assert "guess" in texts(rows)[0].lower()
         assert rows[keys.TURN_TERMINATED].any(1).all()
 
+    @pytest.mark.parametrize("name", ["Countdown", "Cryptarithm", "Slitherlink"])
+    def test_games_that_confuse_reward_and_reason(self, name):
+        """They call a method of TextArena's state with its arguments in the wrong order."""
+        game = made(f"textarena:{name}-v0")
+        game.reset(0)
+        message, reward, terminated, *_ = game.step("hello")
+        assert re.search(r"^\[GAME\] You attempted an invalid move\. Reason: (Bad|Invalid) action format\.", message)
+        assert (reward, terminated) == (0.0, False)
+        _, reward, terminated, *_ = game.step("hello")
+        assert terminated
+        assert 0 <= reward < 1  # as far as the puzzle was solved
+        env = GEMEnv(f"textarena:{name}-v0", num_envs=2, max_faults=0, **OPTIONS)
+        moves = ["hello", "[h 99 9]", "[99 1 +]", "[? 5]", "[h 0 0]", "[0 1 +]", "[]"]
+        rows = TurnCollector(env, says(lambda episode, turn, _: moves[(episode + turn) % 7]), batch_size=7).rollout()
+        assert rows[keys.TURN_TERMINATED].any(1).all()
+
     def test_options(self):
         game = made("textarena:Nim-v0", piles=[1, 2])
         game.start(0)
@@ -135,6 +152,20 @@ class TestRefused:
     def test_ids(self, env_id, said):
         with pytest.raises(UnknownEnvironmentError, match=said):
             resolve_env(env_id)
+
+    def test_every_id_is_a_game_or_a_sentence(self):
+        from textarena.envs.registration import ENV_REGISTRY
+
+        refused = {}
+        for name in ENV_REGISTRY:
+            try:
+                assert resolve_env(f"textarena:{name}").name == f"textarena:{name}"
+            except (UnknownEnvironmentError, EnvironmentUnavailableError) as error:
+                refused[name] = str(error)
+        assert len(refused) < len(ENV_REGISTRY) / 2
+        if sys.version_info < (3, 12):  # whose syntax they have
+            for name in ("Klondike-v0", "UltimateTexasHoldem-v0"):
+                assert "TextArena cannot make it here. (SyntaxError" in refused[name]
 
     def test_a_game_that_needs_a_judge(self, monkeypatch):
         monkeypatch.delenv("OPENROUTER_API_KEY", raising=False)

@@ -26,6 +26,7 @@ T = TypeVar("T")
 
 _CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
 _INVALID_PARAMS = -32602  # JSON-RPC: the server refuses this call, and goes on
+_DEEPEST = 64  # brackets within each other; parsers of JSON end at some hundreds
 _CLOSE_TIMEOUT = 10.0  # seconds in which a session should have ended
 
 _HOW = """\
@@ -43,8 +44,8 @@ class MCPTools:
     """The tools of an MCP server, as a tool of GEM's ``ToolEnvWrapper``.
 
     A response calls a tool by ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``; the result is the next message. What a
-    server says of a call, that it failed or has the wrong arguments, is a result too. A server that is missing, ends or does
-    not answer raises, so the episode ends as a fault.
+    server says of a call, that it failed or has the wrong arguments, is a result too, and so is what is wrong with a call that
+    cannot be sent. A server that is missing, ends or does not answer raises, so the episode ends as a fault.
 
     The session begins with the first reset and lasts until :meth:`close`, or until the tools are garbage: a slot's episodes
     share it. So a server that keeps a state between calls needs a tool that resets it.
@@ -104,10 +105,9 @@ class MCPTools:
             return False, True, "", ""
         parsed = action[: found.end()]
         try:
-            call = json.loads(found[1])
-            name, arguments = call["name"], call.get("arguments", {})
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return True, True, 'This is no tool call; expected JSON, {"name": "...", "arguments": {...}}.', parsed
+            name, arguments = _read_call(found[1])
+        except _WrongCallError as error:
+            return True, True, str(error), parsed
         failed, text = self._run(lambda client: _answer(client, name, arguments))
         return True, failed, text, parsed
 
@@ -160,6 +160,46 @@ def _read_server(server: str | Mapping[str, Any]) -> tuple[Any, str]:
     )
 
 
+class _WrongCallError(ValueError):
+    """What the policy is told of a call that it wrote wrongly."""
+
+
+def _read_call(text: str) -> tuple[str, dict[str, Any]]:
+    """The tool that a call names, and its arguments; what is returned here can be sent.
+
+    Raises:
+        _WrongCallError: the policy wrote it wrongly.
+
+    Examples:
+        >>> _read_call('{"name": "add", "arguments": {"a": 1}}')
+        ('add', {'a': 1})
+    """
+    try:
+        call = json.loads(text)
+    except (ValueError, RecursionError):
+        call = None
+    if not isinstance(call, dict) or "name" not in call:
+        raise _WrongCallError('This is no tool call; expected JSON, {"name": "...", "arguments": {...}}.')
+    name, arguments = call["name"], call.get("arguments", {})
+    if not isinstance(name, str):
+        raise _WrongCallError(f"The name of the tool is {json.dumps(name):.80}; expected a text.")
+    if not isinstance(arguments, dict):
+        raise _WrongCallError(f"The arguments are {json.dumps(arguments):.80}; expected an object, {{...}}.")
+    try:
+        # Not what Python reads besides JSON: NaN, infinity, halves of characters.
+        json.dumps([name, arguments], allow_nan=False, ensure_ascii=False).encode()
+    except ValueError:
+        raise _WrongCallError("The call has a number or a character that JSON does not have.") from None
+    if _is_deeper(arguments, _DEEPEST):
+        raise _WrongCallError(f"The arguments have more than {_DEEPEST} brackets within each other.")
+    return name, arguments
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return depth < 0 or any(_is_deeper(each, depth - 1) for each in parts)
+
+
 def _describe(tool: Any) -> str:
     fields = tool.model_dump(by_alias=True)
     described = {"name": fields["name"], "description": fields["description"], "parameters": fields["inputSchema"]}
@@ -172,10 +212,19 @@ async def _answer(client: Any, name: str, arguments: Mapping[str, Any]) -> tuple
         result = await client.call_tool(name, arguments, raise_on_error=False)
     except Exception as error:
         # The class of this error has other names in other versions of the protocol's package.
-        if getattr(getattr(error, "error", None), "code", None) == _INVALID_PARAMS:
+        refused = getattr(getattr(error, "error", None), "code", None) == _INVALID_PARAMS
+        # Whatever went wrong with the call: a server that answers is not down.
+        if refused or await _answers(client):
             return True, str(error)
         raise
     return result.is_error, "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
+
+
+async def _answers(client: Any) -> bool:
+    try:
+        return bool(await client.ping())
+    except Exception:  # noqa: BLE001  of the transport, whichever it is: the error of the call is raised
+        return False
 
 
 # ---------------------------------------------------------------------- the thread of all sessions

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.util import find_spec
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ class _Played:
         # A new one each time: some keep a part of the last game, such as the order of the deck (Kuhn poker).
         self.env = self._make()
         self.env.reset(num_players=self.players, seed=seed)
+        for name, order in _ORDERS.items():
+            setattr(self.state, name, _in_order(getattr(self.state, name), order))
 
     def step(self, response: str) -> None:
         self.env.step(action_of(response))
@@ -95,6 +98,28 @@ class _Played:
             for sender, text, kind in messages
             if (sender, kind) != (player, own)
         )
+
+
+_ORDERS: dict[str, tuple[str, ...]] = {
+    "set_invalid_move": ("reward", "reason"),
+    "add_observation": ("from_id", "message", "observation_type"),
+}
+"""Methods of TextArena's states, and an order in which some games give their arguments that is not theirs (Countdown, Cryptarithm,
+Slitherlink)."""
+
+
+def _in_order(method: Callable[..., Any], order: tuple[str, ...]) -> Callable[..., Any]:
+    """A method that takes its arguments in the wrong order too: the number first, and a text behind it.
+
+    Without it the reward of a move that is not allowed was text, and what a player read of it a number.
+    """
+
+    def called(*given: Any, **named: Any) -> Any:
+        if len(given) == len(order) and isinstance(given[0], Real) and isinstance(given[1], str):
+            return method(**dict(zip(order, given, strict=True)), **named)
+        return method(*given, **named)
+
+    return called
 
 
 class TextArenaGame(Game):
@@ -170,13 +195,19 @@ def play_at_random(context: str, rng: random.Random) -> str:
     return rng.choice(choices)
 
 
-def _number_of_players(entry_point: str) -> int | None:
-    """1 or 2; ``None``: more, or a number that the game is not fixed to. The module is read and not imported."""
+def _number_of_players(env_id: str, entry_point: str) -> int | None:
+    """1 or 2; ``None``: more, or a number that the game is not fixed to. The module is read, and only its package is imported.
+
+    Raises:
+        EnvironmentUnavailableError: its package cannot be imported, as those that need a newer Python (Klondike).
+    """
     module = entry_point.partition(":")[0]
     try:
         found = find_spec(module)
     except ModuleNotFoundError:
         return None
+    except Exception as error:  # of the package's own code, such as syntax that is newer than this Python
+        raise EnvironmentUnavailableError(env_id, "TextArena cannot make it here.", error) from error
     source = "" if found is None or found.origin is None else Path(found.origin).read_text(encoding="utf-8")
     states = {*re.findall(r"\b(\w+State)\(", source)}
     return _PLAYERS.get(states.pop()) if len(states) == 1 else None
@@ -187,6 +218,7 @@ def resolve_textarena(env_id: str) -> EnvSpec:
 
     Raises:
         UnknownEnvironmentError: no game has this id, or it is for more than two players, or for any number of them.
+        EnvironmentUnavailableError: the game cannot be imported; the message has TextArena's reason.
         MissingExtraError: TextArena is not installed.
     """
     _textarena()
@@ -197,7 +229,7 @@ def resolve_textarena(env_id: str) -> EnvSpec:
         raise UnknownEnvironmentError(
             f"There is no game {env_id!r}; expected one of TextArena's ids, such as 'textarena:TicTacToe-v0'.{nearest(env_id, known)}"
         )
-    players = _number_of_players(registry[name].entry_point)
+    players = _number_of_players(env_id, registry[name].entry_point)
     if players is None:
         raise UnknownEnvironmentError(
             f"{env_id!r} is not a game for just one or two players: expected one that is, such as 'textarena:TicTacToe-v0'."
