@@ -116,6 +116,29 @@ class TestEnvironment:
         assert (batch["next", keys.STOP_REASON] == StopReason.CONTEXT).any()
         assert batch["next", keys.TRUNCATED].any()
 
+    @settings(max_examples=30)
+    @given(seed=st.integers(0, 2**20), room=st.integers(70, 200))
+    def test_a_cut_off_episode_ends_with_all_of_its_last_feedback(self, seed, room):
+        """What follows is valued by the last context: it may not end in the middle of what the policy was told."""
+        endless = {"env": lambda: Chatter(turns=99), "seed": seed, "max_turns": 6}
+        slid, whole = (scripted(**endless, max_model_len=size) for size in (room, 2000))
+        first = list(make_env().formatter.start("Speak."))
+        for row in range(len(slid)):
+            seen, response, _ = [*contexts(slid, row)][-1]
+            turns = int((slid[keys.PROMPT_LENGTH][row] > 0).sum())
+            last, full = (
+                batch["next", *keys.PROMPT][row, turns - 1, : int(batch["next", *keys.PROMPT_LENGTH][row, turns - 1])]
+                for batch in (slid, whole)
+            )
+            piece = full[int(whole[keys.PROMPT_LENGTH][row, turns - 1]) :].tolist()
+            assert piece[: len(response)] == response
+            if len(first) + len(piece) <= room:
+                assert last[: len(first)].tolist() == first
+                assert last[-len(piece) :].tolist() == piece
+            assert len(last) <= room
+            grows = last[: len(seen)].tolist() == seen
+            assert int(slid["next", keys.SEGMENT][row, turns - 1] - slid[keys.SEGMENT][row, turns - 1]) == (not grows)
+
     def test_a_running_episode_is_restored(self):
         env, policy = make_env(), ScriptedPolicy(words, tokenizer=TOKENIZER, max_output_tokens=16)
         env.rollout(6, policy, break_when_any_done=False)
@@ -147,9 +170,10 @@ class TestRows:
                 assert places == list(range(places[0], places[0] + len(response)))
             assert (turn_ids.max(), row[keys.TURN_MASK].sum()) == (7, 8)
 
-    def test_both_collectors_deliver_the_same(self):
+    @pytest.mark.parametrize("max_turns", [None, 5])
+    def test_both_collectors_deliver_the_same(self, max_turns):
         batches = [
-            collected(make_env(), scripted_policy(), collector=collector, **kwargs)
+            collected(make_env(max_turns=max_turns), scripted_policy(), collector=collector, **kwargs)
             for collector, kwargs in (
                 (TurnCollector, {}),
                 (AsyncTurnCollector, {}),
@@ -157,7 +181,7 @@ class TestRows:
             )
         ]
         assert all((batches[0] == batch).all() for batch in batches[1:])
-        assert (batches[0] == turns_to_rows(scripted(), max_turns=8)).all()
+        assert (batches[0] == turns_to_rows(scripted(max_turns=max_turns), max_turns=max_turns or 8)).all()
 
     def test_undeclared_it_is_an_error(self):
         batch = scripted()
@@ -224,6 +248,29 @@ class TestModels:
             last = last[: int(batch["next", *keys.PROMPT_LENGTH][i, len(seen) - 1])].tolist()
             expected = critic.value(*(torch.tensor([x]) for x in self.one_turn(last[:-1], last[-1:])))[1]
             torch.testing.assert_close(row[keys.BOOTSTRAP_VALUE], expected[0], rtol=0, atol=1e-5)
+
+    def test_what_follows_a_cut_off_episode_is_valued_by_its_last_context(self, model):
+        """The value of the rows of a collector is that of the first prompt, the latest turns and all of the last feedback."""
+        tokenizer = load_tiny_tokenizer()
+        env = make_env(
+            lambda: Echo(turns=99), tokenizer=tokenizer, max_model_len=60, max_output_tokens=8, max_turns=5, num_envs=4
+        )
+        policy = ScriptedPolicy(lambda episode, *_: "b" * (3 + episode % 4), tokenizer=tokenizer, max_output_tokens=8)
+        rows = collected(env, policy)
+        critic = TurnCritic(model)
+        torch.nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(0))
+        critic(rows)
+        slid = 0
+        for row in rows:
+            mask = row[keys.ATTENTION_MASK].tolist()
+            end = max(i for i, valid in enumerate(mask) if valid) + 1
+            start = max((i + 1 for i in range(end) if not mask[i]), default=0)
+            last = row[keys.TOKENS][start:end].tolist()
+            assert tokenizer.decode(last).endswith("assistant\n")  # the policy is to speak
+            slid += not (row[keys.TURN_IDS][start:end] == 4).any()
+            expected = critic.value(*(torch.tensor([x]) for x in self.one_turn(last[:-1], last[-1:])))[1]
+            torch.testing.assert_close(row[keys.BOOTSTRAP_VALUE], expected[0], rtol=0, atol=1e-5)
+        assert slid
 
     @staticmethod
     def one_turn(context, response):

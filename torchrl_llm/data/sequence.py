@@ -181,7 +181,9 @@ def _record_turn(episode: Episode, step: dict[Any, np.ndarray[Any, Any]]) -> Non
     context, following = step[keys.PROMPT][:start], step[_NEXT_PROMPT][: int(step[_NEXT_LENGTH][0])]
     # Copies: the step's tensors are as wide as the widest context, and a view would keep them alive.
     tokens, log_probs, versions = (step[key][:size].copy() for key in _SAMPLED)
-    cut = not (terminated or truncated) and segment != next_segment
+    cut = (
+        segment != next_segment
+    )  # also at the end of an episode, so that its last context has all of the last feedback
     if not cut and not np.array_equal(following[: start + size], np.concatenate([context, tokens])):
         raise HistoryRewrittenError.at(episode.episode_id, len(episode.turns))
     episode.add(Turn(start, segment, tokens, log_probs, versions))

@@ -58,7 +58,8 @@ class Reply(NamedTuple):
         ids: what it adds to the context: of a reset, the whole first context; of a step, the response and the feedback.
         reward: of the turn; 0.0 at a reset.
         stop_reason: of the episode after it.
-        dropped: the oldest turns that leave the context, to make room; 0: the context grows.
+        dropped: the oldest turns that leave the context, to make room; 0: the context grows. Also at the end of an episode that was cut
+            off.
         task: of a reset, the task.
         says_success: whether the environment returned ``info["success"]``.
         extras: of the turn, those that its environment declares.
@@ -277,14 +278,22 @@ class SlotEpisodes:
         except (Exception, SystemExit) as error:
             raise self.fault(state.task_spec, state.turn, error) from error
         reason = self._stop_reason(state, step, state.length + len(ids))
-        if reason == StopReason.CONTEXT and self.overflow == "slide":
-            dropped = state.excess(len(ids), self.max_model_len - self.max_output_tokens)
-            if dropped:
-                return Reply(ids, step.reward, dropped=dropped, extras=step.extras)
-        return Reply(ids, step.reward, reason, says_success=step.success is not None, extras=step.extras)
+        reason, dropped = self._slide(state, len(ids), reason) if self.overflow == "slide" else (reason, 0)
+        return Reply(ids, step.reward, reason, dropped, says_success=step.success is not None, extras=step.extras)
+
+    def _slide(self, state: Slot, size: int, reason: StopReason) -> tuple[StopReason, int]:
+        """Why an episode ends that would end for ``reason``, and how many turns leave the context for one of ``size`` tokens."""
+        room = self.max_model_len - self.max_output_tokens
+        if reason == StopReason.CONTEXT and (dropped := state.excess(size, room)):
+            return StopReason.RUNNING, dropped
+        if reason in (StopReason.RUNNING, *TERMINATED) or state.length + size <= self.max_model_len:
+            return reason, 0
+        # A critic values what would follow an episode that was cut off by its last context, which has to hold all of the last
+        # feedback, if there is room at all.
+        return reason, state.excess(size, room) or state.excess(size, self.max_model_len)
 
     def advance(self, slot: int, response: list[int], reply: Reply) -> None:
-        """Add to a slot what :meth:`answer` returned; the last feedback of an episode is cut at ``max_model_len``."""
+        """Add to a slot what :meth:`answer` returned; the last feedback of an episode is cut at ``max_model_len``, if it does not slide."""
         state = self._slots[slot]
         state.responses.append(response)
         state.turn += 1
