@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_llm.envs import RowTaskSampler, TaskSampler
-from torchrl_llm.envs.tasks import FLOOR, MEMORY, SEED_IDS, STREAM_IDS, Stream, reshard_state
+from torchrl_llm.envs.resharding import reshard_state
+from torchrl_llm.envs.tasks import FLOOR, MEMORY, SEED_IDS, STREAM_IDS, Stream
 
 
 class TestTickets:

@@ -22,6 +22,7 @@ from torchrl_llm.objectives import ImitationWeights, ReBN
 from torchrl_llm.record.recording import read_recording
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 from torchrl_llm.trainers import RunConfig, build, build_run, loggers
+from torchrl_llm.trainers.device import make_accelerator
 
 BASE = {
     "model_path": "tiny",
@@ -265,7 +266,7 @@ def engine(config: RunConfig, env: Any) -> Any:
         worker = build._worker_policy(config, tokenizer, sampling, None) if config.policy == "vllm" else None
         if config.collector == "ray":
             game = GEMEnv(Guess, tokenizer=tokenizer)
-            distributed = build.Distributed.of(build.make_accelerator(config))
+            distributed = build.Distributed.of(make_accelerator(config))
             workers = build.worker_options(config, None, tokenizer, sync)
             build.make_collector(config, game, policy, build.make_replay_buffer(config), distributed, **workers)
     offload = build.make_offload(config, models).__name__

@@ -23,6 +23,9 @@ SHIPPED = Path(__file__).parents[2] / "examples" / "configs"
 CONFIGS = sorted(path for path in SHIPPED.glob("*.yaml") if not path.stem.startswith(("accelerate_", "tuning_")))
 
 
+REFRESHED = {"refresh_reference": 1, "kl_coeff": 0.1, "batch_size": 64}
+
+
 class TestRunConfig:
     @pytest.mark.parametrize(
         ("settings", "message"),
@@ -144,6 +147,12 @@ class TestRunConfig:
             ({"weight_sync": "adapter", "lora_r": 0, "policy": "vllm"}, "lora_r=0 has none"),
             ({"weight_sync": "reload", "collector": "ray", "policy": "vllm"}, "weight_sync='reload' needs the engine"),
             (
+                REFRESHED | {"algo": "LLMREINFORCE", "epochs": 2},
+                'with kl_in="reward" reads the KL there, where it is 0',
+            ),
+            (REFRESHED | {"algo": "GRPO", "group_size": 4}, "does nothing in an update of one optimizer step"),
+            (REFRESHED | {"algo": "LLMPPO", "minibatch_size": 64}, "does nothing in an update of one optimizer step"),
+            (
                 {"accept_changes": ["lora_r"], "resume": True},
                 "accept_changes names lora_r, but a resumed run has the weights",
             ),
@@ -152,6 +161,18 @@ class TestRunConfig:
     def test_settings_that_exclude_each_other(self, settings, message):
         with pytest.raises(ConfigError, match=message):
             RunConfig(**settings)
+
+    @pytest.mark.parametrize(
+        "settings",
+        [
+            {"algo": "GRPO", "group_size": 4, "epochs": 2},
+            {"algo": "LLMPPO", "minibatch_size": 32},
+            {"algo": "LLMREINFORCE", "refresh_reference": 2},
+            {"algo": "LLMREINFORCE", "kl_in": "loss", "minibatch_size": 32},
+        ],
+    )
+    def test_a_reference_may_be_refreshed_where_its_kl_is_read_later(self, settings):
+        RunConfig(**REFRESHED | settings)
 
     @pytest.mark.parametrize(
         ("algo", "settings", "message"),

@@ -12,7 +12,7 @@ from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.modules.engine import NonFiniteLogitsError
 from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss
-from torchrl_llm.trainers import Callback, build, build_run, finite
+from torchrl_llm.trainers import Callback, build_run, finite
 from torchrl_llm.trainers.finite import MAX_SKIPPED_STEPS, NonFiniteGradientError, NonFiniteWeightsError
 
 
@@ -151,7 +151,7 @@ def half(monkeypatch):
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", init_scale=8.0)
         return accelerator
 
-    monkeypatch.setattr(build, "make_accelerator", make_accelerator)
+    monkeypatch.setattr("torchrl_llm.trainers.run.make_accelerator", make_accelerator)
 
 
 class TestLossScale:
@@ -175,6 +175,16 @@ class TestLossScale:
         # 8 -> 1 takes three steps.
         assert run.trainer.iteration == 3 + MAX_SKIPPED_STEPS - 1
         assert weights(run).equal(before)
+
+    def test_merged_adapters_have_their_gradients_unscaled_once(self, tmp_path, half):
+        """Though accelerate knows the optimizer of the parameters before, too."""
+        saved = build_run(small_config(tmp_path / "one", lora_r=2)).save_checkpoint(tmp_path / "saved")
+        norms = []
+        for merge in (False, True):
+            run = build_run(small_config(tmp_path / str(merge), lora_r=2))
+            run.load_checkpoint(saved, load_optimizer=False, merge_lora_configs=merge)
+            norms.append(run.trainer.update(prepared(run.trainer))["optim/grad_norm_actor"])
+        assert norms[0] == pytest.approx(norms[1], rel=1e-4) != 0.0
 
     def test_a_finite_gradient_without_a_finite_norm_is_skipped_too(self, tmp_path, half):
         """Its squares overflow: clipped by such a norm it would be 0, and a step of Adam's old moments."""

@@ -446,7 +446,7 @@ class TestResume:
         first = request.getfixturevalue(how)[0]["parts"]
         resumed = ranks_run.RESUMED | {"max_iterations": 3, "accept_changes": ["max_iterations"]}
         run = ranks_run.build(where / how / "parts", **resumed)
-        assert "1 processes continue what 2 began: from group 8" in caplog.text
+        assert "tasks continue from group 8, for other processes" in caplog.text
         assert difference(ranks_run.whole_weights(run.trainer), first["weights"]) == 0
         mine, theirs = run.trainer.optimizer.state_dict(), first["optimizer"]
         assert mine["param_groups"] == theirs["param_groups"]

@@ -113,7 +113,7 @@ LAW: dict[str, list[Case]] = {
     "tokenizer_path": [works(other_tokenizer), idle("/no/such/tokenizer")],
     "dtype": [works("bfloat16", lora_r=2)],
     "device": [idle("cuda")],
-    "mixed_precision": [works("bf16", run=fresh_state)],
+    "mixed_precision": [works("bf16", run=fresh_state), idle("fp16", run=fresh_state)],
     "attn_implementation": [works("eager")],
     "trust_remote_code": [works(True, model_path=remote_code)],
     "gradient_checkpointing": [works(True)],
@@ -132,7 +132,7 @@ LAW: dict[str, list[Case]] = {
         idle(True),
         idle(True, init_from=checkpoint),
     ],
-    "refresh_reference": [works(1, lora_r=2, **KL), idle(1)],
+    "refresh_reference": [works(2, lora_r=2, max_iterations=4, **KL), idle(1), idle(1, **KL)],
     "teacher": [works(other_model, **KL), idle(other_model)],
     # the environment
     "env_name": [works("game:GuessTheNumber-v0-hard")],

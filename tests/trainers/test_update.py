@@ -288,6 +288,17 @@ class TestMemoryAndPrecision:
         assert metrics["policy/log_ratio"] < 1e-6
         assert {p.dtype for p in run.models.actor_parameters()} == {torch.float32}
 
+    @pytest.mark.parametrize("given", [{"mixed_precision": "fp16"}, {"dtype": "float16"}])
+    def test_float16_on_a_cpu_is_refused(self, tmp_path, monkeypatch, given):
+        """accelerate would compute in float32."""
+        monkeypatch.setattr(AcceleratorState, "_shared_state", {})
+        (name, value), *_ = given.items()
+        with pytest.raises(
+            ConfigError, match=f"{name}='{value}' asks for .* does not have on a CPU: set mixed_precision"
+        ):
+            build_run(small_config(tmp_path, **given))
+        build_run(small_config(tmp_path, dtype="float16", mixed_precision="no"))
+
     def test_another_precision_than_that_of_an_earlier_run_is_refused(self, tmp_path):
         build_run(small_config(tmp_path))
         said = "mixed_precision='bf16' .* earlier run of this process with 'no', .*: start this run in another process"

@@ -23,6 +23,7 @@ from torchrl_llm.trainers.demonstrations import (
     find_demonstrations,
     read_demonstrations,
 )
+from torchrl_llm.trainers.device import make_accelerator
 from torchrl_llm.trainers.memory import choose_max_tokens, empty_model, memory_estimate, trainer_memory
 from torchrl_llm.trainers.sources import check_length, load_tokenizer
 from torchrl_llm.trainers.teacher import check_teacher
@@ -48,7 +49,7 @@ def devices() -> Iterator[Finding]:
 
 def fit(config: RunConfig) -> Iterator[Finding]:
     """The checks of the settings, in the order in which a run meets them; after one that fails, those that need it are left out."""
-    device, finding = _tried("device", lambda: build.make_accelerator(config).device, lambda found: f"{found} is used")
+    device, finding = _tried("device", lambda: make_accelerator(config).device, lambda found: f"{found} is used")
     yield finding
     yield from _engine(config)
     tokenizer, finding = _tried("tokenizer", lambda: load_tokenizer(config), _vocabulary)

@@ -8,7 +8,6 @@ environments.
 
 from __future__ import annotations
 
-import logging
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -20,8 +19,6 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 import numpy as np
 
 from torchrl_llm.options import Checked, ConfigError, Count, Natural, Positive, Share
-
-logger = logging.getLogger(__name__)
 
 Stream = Literal["train", "eval", "test"]
 
@@ -399,52 +396,3 @@ class SeenTasks:
         if len(self) >= self.limit:
             tasks = tasks[tasks <= self.tasks[-1]]
         return float(np.isin(tasks, self.tasks).mean()) if len(tasks) else float("nan")
-
-
-def reshard_state(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of an environment that continues a stream which another number of workers has sampled from.
-
-    All new workers begin after the last group that any old worker has sampled: no group is sampled twice, and a few groups may
-    be left out.
-
-    Args:
-        old: the states of the earlier workers' environments (``GEMEnv.state_dict()``; of a transformed environment what is
-            in ``"base"`` counts).
-        new: the state of a new worker's fresh environment.
-
-    Returns:
-        The new state, with the first task to sample, and the success rates and the curriculum of the first of ``old``.
-
-    Examples:
-        >>> task_sampler = {"group_size": 2, "worker": 0, "num_workers": 1, "success": None, "stages": ()}
-        >>> new = {"task_sampler": task_sampler | {"worker": 1, "num_workers": 2}, "num_sampled": 0}
-        >>> reshard_state([{"task_sampler": task_sampler, "num_sampled": 5}], new)["num_sampled"]
-        4
-    """
-    if "base" in new:
-        return {**new, "base": reshard_state(old, new["base"])}
-    states = [_innermost(state) for state in old]
-    task_sampler = new["task_sampler"]
-    workers = task_sampler["num_workers"]
-    first = -(-max(map(_groups_sampled, states)) // workers)
-    logger.warning(
-        "%d processes continue what %d began: from group %d, and not in the same bytes",
-        workers, len(old), first * workers,
-    )  # fmt: skip
-    saved = states[0]["task_sampler"]
-    # A checkpoint may be older than one of them.
-    task_sampler = {**task_sampler, **{name: saved[name] for name in ("success", "stages") if name in saved}}
-    return {**new, "task_sampler": task_sampler, "num_sampled": first * task_sampler["group_size"]}
-
-
-def _innermost(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    while "base" in state:
-        state = state["base"]
-    return state
-
-
-def _groups_sampled(env: Mapping[str, Any]) -> int:
-    """The number of all workers' groups up to the last one that ``env`` has sampled."""
-    task_sampler = env["task_sampler"]
-    local_groups = -(-env["num_sampled"] // task_sampler["group_size"])
-    return max(0, task_sampler["worker"] + (local_groups - 1) * task_sampler["num_workers"] + 1)

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.state import AcceleratorState, is_initialized
 from peft import LoraConfig
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from transformers import AutoConfig, GenerationConfig
@@ -37,6 +35,7 @@ from torchrl_llm.envs import ChatFormatter, EnvSpec, GEMEnv, SeenTasks, SelfPlay
 from torchrl_llm.envs.tasks import Stream
 from torchrl_llm.modules import ActorCritic, HFPolicy, PlayerPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
+from torchrl_llm.modules.weights import holds_adapter
 from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.stops import response_end_ids
 from torchrl_llm.trainers.config import ConfigError, RunConfig
@@ -49,9 +48,6 @@ from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
 
 _PARITY_LENGTH = 257
 """Two blocks of 128 tokens, the largest of vLLM's prefix caches, and one."""
-
-_AUTOCAST = {"bfloat16": "bf16", "float16": "fp16"}
-"""A dtype's name in accelerate."""
 
 _MODEL = ("dtype", "attn_implementation", "trust_remote_code", "quantization")
 """Settings of the model wherever it is loaded by transformers: here and on workers."""
@@ -105,57 +101,6 @@ def make_offload(config: RunConfig, models: ActorCritic) -> Callable[[], Abstrac
     return models.offload_base if config.offload_base else nullcontext
 
 
-def make_accelerator(config: RunConfig) -> Accelerator:
-    """accelerate with the precision of ``config``, on its device.
-
-    Raises:
-        ConfigError: accelerate chose another device than ``config.device``; or an earlier run of this process had another
-            precision.
-    """
-    choose_device(config)
-    precision = _mixed_precision(config)
-    # accelerate keeps the precision of a process's first Accelerator, and refuses another one with a sentence of its own.
-    if is_initialized() and AcceleratorState().mixed_precision != precision:
-        raise ConfigError(
-            f"The run computes with mixed_precision={precision!r} (dtype={config.dtype!r}), but an earlier run of this process with "
-            f"{AcceleratorState().mixed_precision!r}, and accelerate keeps one for a process: start this run in another process, or "
-            "give it that mixed_precision."
-        )
-    return Accelerator(mixed_precision=precision, cpu=config.device == "cpu")
-
-
-def choose_device(config: RunConfig) -> torch.device:
-    """The device that accelerate chooses in this process, for models that only sample too: no precision is fixed.
-
-    Raises:
-        ConfigError: it is another one than ``config.device``.
-    """
-    # accelerate takes no device, only the wish for the CPU.
-    chosen = PartialState(cpu=config.device == "cpu").device
-    if config.device is not None:
-        wanted = torch.device(config.device)
-        if wanted.type != chosen.type or wanted.index not in (None, chosen.index):
-            raise ConfigError(
-                f"device is {config.device!r}, but accelerate chose {str(chosen)!r}: leave device out, and say which "
-                "GPU is meant with CUDA_VISIBLE_DEVICES."
-            )
-    return chosen
-
-
-def _mixed_precision(config: RunConfig) -> str:
-    """The autocast of the forward passes of training, as accelerate names it.
-
-    Where all weights train, they are kept in float32 (:func:`~torchrl_llm.modules.load_actor_critic`), and ``config.dtype`` says
-    in what they compute.
-    """
-    if config.mixed_precision is not None or config.lora_r:
-        return config.mixed_precision or "no"
-    dtype: object = config.dtype
-    if dtype == "auto":
-        dtype = AutoConfig.from_pretrained(model_path(config), trust_remote_code=config.trust_remote_code).dtype
-    return _AUTOCAST.get(str(dtype).removeprefix("torch."), "no")
-
-
 def make_sampling(config: RunConfig, formatter: ChatFormatter) -> SamplingConfig:
     """The sampling settings, with the ids that end a response: those given, or :func:`torchrl_llm.stops.response_end_ids`."""
     if config.stop_ids is not None:
@@ -180,15 +125,22 @@ def make_lora(config: RunConfig) -> LoraConfig | None:
     return LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
 
 
-def has_own_reference(config: RunConfig) -> bool:
-    """Whether the reference is an adapter: with LoRA the frozen base model serves, unless the reference is to change."""
-    return bool(config.lora_r and (config.init_reference or config.refresh_reference))
+def has_own_reference(config: RunConfig, start: Path | None = None) -> bool:
+    """Whether the reference is an adapter: with LoRA the frozen base model serves, unless the reference is to change.
+
+    Args:
+        start: the checkpoint that the run continues, whose reference may be one; ``None``: it starts.
+    """
+    changed = start is not None and holds_adapter(start / "reference")
+    return bool(config.lora_r and (config.init_reference or config.refresh_reference or changed))
 
 
-def load_models(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, *, device: Any) -> ActorCritic:
-    """Actor, critic and reference of ``config`` on one base model."""
+def load_models(
+    config: RunConfig, tokenizer: Any, sampling: SamplingConfig, *, device: Any, start: Path | None = None
+) -> ActorCritic:
+    """Actor, critic and reference of ``config`` on one base model; of a run that continues the checkpoint ``start``, if any."""
     reference: Any = config.has_reference and config.teacher is None
-    if reference and has_own_reference(config):
+    if reference and has_own_reference(config, start):
         reference = "adapter"
     models = load_actor_critic(
         model_path(config),

@@ -13,7 +13,7 @@ import tensordict
 import torch
 from torchrl.checkpoint import Checkpoint, CheckpointError, StateDictCheckpointAdapter
 
-from torchrl_llm.envs.tasks import reshard_state
+from torchrl_llm.envs.resharding import reshard_state, same_tasks
 from torchrl_llm.envs.text_env import EnvSpec
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.fsdp import shard_like
@@ -136,12 +136,19 @@ class Collectors:
         return {str(rank): state for rank, state in enumerate(self._states)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue with this rank's next task; if the number of ranks has changed, with one that no rank has sampled."""
-        if len(state_dict) == self.distributed.world_size:
+        """Continue with this rank's next task; where ranks, groups or the mixture are others, with one that no rank has sampled."""
+        states, own = list(state_dict.values()), self.collector.state_dict()
+        if len(states) == self.distributed.world_size and _continues(states[0], own):
             state = state_dict[str(self.distributed.rank)]
         else:
-            state = sampled_further(list(state_dict.values()), self.collector.state_dict())
+            state = sampled_further(states, own)
         self.collector.load_state_dict(state)
+
+
+def _continues(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Whether the states of two collectors are of the same stream of tasks, as far as they hold one."""
+    envs = [state.get("env_state_dict") for state in (old, new)]
+    return not all(envs) or same_tasks(*envs)
 
 
 def sampled_further(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,7 +160,7 @@ def sampled_further(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) ->
 
     Returns:
         The new state, with the first task to sample and the success rates of the old ones
-        (:func:`torchrl_llm.envs.tasks.reshard_state`).
+        (:func:`torchrl_llm.envs.resharding.reshard_state`).
     """
     env = reshard_state([state["env_state_dict"] for state in old], new["env_state_dict"])
     return {**new, "env_state_dict": env, "iter": old[0]["iter"]}

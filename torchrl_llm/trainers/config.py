@@ -294,7 +294,8 @@ class RunConfig(
             raise
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        for problem in wrong_settings.wrong_penalty(self.overlong_penalty, loss.value_estimator):
+        penalty = wrong_settings.wrong_penalty(self.overlong_penalty, loss.value_estimator)
+        for problem in (*penalty, *wrong_settings.idle_kl(self, loss)):
             raise ConfigError(problem)
 
     def make_loss(

@@ -147,8 +147,13 @@ def accept_changes(config: RunConfig, trainer: LLMTrainer, saved: dict[str, Any]
     for group in trainer.optimizer.param_groups:
         # Without the learning rates, which the schedule sets before each update.
         group |= adamw_options(config)
+    changes: dict[str, Any] = {}
+    if saved.get("adaptive_mixture") and not config.adaptive_mixture:
+        changes["success"] = None  # the last rates would decide for ever
     if saved["seed"] != config.seed:  # a second resume finds the new seed in its checkpoint
         trainer.generator.manual_seed(config.seed)
         # The next tasks have the new seed; the counter continues, so that ids stay unique.
+        changes["seed"] = config.seed
+    if changes:
         env: Any = base_env(trainer.collector.env)
-        env.task_sampler = replace(env.task_sampler, seed=config.seed)
+        env.task_sampler = replace(env.task_sampler, **changes)

@@ -29,6 +29,7 @@ from torchrl_llm.trainers.checkpoint_files import verify
 from torchrl_llm.trainers.checkpoint_parts import Optimizer, names_of_parts, read_states
 from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.demonstrations import check_demonstrations
+from torchrl_llm.trainers.device import make_accelerator
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.effective_settings import python_settings
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
@@ -244,7 +245,7 @@ def _build(
     components: Mapping[str, Any] | None,
 ) -> Run:
     """:func:`build_run`; ``opened`` closes what it opens, and is empty when all is well."""
-    accelerator = build.make_accelerator(config)
+    accelerator = make_accelerator(config)
     distributed = Distributed.of(accelerator)
     build.check_sharding(config, distributed)
     folder = RunFolder(config)
@@ -273,7 +274,8 @@ def _build(
             "a mixture."
         )
     sampling = build.make_sampling(config, train_env.formatter)
-    models = build.load_models(config, tokenizer, sampling, device=accelerator.device)
+    path = None if start is None else start.path
+    models = build.load_models(config, tokenizer, sampling, device=accelerator.device, start=path)
     # Before an engine and workers are started.
     loss = (make_loss or build.make_objective)(config, models)
     if not isinstance(loss, TurnPolicyLoss):

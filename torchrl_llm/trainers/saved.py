@@ -21,6 +21,7 @@ from torchrl_llm.trainers import build
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.checkpoint_files import verify
 from torchrl_llm.trainers.config import HOW_TO_RUN, RunConfig, SamplingSettings
+from torchrl_llm.trainers.device import choose_device
 from torchrl_llm.trainers.run_folder import MARK
 from torchrl_llm.trainers.settings import FORMATTER, EnvConfig, TemplateConfig, names_of
 from torchrl_llm.trainers.settings_file import read_settings, write_settings
@@ -288,7 +289,7 @@ def load_saved_model(saved: SavedModel, config: RunConfig) -> LoadedModel:
         lora=weights.read_adapter(saved.weights).config if saved.is_adapter else None,
         sampling=sampling,
         dtype=config.dtype,
-        device=build.choose_device(config),
+        device=choose_device(config),
         attn_implementation=config.attn_implementation,
         trust_remote_code=config.trust_remote_code,
         quantization=config.quantization,

@@ -185,7 +185,7 @@ class ModelConfig(Checked):
     choice is an error."""
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     """Autocast of the training forward passes; None is that of dtype (the checkpoint's, if "auto") where all weights
-    train, else "no"."""
+    train, else "no". "fp16" needs a GPU."""
     attn_implementation: str | None = None
     """As in transformers ("sdpa", "eager", "flash_attention_2"); None takes its default."""
     trust_remote_code: bool = False
@@ -202,7 +202,8 @@ class ModelConfig(Checked):
     """On-policy distillation: a model (a folder, or an id of a hub), a checkpoint or a run whose log-probs take the place of
     the starting model's in the KL (kl_coeff). It needs the same tokenizer."""
     refresh_reference: Natural = 0
-    """Make the reference what the actor is, every so many iterations; 0 never does."""
+    """Make the reference what the actor is, every so many iterations; 0 never does. 1 needs a KL in the loss and
+    several optimizer steps an iteration: before the first the KL is 0."""
 
 
 @dataclass(kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchrl_llm.objectives import GroupRelative, ImitationWeights, TurnEstimator
+from torchrl_llm.objectives import GroupRelative, ImitationWeights, TurnEstimator, TurnPolicyLoss
 from torchrl_llm.objectives.estimators.returns import ReturnEstimator
 from torchrl_llm.trainers.loss_settings import LOSSES
 
@@ -60,6 +60,26 @@ def wrong_penalty(coeff: float, estimator: Any) -> Iterator[str]:
         other = " (or set min_return=0)" if isinstance(estimator, ImitationWeights) else ""
         yield (
             f"overlong_penalty={coeff} makes returns negative, which {option} does not take: leave one of them out{other}."
+        )
+
+
+def idle_kl(config: Any, loss: TurnPolicyLoss) -> Iterator[str]:
+    """What is wrong with a reference that is what the actor is wherever the KL is read, and what to do.
+
+    Args:
+        config: of the run.
+        loss: made of its settings.
+    """
+    if config.refresh_reference != 1 or not loss.kl_coeff:
+        return
+    refreshed = f"refresh_reference=1 makes the reference what the actor is at the start of every update, and kl_coeff={loss.kl_coeff}"
+    instead = "refresh it every 2 iterations or more, or set kl_coeff to 0"
+    if loss.kl_in == "reward":
+        yield f'{refreshed} with kl_in="reward" reads the KL there, where it is 0: {instead}, or kl_in to "loss".'
+    elif config.epochs == 1 and config.minibatch_size in (None, config.batch_size):
+        yield (
+            f"{refreshed} does nothing in an update of one optimizer step, before which the KL and its gradient are 0: {instead}, or "
+            "take more steps (epochs, minibatch_size)."
         )
 
 

@@ -1,0 +1,72 @@
+"""Device and precision that a run trains with: :func:`make_accelerator`."""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, is_initialized
+from transformers import AutoConfig
+
+from torchrl_llm.trainers.config import ConfigError, RunConfig
+from torchrl_llm.trainers.sources import model_path
+
+_AUTOCAST = {"bfloat16": "bf16", "float16": "fp16"}
+"""A dtype's name in accelerate."""
+
+
+def make_accelerator(config: RunConfig) -> Accelerator:
+    """accelerate with the precision of ``config``, on its device.
+
+    Raises:
+        ConfigError: accelerate chose another device than ``config.device``; or its device has no such precision; or an earlier run
+            of this process had another one.
+    """
+    device, precision = choose_device(config), _mixed_precision(config)
+    if (
+        precision == "fp16" and device.type == "cpu"
+    ):  # accelerate takes it, computes in float32, and says that it is fp16
+        given = "dtype" if config.mixed_precision is None else "mixed_precision"
+        raise ConfigError(
+            f"{given}={getattr(config, given)!r} asks for mixed precision in float16, which accelerate does not have on a CPU: set "
+            'mixed_precision to "bf16" or "no".'
+        )
+    # accelerate keeps the precision of a process's first Accelerator, and refuses another one with a sentence of its own.
+    if is_initialized() and AcceleratorState().mixed_precision != precision:
+        raise ConfigError(
+            f"The run computes with mixed_precision={precision!r} (dtype={config.dtype!r}), but an earlier run of this process with "
+            f"{AcceleratorState().mixed_precision!r}, and accelerate keeps one for a process: start this run in another process, or "
+            "give it that mixed_precision."
+        )
+    return Accelerator(mixed_precision=precision, cpu=config.device == "cpu")
+
+
+def choose_device(config: RunConfig) -> torch.device:
+    """The device that accelerate chooses in this process, for models that only sample too: no precision is fixed.
+
+    Raises:
+        ConfigError: it is another one than ``config.device``.
+    """
+    # accelerate takes no device, only the wish for the CPU.
+    chosen = PartialState(cpu=config.device == "cpu").device
+    if config.device is not None:
+        wanted = torch.device(config.device)
+        if wanted.type != chosen.type or wanted.index not in (None, chosen.index):
+            raise ConfigError(
+                f"device is {config.device!r}, but accelerate chose {str(chosen)!r}: leave device out, and say which "
+                "GPU is meant with CUDA_VISIBLE_DEVICES."
+            )
+    return chosen
+
+
+def _mixed_precision(config: RunConfig) -> str:
+    """The autocast of the forward passes of training, as accelerate names it.
+
+    Where all weights train, they are kept in float32 (:func:`~torchrl_llm.modules.load_actor_critic`), and ``config.dtype`` says
+    in what they compute.
+    """
+    if config.mixed_precision is not None or config.lora_r:
+        return config.mixed_precision or "no"
+    dtype: object = config.dtype
+    if dtype == "auto":
+        dtype = AutoConfig.from_pretrained(model_path(config), trust_remote_code=config.trust_remote_code).dtype
+    return _AUTOCAST.get(str(dtype).removeprefix("torch."), "no")
