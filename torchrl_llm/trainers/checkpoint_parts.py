@@ -147,8 +147,8 @@ class Collectors:
 
 def _continues(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Whether the states of two collectors are of the same stream of tasks, as far as they hold one."""
-    envs = [state.get("env_state_dict") for state in (old, new)]
-    return not all(envs) or same_tasks(*envs)
+    mine, theirs = (state.get("env_state_dict") for state in (old, new))
+    return not mine or not theirs or same_tasks(mine, theirs)
 
 
 def sampled_further(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) -> dict[str, Any]:
