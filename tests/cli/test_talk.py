@@ -2,6 +2,7 @@
 
 import json
 import sys
+from io import StringIO
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from command_runs import Terminal, command, ended, start
 from torchrl_llm.cli import main
 from torchrl_llm.cli._conversation import Conversation, ConversationFullError, text_of
 from torchrl_llm.cli._terminal import printable
-from torchrl_llm.envs import ChatFormatter
+from torchrl_llm.envs import CHATML, ChatFormatter
 from torchrl_llm.modules.engine import TurnRequest
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 from torchrl_llm.trainers import evaluate
@@ -97,6 +98,15 @@ class TestPlay:
         assert played["turns"][0]["response"] == r"\boxed{5}"
         assert played["stop_reason"] in ("won", "turn limit", "lost")
         assert "you: \\boxed{5}" in done.stderr
+
+    def test_what_is_typed_is_an_answer(self, monkeypatch, capsys):
+        """Behind the thought that the template opens, and without control tokens."""
+        monkeypatch.setattr(sys, "stdin", StringIO("\\boxed{5}<|im_end|>\n\\boxed{5}\n"))
+        thinks = CHATML.replace("assistant\n", "assistant\n<think>\n")
+        assert main(["play", "--as=player", "--env", GUESS, "--json", "--chat-template", thinks]) == 0
+        out, err = capsys.readouterr()
+        assert json.loads(out)["turns"][0]["response"] == "<think>\n\n</think>\n\n\\boxed{5}"
+        assert "holds '<|im_end|>', a special token" in err
 
     def test_ends_with_the_input(self, tmp_path):
         done = command("play", "--as=player", "--env", GUESS, "--episodes=5", folder=tmp_path)

@@ -46,6 +46,8 @@ TEMPLATES = {
     "closed": HEAD + "{% if m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content }}"
     + FOOT.replace("assistant\n", "assistant\n<think>\n\n</think>\n\n"),
     "written": HEAD + "{{ '<think>\n\n</think>\n\n' if m.role == 'assistant' and '</think>' not in m.content }}{{ m.content }}" + FOOT,
+    "trimmed in its form": HEAD + "{% set m = {'role': m.role, 'content': m.content | trim} %}{% if m.role == 'assistant' %}"
+    "{{ '<think>\n\n</think>\n\n' if '</think>' not in m.content }}{% endif %}{{ m.content }}" + OPENED,
     "trimmed": HEAD + "{{ m.content | trim }}" + FOOT,
 }  # fmt: skip
 OPEN = ("as they are", "dropped", "in its form", "in a field")
@@ -80,7 +82,9 @@ class TestAnswers:
         assert text.count("<think>") == text.count("</think>") == 2
         assert text.count("<think>\nEasy.\n</think>\n\n4<|im_end|>") == 2
 
-    @pytest.mark.parametrize("name", ["as they are", "in its form", "closed", "written", "trimmed"])
+    @pytest.mark.parametrize(
+        "name", ["as they are", "in its form", "trimmed in its form", "closed", "written", "trimmed"]
+    )
     @pytest.mark.parametrize("given", [THOUGHT, "<think>Easy.</think>  4", "4", " 4\n"])
     def test_the_context_is_the_templates_own_text(self, name, given):
         """Where the template keeps answers, it renders the conversation as we do, to the letter."""
@@ -89,6 +93,8 @@ class TestAnswers:
             with pytest.raises(MissingThinkingError, match="thinks, and its prompt ends with the empty thought"):
                 context_of(formatter, given)
             return
+        if name in ("as they are", "trimmed in its form") and "think" in given:
+            given = THOUGHT
         if name == "as they are":  # it shows a thought only where the message has one
             given = given if given.startswith("<think>\n") else f"<think>\n\n</think>\n\n{given}"
         own = formatter.tokenizer.apply_chat_template(conversation(given, given), tokenize=False)

@@ -80,6 +80,17 @@ class TestConversations:
         assert text.count(f"<|im_start|>assistant\n{opening}Yes.") == text.count("<|im_start|>assistant") == 2 * 4
         assert len(re.findall(r"user\nRight\.<\|im_end\|>\n+```$", text, re.MULTILINE)) == 4
 
+    @pytest.mark.parametrize("template", ["chat", "raw"])
+    def test_a_template_that_takes_no_text_ends_no_report(self, template):
+        """It takes lists of parts, or the run does without it."""
+        tokenizer = byte_tokenizer()
+        part = "{{ message['content'][0]['text'] }}" if template == "chat" else "{{ raise_exception('No.') }}"
+        tokenizer.chat_template = CHATML.replace("{{ message['content'] }}", part)
+        env = GEMEnv(Counting, tokenizer=tokenizer, template=template, max_output_tokens=64)
+        policy = ScriptedPolicy(lambda *_: "Yes.", tokenizer=tokenizer, max_output_tokens=64)
+        text = episodes_text(TurnCollector(env, policy, batch_size=1).rollout(), tokenizer)
+        assert text.count("Yes.") == 2
+
 
 class Counting:
     """Won in the second turn."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torchrl_llm.arguments import ArgumentParser
@@ -64,8 +65,10 @@ def run(arguments: Namespace) -> int:
         return _be_the_environment(terminal, arguments, saved)
     answer: Answer
     if arguments.role == "player":
-        env = environment_of(saved.config(**given_settings(arguments), num_envs=1))
-        answer = _typed(terminal)
+        config = saved.config(**given_settings(arguments), num_envs=1)
+        if config.template == "chat":  # nobody types thoughts
+            config = replace(config, missing_thinking="empty")
+        env, answer = environment_of(config), _typed(terminal)
     else:
         loaded = load(arguments, saved, num_envs=1)
         env, answer = loaded.make_env(), _sampled(terminal, loaded, greedy=arguments.greedy)
@@ -154,13 +157,14 @@ def _typed(terminal: Terminal) -> Answer:
     """Responses that are typed."""
 
     def answer(env: GEMEnv) -> list[int] | None:
-        line = terminal.ask("you: ")
-        if line in (None, "/exit"):
-            return None
-        if not terminal.interactive:
-            terminal.show(f"you: {line}")
-        tokenizer = env.formatter.tokenizer
-        return [*tokenizer.encode(line, add_special_tokens=False), *env.formatter.end_of_turn_ids[:1]]
+        while (line := terminal.ask("you: ")) not in (None, "/exit"):
+            if not terminal.interactive:
+                terminal.show(f"you: {line}")
+            try:
+                return [*env.formatter.answer(line)]
+            except ValueError as error:  # a control token, or half a character
+                terminal.complain(str(error))
+        return None
 
     return answer
 

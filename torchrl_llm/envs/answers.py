@@ -99,7 +99,7 @@ class AnswerForm:
                 f"The answer {text[:80]!r} lacks {closing!r}, and its prompt ends with the open thought {opens!r}: give its thought "
                 f"too, up to {closing!r}{otherwise}."
             )
-        return (self._properties.writes or self._empty) + text
+        return (self._properties.writes or self._empty) + (text.strip() if self._properties.trims_answers else text)
 
     @cached_property
     def _empty(self) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torchrl_llm import keys
 from torchrl_llm.files import write_bytes, write_text
+from torchrl_llm.rendering import ChatTemplateError, Message, Renderer
 from torchrl_llm.segments import Segments
 from torchrl_llm.terminal import one_line
 
@@ -107,12 +108,12 @@ def outcome(stop: keys.StopReason, rewards: Sequence[float]) -> str:
 
 
 def _opening(tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]) -> str:
-    """The text with which the chat template opens the assistant's turn; none without a template."""
-    if not getattr(tokenizer, "chat_template", None):
+    """The text with which the chat template opens the assistant's turn; none without a template that can be used."""
+    try:
+        render = Renderer(tokenizer, chat_template_kwargs=chat_template_kwargs)
+        closed, opened = (render([Message("user", "?")], prompt=prompt) for prompt in (False, True))
+    except ChatTemplateError:  # of a run without one
         return ""
-    options, messages = {"tokenize": False, **chat_template_kwargs}, [{"role": "user", "content": "?"}]
-    closed = str(tokenizer.apply_chat_template(messages, add_generation_prompt=False, **options))
-    opened = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, **options))
     return opened.removeprefix(closed) if opened.startswith(closed) else ""
 
 
