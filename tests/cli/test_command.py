@@ -250,6 +250,7 @@ class TestEval:
         found = json.loads(done.stdout)
         assert (found["success"], found["reward"]) == (result["success_after"], result["reward_after"])
         assert found["success_ci95"] == result["success_ci95"]
+        assert found["task_overlap"] == result["evaluation_task_overlap"] > 0
         assert found["env_name"] == "game:GuessTheNumber-v0-easy"
         # Paired with both evaluations of the run, and with that of any other checkpoint.
         before = json.loads((run / "evaluation_before.json").read_text())
@@ -300,9 +301,14 @@ class TestExport:
         assert "LLMREINFORCE on `game:GuessTheNumber-v0-easy`" in card
         result = json.loads((trained[0] / "result.json").read_text())
         low, high = result["success_ci95"]
-        assert f"| after training, 16 episodes | {result['success_after']:.3f} | {low:.3f} to {high:.3f} |" in card
+        assert (
+            f"| after training, 16 episodes | {result['success_after']:.3f} | {low:.3f} to {high:.3f} | {result['evaluation_task_overlap']:.0%} |"
+            in card
+        )
         assert "| before training, 16 episodes |" in card
         assert "| during training, 8 episodes |" in card
+        assert result["evaluation_task_overlap"] > 0
+        assert "seeds may give the same tasks" in card
         assert "lora_r: 4" in card
         assert "output_dir" not in card
 

@@ -55,6 +55,7 @@ class TestCompareRuns:
             assert line["seed"] == str(result["seed"])
             low, high = result["success_ci95"]
             assert line["95 % interval"] == f"{low:.3f} to {high:.3f}"
+            assert line["trained on"] == f"{result['evaluation_task_overlap']:.0%}"
 
     def test_evaluations_are_paired_where_they_are_of_the_same_tasks(self, runs):
         table = cells(compare_runs([runs / "slow", runs / "fast", runs / "grpo"]))
@@ -111,7 +112,7 @@ class TestCompareRuns:
         assert header.split()[:2] == ["over", "seeds"]
         assert line.startswith("lr_actor=0.0001  ")
         assert line.split()[1] == "2"
-        assert line.split()[-2:] == ["0.500", "0.250"]
+        assert line.split()[-3:-1] == ["0.500", "0.250"]
 
     def test_means_are_of_the_seeds_that_have_ended_each_once(self, runs, tmp_path):
         for name, seed, after in (("a", 1, 0.75), ("again", 1, 0.75), ("b", 2, 0.25), ("begun", 3, None)):
@@ -121,7 +122,7 @@ class TestCompareRuns:
         text = compare_runs([tmp_path / name for name in ("begun", "a", "again", "b")])
         (line,) = text.split("\n\n")[1].splitlines()[1:]
         assert line.split()[:4] == ["all", "2", "of", "3"]
-        assert line.split()[-2:] == ["0.500", "0.250"]
+        assert line.split()[-3:-1] == ["0.500", "0.250"]
 
     def test_an_evaluation_of_an_earlier_end_is_not_compared(self, runs, tmp_path):
         """As after a resume that was interrupted: the result is new, and has no evaluation."""
@@ -313,7 +314,7 @@ class TestSettings:
         text = compare_runs([tmp_path / name for name in parts])
         (over_seeds,) = (part.splitlines() for part in text.split("\n\n") if part.startswith("over seeds"))
         (pooled,) = over_seeds[1:]
-        assert pooled.split()[-5:] == ["2", "-", "-", "0.500", "0.500"]  # stock and again
+        assert pooled.split()[-6:] == ["2", "-", "-", "0.500", "0.500", "-"]  # stock and again
         differences = text.split("\n\n")[-1]
         assert re.search(
             r"^env: - .*, torchrl_llm.testing.worlds:Coins #\w+ \(coins\), .* \(more coins\)$", differences, re.M

@@ -171,7 +171,7 @@ class TestRun:
         run_and_report(other, partial(build_run, other), say=said.append)
         lines = compare_runs([other.output_dir, config.output_dir]).splitlines()
         assert lines[2].split()[-1] == "-"
-        assert lines[2].split()[4] == "-"
+        assert lines[2].split()[4] == "-"  # before
         assert "not of the same games" in caplog.text
 
     @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Evaluate a checkpoint in an environment, on tasks of seeds that training did not use: win rate with its 95 % interval.
+"""Evaluate a checkpoint in an environment: win rate with its 95 % interval, and the share of the tasks that it was trained on.
 
     torchrl-llm eval runs/first --env game:GuessTheNumber-v0-easy --episodes 512
     torchrl-llm eval runs/first/checkpoints/best --episodes 2048 --seed 7 --json
@@ -20,6 +20,7 @@ from torchrl_llm.terminal import say
 from torchrl_llm.trainers.evaluation import evaluate
 from torchrl_llm.trainers.opponents import make_opponent
 from torchrl_llm.trainers.saved import find_saved_model
+from torchrl_llm.trainers.trained_tasks import tasks_of_weights
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -44,7 +45,8 @@ def run(arguments: Namespace) -> int:
         opponent = None
         if loaded.config.collector == "self_play":
             opponent = make_opponent(loaded.config, env.formatter, loaded.policy.sampling)
-        result = evaluate(env, loaded.policy, episodes, greedy=arguments.greedy, opponent=opponent)
+        seen = tasks_of_weights(saved.path)
+        result = evaluate(env, loaded.policy, episodes, greedy=arguments.greedy, opponent=opponent, seen_tasks=seen)
     finally:
         env.close()
     names = {"checkpoint": arguments.checkpoint, "env_name": loaded.config.env_name, "seed": loaded.config.seed}

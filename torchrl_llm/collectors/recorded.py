@@ -128,7 +128,7 @@ class RecordedExecutor(RolloutExecutor):
         for turn in given.turns:
             versions = turn.versions * 0 + self._policy.policy_version
             episode.add(turn._replace(versions=versions))
-        for name in ("rewards", "contexts", "stop_reason", "terminated", "truncated", "success"):
+        for name in ("task_id", "rewards", "contexts", "stop_reason", "terminated", "truncated", "success"):
             setattr(episode, name, getattr(given, name))
 
     def release(self, episode: Episode) -> None:

@@ -360,39 +360,3 @@ def rows_of(questions: Sequence[Any], stream: Stream) -> list[int]:
     first, last = (len(order) * tenth // 10 for tenth in PARTS[stream])
     own = set(order[first:last])
     return [i for i, name in enumerate(names) if name in own]
-
-
-class SeenTasks:
-    """The tasks of training so far, as hashes of eight bytes each.
-
-    Memory is bounded: beyond ``limit`` tasks those with the lowest hashes are kept, and an overlap is that of the tasks that
-    fall among them, which is a sample of all.
-
-    Args:
-        limit: how many are kept; default 2**20 (8 MB).
-
-    Examples:
-        >>> seen = SeenTasks()
-        >>> seen.add([3, 5, 3])
-        >>> len(seen), seen.overlap([3, 4, 5, 6])
-        (2, 0.5)
-    """
-
-    def __init__(self, limit: int = 2**20) -> None:
-        self.limit = limit
-        self.tasks = np.empty(0, np.int64)
-
-    def __len__(self) -> int:
-        return len(self.tasks)
-
-    def add(self, tasks: Any) -> None:
-        """Remember ``tasks``, an array of int64."""
-        # Hashes are uniform, so the lowest are a random sample.
-        self.tasks = np.union1d(self.tasks, np.asarray(tasks, np.int64))[: self.limit]
-
-    def overlap(self, tasks: Any) -> float:
-        """Share of ``tasks`` (int64, repeats count) that training has used; NaN if that is known of none of them."""
-        tasks = np.asarray(tasks, np.int64)
-        if len(self) >= self.limit:
-            tasks = tasks[tasks <= self.tasks[-1]]
-        return float(np.isin(tasks, self.tasks).mean()) if len(tasks) else float("nan")

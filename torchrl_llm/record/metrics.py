@@ -86,15 +86,15 @@ METRICS: dict[str, str] = {
         f"{phase}/{name}": meaning.format(how)
         for phase, how in (("evaluation", "sampled as in training"), ("evaluation_greedy", "greedy decoding"))
         for name, meaning in {
-            "success": "success rate on the held-out tasks, {}",
+            "success": "success rate on the tasks of evaluation, {}",
             "success_low": "lower end of its 95 % interval (Wilson's, clustered by task)",
             "success_high": "upper end of its 95 % interval (Wilson's, clustered by task)",
-            "reward": "return on the held-out tasks, {}",
-            "turns": "turns per episode on the held-out tasks, {}",
+            "reward": "return on the tasks of evaluation, {}",
+            "turns": "turns per episode on the tasks of evaluation, {}",
             "penalized": "share of their turns with a negative reward: in GEM's games, turns in no legal format",
-            "faults": "held-out episodes whose environment failed; they count as not won",
-            "tasks": "different tasks among the held-out episodes, by first observation and hidden state",
-            "task_overlap": "share of the held-out episodes whose task this run has trained on",
+            "faults": "episodes of the evaluation whose environment failed; they count as not won",
+            "tasks": "different tasks among its episodes, by first observation and hidden state",
+            "task_overlap": "share of its episodes whose task was trained on, by this run or before it (init_from); not logged where that is unknown",
         }.items()
     },
 }

@@ -56,6 +56,16 @@ def comparison_table(evaluations: Mapping[str, Evaluation]) -> str:
     return "\n".join(lines)
 
 
+def percent(share: float | None) -> str:
+    """A share in percent; a dash if it is unknown.
+
+    Examples:
+        >>> percent(0.071), percent(None)
+        ('7%', '-')
+    """
+    return _known(share, 0, ".0%")
+
+
 def _known(value: float | None, width: int, kind: str) -> str:
     """The number, or a dash if it is unknown."""
     known = value is not None and not math.isnan(value)
@@ -182,7 +192,7 @@ def plot_learning_curve(
 def draw_learning_curve(
     history: Sequence[Mapping[str, float]], *, title: str, before: Mapping[str, float] | None = None
 ) -> Figure:
-    """Success in training and on held-out tasks over the turns collected, with the 95 % interval of the latter.
+    """Success in training and in evaluations over the turns collected, with the 95 % interval of the latter.
 
     Args:
         history: the metrics of each iteration (``LLMTrainer.history``).
@@ -204,7 +214,7 @@ def draw_learning_curve(
     evaluated += [dict(m) for m in history if "evaluation/success" in m]
     if evaluated:
         steps = [m["rollout/steps"] for m in evaluated]
-        axes.plot(steps, [m["evaluation/success"] for m in evaluated], "o-", color="C0", label="held-out, sampled")
+        axes.plot(steps, [m["evaluation/success"] for m in evaluated], "o-", color="C0", label="evaluations, sampled")
         low, high = ([m[f"evaluation/success_{end}"] for m in evaluated] for end in ("low", "high"))
         axes.fill_between(steps, low, high, color="C0", alpha=0.2, linewidth=0, label="95 % interval")
     axes.set(xlabel="turns collected", ylabel="win rate", ylim=(0, 1.02))

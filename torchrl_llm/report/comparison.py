@@ -5,6 +5,7 @@ They read the files of the runs' folders only, as the report of one run does.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -17,6 +18,7 @@ from typing import Any
 from torchrl_llm.files import write_bytes
 from torchrl_llm.optional import import_extra
 from torchrl_llm.record.paired import paired_statistics
+from torchrl_llm.record.report import percent
 from torchrl_llm.report.curves import as_metrics
 from torchrl_llm.report.run_files import RunFiles
 from torchrl_llm.report.summary import seconds_of
@@ -30,11 +32,12 @@ _HEADER = (
     "before",
     "after",
     "95 % interval",
+    "trained on",
     "penalized",
     "seconds",
     "gained, lost",
 )
-_OVER_SEEDS = ("over seeds", "runs", "training", "before", "after", "worst after")
+_OVER_SEEDS = ("over seeds", "runs", "training", "before", "after", "worst after", "trained on")
 _NONE = "-"
 
 
@@ -42,7 +45,8 @@ def compare_runs(folders: Sequence[Path]) -> str:
     """A table of runs, one a line, one of the runs that differ in their seed alone, and the settings in which they differ.
 
     "training" is the win rate of the training batches, mean of the last tenth of the iterations; "before" and "after" are those of
-    the held-out evaluations, the latter with its interval and share of penalized turns; "seconds" is the wall clock of the
+    the evaluations, the latter with its interval, the share of its episodes whose task was trained on ("-" where that is unknown)
+    and that of penalized turns; "seconds" is the wall clock of the
     iterations, and "turns" what was collected, those of trees that were played again included; "gained, lost" compares the latter, episode by
     episode, with that of the first run above that was evaluated in the same games (:func:`~torchrl_llm.record.paired_comparison`, with McNemar's p).
 
@@ -55,9 +59,9 @@ def compare_runs(folders: Sequence[Path]) -> str:
 
     Examples:
         >>> print(compare_runs([Path("runs/ppo"), Path("runs/reinforce")]))  # doctest: +SKIP
-        run        seed  turns  training  before  after   95 % interval  penalized  seconds                  gained, lost
-        ppo           1  3,098     0.778   0.473  0.797  0.589 to 0.915       0.1%    1,840                             -
-        reinforce     1  2,816     0.771   0.473  0.766  0.543 to 0.900       0.4%    1,452  14, 22 against ppo (p = 0.2)
+        run        seed  turns  training  before  after   95 % interval  trained on  penalized  seconds                  gained, lost
+        ppo           1  3,098     0.778   0.473  0.797  0.589 to 0.915        100%       0.1%    1,840                             -
+        reinforce     1  2,816     0.771   0.473  0.766  0.543 to 0.900        100%       0.4%    1,452  14, 22 against ppo (p = 0.2)
         <BLANKLINE>
         algo: LLMPPO (ppo), LLMREINFORCE (reinforce)
         gamma: 0.99 (ppo), 0.9 (reinforce)
@@ -83,6 +87,7 @@ def _cells(run: RunFiles, earlier: Mapping[str, RunFiles]) -> tuple[str, ...]:
         _shown(_before(run), ".3f"),
         _shown(result.get("success_after"), ".3f"),
         f"{interval[0]:.3f} to {interval[1]:.3f}" if interval else _NONE,
+        percent(result.get("evaluation_task_overlap")),
         _shown(result.get("penalized_after"), ".1%"),
         _shown(sum(seconds_of(run.history).values()) if run.history else None, ",.0f"),
         _paired(run, earlier),
@@ -153,7 +158,9 @@ def _over_seeds(runs: Mapping[str, RunFiles]) -> str:
             after = [run.result["success_after"] for run in ended]
             means = (_mean([_training(run) for run in ended]), _mean([_before(run) for run in ended]), _mean(after))
             count = str(len(seeds)) if len(ended) == len(seeds) else f"{len(ended)} of {len(seeds)}"
-            lines.append((label, count, *means, _shown(min(after, default=None), ".3f")))
+            shares = [run.result.get("evaluation_task_overlap", math.nan) for run in ended]
+            share = percent(fmean(shares) if shares else None)
+            lines.append((label, count, *means, _shown(min(after, default=None), ".3f"), share))
     return _aligned(lines) if len(lines) > 1 else ""
 
 
@@ -213,7 +220,7 @@ def _named(folders: Sequence[Path]) -> dict[str, RunFiles]:
 
 
 def plot_runs(folders: Sequence[Path], path: Path) -> None:
-    """Draw the win rates of runs over the turns collected: training batches as faint lines, held-out evaluations as points.
+    """Draw the win rates of runs over the turns collected: training batches as faint lines, evaluations as points.
 
     Runs that differ in their seed alone share a color.
 
@@ -249,7 +256,7 @@ def plot_runs(folders: Sequence[Path], path: Path) -> None:
             if points:
                 axes.plot(*zip(*points, strict=True), color=color, **style)
     axes.set(xlabel="turns collected", ylabel="win rate", ylim=(0, 1.02))
-    axes.set_title("training batches (lines) and held-out evaluations (points)", fontsize="medium")
+    axes.set_title("training batches (lines) and evaluations (points)", fontsize="medium")
     axes.grid(alpha=0.3)
     handles = [axes.plot([], [], "o-", color=color, ms=4)[0] for color in colors.values()]
     # Labels of their own: matplotlib hides those of lines that begin with "_", as a folder may.

@@ -146,11 +146,11 @@ def _held_out(
     if name is None or not evaluated:
         return []
     steps = [metrics["rollout/steps"] for metrics in evaluated]
-    axes.plot(steps, [metrics[name] for metrics in evaluated], "o-", color=_CYCLE[0], lw=1.3, ms=3, label="held-out")
+    axes.plot(steps, [metrics[name] for metrics in evaluated], "o-", color=_CYCLE[0], lw=1.3, ms=3, label="evaluation")
     if all(f"{name}_low" in metrics for metrics in evaluated):
         low, high = ([metrics[f"{name}_{end}"] for metrics in evaluated] for end in ("low", "high"))
         axes.fill_between(steps, low, high, color=_CYCLE[0], alpha=0.18, lw=0)
-    return ["held-out"]
+    return ["evaluation"]
 
 
 def _plain(axes: Axes, panel: Panel) -> None:

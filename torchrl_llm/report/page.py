@@ -138,14 +138,14 @@ class _Page:
 
     def _summary(self) -> dict[str, Any]:
         files = self.files
-        stop = files.result.get("stop_reason")
+        stop = files.result.get("stop_reason") or files.info.get("stop_reason")
         return {
             "title": files.info.get("title") or _title(files),
             "folder": files.folder.absolute().name,
             "started": f"{str(files.info['started'])[:19].replace('T', ' ')} UTC" if "started" in files.info else "",
             "model": files.info.get("model", ""),
             "seed": str(files.info.get("seed", files.result.get("seed", ""))),
-            "stop": str(stop) if stop else "no result.json: it still runs, or was killed",
+            "stop": str(stop) if stop else "it still runs, or was killed",
             "headline": summary.headline(files),
             "outcome": summary.outcome(files),
             "paired": summary.paired(files),

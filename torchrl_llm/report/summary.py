@@ -7,13 +7,17 @@ from typing import Any
 
 from torchrl_llm.record.health import HealthRules
 from torchrl_llm.record.paired import OTHER_GAMES, PairedComparison
+from torchrl_llm.record.report import percent
 from torchrl_llm.report.run_files import RunFiles
 
 Rows = list[tuple[str, ...]]
 
 
 def outcome(files: RunFiles) -> list[tuple[str, tuple[str, str], tuple[str, str]]]:
-    """Win rate, return, turns and, if a version counted them, penalized turns: name, and number and interval before and after."""
+    """Win rate, trained share of the tasks, return, turns, penalized turns: name, and number and interval before and after.
+
+    The share stands below the win rate, for a rate on tasks that were trained on says nothing of others.
+    """
     before, result = files.before, files.result
     earlier = before.get("success_ci95") or result.get("success_before_ci95")
     intervals = {"success": (earlier, result.get("success_ci95"))}
@@ -22,6 +26,9 @@ def outcome(files: RunFiles) -> list[tuple[str, tuple[str, str], tuple[str, str]
         values = before.get(name, result.get(f"{name}_before")), result.get(f"{name}_after")
         first, last = map(_with_interval, values, intervals.get(name, (None, None)))
         rows.append((title, first, last))
+    trained = before.get("task_overlap"), result.get("evaluation_task_overlap")
+    known, later = ((percent(share), "") for share in trained)
+    rows.insert(1, ("tasks trained on", known, later))
     shares = before.get("penalized", result.get("penalized_before")), result.get("penalized_after")
     if shares != (None, None):
         earlier_share, later_share = ("-" if share is None else f"{share:.1%}" for share in shares)

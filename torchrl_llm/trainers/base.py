@@ -31,13 +31,14 @@ from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.schedule import GROUPS, LearningRateSchedule
 from torchrl_llm.trainers.settings import NOTHING_TO_CORRECT, TrainerConfig
+from torchrl_llm.trainers.trained_tasks import read_state, state_of
 from torchrl_llm.trainers.wrong_settings import wrong_penalty
 from torchrl_llm.weight_update import WeightSync
 
 logger = logging.getLogger(__name__)
 
 Evaluator = Callable[[], Mapping[str, Any]]
-"""Collects held-out episodes and returns metrics, under names that training does not use; ``evaluation/success`` decides which checkpoint is best."""
+"""Collects episodes of evaluation and returns metrics, under names that training does not use; ``evaluation/success`` decides which checkpoint is best."""
 
 _ARGUMENTS = ("accelerator", "collector", "config", "optimizer", "policy", "reference", "replay_buffer", "weight_sync")
 _FIXED = {name: f"LLMTrainer({name}=...)" for name in _ARGUMENTS} | {
@@ -280,7 +281,7 @@ class TrainerBase:
             "unfinished": self.unfinished,
             "skipped_in_a_row": self.skipped_in_a_row,
             "policy_version": self.policy.policy_version,
-            "seen_tasks": torch.from_numpy(self.seen_tasks.tasks.copy()),
+            **state_of(self.seen_tasks),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -291,10 +292,7 @@ class TrainerBase:
         self.unfinished = state_dict.get("unfinished")
         self.skipped_in_a_row = state_dict.get("skipped_in_a_row", 0)
         self.policy.policy_version = state_dict["policy_version"]
-        if "seen_tasks" in state_dict:
-            self.seen_tasks.tasks = state_dict["seen_tasks"].numpy()
-        else:
-            logger.warning("an older version saved this run: evaluation/task_overlap counts tasks from here on")
+        read_state(self.seen_tasks, state_dict)
         self.saved_iteration = self.iteration
 
 

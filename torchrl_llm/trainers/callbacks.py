@@ -90,7 +90,7 @@ class ProgressBar(Callback):
 
     line_interval: ClassVar[float] = 60.0
 
-    _shown = ("rollout/reward", "rollout/success", "evaluation/success", "policy/kl_old")
+    _shown = ("rollout/reward", "rollout/success", "evaluation/success", "evaluation/task_overlap", "policy/kl_old")
 
     def __init__(self, label: str | None = None, *, watched_only: bool = False) -> None:
         self.label, self.watched_only = label, watched_only

@@ -114,7 +114,7 @@ def read_demonstrations(
 
     Args:
         path: ``.jsonl`` (:func:`~torchrl_llm.data.read_transcripts`), ``.safetensors``, or the folder of a run. Its evaluations
-            are left out: they are of held-out tasks.
+            are left out: they are what a run is measured by.
         env: its formatter renders messages, and its tokenizer is that of recordings.
         max_model_len: longest row in tokens.
         sampling: the policy's; default ``SamplingConfig()``, which holds no end of a turn back.
@@ -184,6 +184,7 @@ def episodes_of(recording: Recording) -> Iterator[Episode]:
         row = {name: value[i] for name, value in arrays.items() if value.ndim == 2}
         count = int(row["turn.mask"].sum())
         episode = Episode(i, i, i, 0, rewards=row["turn.reward"][:count].tolist())
+        episode.task_id = int(arrays["task_id"][i]) if "task_id" in arrays else None
         starts, episode.contexts = _segments(row)
         for number in range(count):
             place = (row["turn_ids"] == number).nonzero()[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -19,8 +20,9 @@ from torchrl_llm.collectors.collector import base_env
 from torchrl_llm.data import cat_rows
 from torchrl_llm.envs import GEMEnv, SelfPlayEnv
 from torchrl_llm.envs.rules import rules_of
+from torchrl_llm.envs.seen_tasks import SeenTasks
 from torchrl_llm.envs.slots import FAILED
-from torchrl_llm.envs.tasks import STREAM_IDS, SeenTasks, TaskSampler, TaskSpec
+from torchrl_llm.envs.tasks import STREAM_IDS, TaskSampler, TaskSpec
 from torchrl_llm.fingerprint import fingerprint
 from torchrl_llm.interrupts import interruptible
 from torchrl_llm.modules.policy import TurnPolicy
@@ -190,7 +192,7 @@ def _summary(
         penalized=metrics["rollout/penalized"],
         faults=int((failed & collected[keys.TURN_MASK]).any(-1).sum()) + len(expected) - len(collected),
         tasks=len(tasks.unique()),
-        task_overlap=None if seen_tasks is None else seen_tasks.overlap(tasks.cpu()),
+        task_overlap=None if seen_tasks is None or math.isnan(share := seen_tasks.overlap(tasks.cpu())) else share,
         environments={name.removeprefix("rollout/"): value for name, value in metrics.items() if name.count("/") > 1},
         rows=collected,
     )

@@ -15,7 +15,7 @@ from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from torchrl_llm.modules import weights
 from torchrl_llm.options import ConfigError
-from torchrl_llm.record.report import code, fenced
+from torchrl_llm.record.report import code, fenced, percent
 from torchrl_llm.report.run_files import RunFiles
 from torchrl_llm.terminal import printable
 from torchrl_llm.trainers.config import HOW_TO_RUN, RunConfig
@@ -26,6 +26,10 @@ from torchrl_llm.trainers.sources import MODELS
 
 Format = Literal["adapter", "merged"]
 
+_RESULTS = (
+    'Sampled as in training, on tasks with seeds that training did not use. Other seeds may give the same tasks all the same: "trained on" is the '
+    "share of the episodes whose task was trained on, by its hidden state or first observation, and - where that is not known."
+)
 _NO_MODEL = shutil.ignore_patterns(".*", "*.bin", "*.pt", "*.pth", "*.pkl")
 """Files that are not exported: hidden ones, and pickles, such as states of an optimizer."""
 
@@ -110,8 +114,8 @@ def model_card(saved: SavedModel, name: str, *, format: Format) -> str:
     parts = [f"---\n{as_yaml(head)}---\n\n# {heading}", _summary(saved, base)]
     results = [*_results(saved)]
     if results:
-        table = "| evaluation | win rate | 95 % interval |\n|---|---|---|\n" + "\n".join(results)
-        parts.append(f"## Results\n\nOn tasks with seeds that training did not use, sampled as in training.\n\n{table}")
+        table = "| evaluation | win rate | 95 % interval | trained on |\n|---|---|---|---|\n" + "\n".join(results)
+        parts.append(f"## Results\n\n{_RESULTS}\n\n{table}")
     parts.append(f"## Use\n\n{_usage(base, format)}")
     if settings:
         defaults = RunConfig().as_json()
@@ -171,22 +175,25 @@ def _results(saved: SavedModel) -> Iterator[str]:
         return
     before, after = files.before, files.result
     if before.keys() >= {"episodes", "success", "success_ci95"} and after.get("same_games") is not False:
-        yield _row(f"before training, {before['episodes']} episodes", before["success"], *before["success_ci95"])
-    held_out = [_logged(files, name, saved.metadata["steps"]) for name in ("success", "success_low", "success_high")]
-    if None not in held_out:
-        yield _row(f"during training, {saved.settings['evaluation_episodes']} episodes", *held_out)
+        what = f"before training, {before['episodes']} episodes"
+        yield _row(what, before["success"], *before["success_ci95"], share=before.get("task_overlap"))
+    names = ("success", "success_low", "success_high", "task_overlap")
+    *rates, share = (_logged(files, name, saved.metadata["steps"]) for name in names)
+    if None not in rates:
+        yield _row(f"during training, {saved.settings['evaluation_episodes']} episodes", *rates, share=share)
     known = after.keys() >= {"success_after", "success_ci95"}
     if known and after.get("iterations") == saved.metadata["iteration"]:
         yield _row(
             f"after training, {saved.settings['final_episodes']} episodes",
             after["success_after"],
             *after["success_ci95"],
+            share=after.get("evaluation_task_overlap"),
         )
 
 
-def _row(what: str, *rates: float | None) -> str:
+def _row(what: str, *rates: float | None, share: float | None) -> str:
     rate, low, high = (f"{value:.3f}" for value in rates)
-    return f"| {what} | {rate} | {low} to {high} |"
+    return f"| {what} | {rate} | {low} to {high} | {percent(share)} |"
 
 
 def _logged(files: RunFiles, name: str, steps: int) -> float | None:

@@ -20,7 +20,14 @@ from torchrl_llm.interrupts import Interrupted, catch_signals, interruptible
 from torchrl_llm.options import ConfigError
 from torchrl_llm.record.paired import OTHER_GAMES, PairedComparison, paired_comparison
 from torchrl_llm.record.recording import Kind
-from torchrl_llm.record.report import comparison_table, episodes_text, plot_learning_curve, with_final, write_json
+from torchrl_llm.record.report import (
+    comparison_table,
+    episodes_text,
+    percent,
+    plot_learning_curve,
+    with_final,
+    write_json,
+)
 from torchrl_llm.report import write_report
 from torchrl_llm.report.run_json import read_json
 from torchrl_llm.trainers.cli import resume_command
@@ -65,7 +72,10 @@ def run_and_report(
         try:
             report.before = evaluate_before(run)
             if report.before is not None and run.trainer.distributed.is_main:
-                say(f"before training, {report.before.episodes} episodes: win rate {report.before.success:.3f}")
+                share = percent(report.before.task_overlap)
+                say(
+                    f"before training, {report.before.episodes} episodes: win rate {report.before.success:.3f}, trained on {share}"
+                )
             run.trainer.train()
             report.after = run.final_evaluation()
             result = report.write(run, run.trainer.stop_reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -125,6 +126,11 @@ class Opening(Callback):
             run_begins()
 
     def on_end(self, trainer: LLMTrainer) -> None:
+        if self.opened and trainer.distributed.is_main:
+            # Without run_and_report nothing else tells a run that has ended from one that was killed.
+            ended = {"stop_reason": trainer.stop_reason or "interrupted, or ended by an error"}
+            with suppress(OSError):  # the report of a run must not hide why it ends
+                write_json({**self.info, **ended}, self.config.output_dir / "run.json")
         if not self.until_close:
             self.folder.close()
 

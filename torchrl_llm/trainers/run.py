@@ -46,6 +46,7 @@ from torchrl_llm.trainers.run_info import run_info
 from torchrl_llm.trainers.sources import check_length, load_tokenizer
 from torchrl_llm.trainers.teacher import check_teacher, load_teacher
 from torchrl_llm.trainers.template_date import with_template_date
+from torchrl_llm.trainers.trained_tasks import tasks_of_weights
 from torchrl_llm.trainers.trainer import LLMTrainer
 from torchrl_llm.trainers.wrong_settings import missing_extras
 from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
@@ -180,6 +181,7 @@ class Run:
             )
             if "loss_state" in states:
                 LossState(self.trainer).load_state_dict(states["loss_state"])
+        self.trainer.seen_tasks.include(tasks_of_weights(path))
         if load_optimizer:
             optimizer.load_state_dict(states["optimizer"])
         elif merge_lora_configs:
@@ -308,7 +310,7 @@ def _build(
         components=components,
     )
     opening = Opening(config, folder, None if start is None else start.path, run_info(config, loss, from_python))
-    seen_tasks = SeenTasks()
+    seen_tasks = SeenTasks() if config.init_from is None else tasks_of_weights(config.init_from)
     # First: it locks and prepares the folder before another callback writes there.
     watchers: list[Callback] = [opening]
     if distributed.is_main:

@@ -364,7 +364,7 @@ class ReportConfig(Checked):
 
     # The 95 % interval of a rate is at most +-0.06 with 256 different tasks, and +-0.04 with 512.
     evaluation_episodes: Count = 256
-    """Episodes per evaluation, the same held-out tasks each time."""
+    """Episodes per evaluation, the same tasks each time, with seeds that training does not use."""
     evaluation_greedy: bool = False
     """Evaluate greedy decoding too, each task once."""
     final_episodes: Count = 512

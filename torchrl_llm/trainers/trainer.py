@@ -177,6 +177,8 @@ class LLMTrainer(TrainerBase):
         self._weigh_terms(before)
         if keys.TASK_ID in collected:
             self.seen_tasks.add(collected[keys.TASK_ID].cpu())
+        else:
+            self.seen_tasks.complete = False
         dynamic = bool(self.config.dynamic_sampling)
         chosen = self.scorer.choose(batch, self._wanted) if dynamic else batch
         num_chosen = self.distributed.all_reduce_sum(chosen.shape[0])
