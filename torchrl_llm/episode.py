@@ -6,6 +6,7 @@ memory than its row.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -28,6 +29,18 @@ def is_reward(number: Any) -> bool:
     """
     # Not float(number): an integer may be beyond every float, which compares all the same.
     return bool(abs(number) <= LARGEST_REWARD)
+
+
+def plain_number(value: Any) -> Any:
+    """A number of numpy or torch, also in an array of one, as a number of Python; anything else as it is.
+
+    Examples:
+        >>> import numpy as np
+        >>> plain_number(np.array([1.0])), plain_number("1.0")
+        (1.0, '1.0')
+    """
+    shape = getattr(value, "shape", None)
+    return value.item() if shape is not None and hasattr(value, "item") and math.prod(shape) == 1 else value
 
 
 class Turn(NamedTuple):

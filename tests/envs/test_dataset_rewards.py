@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 import traceback
-from functools import partial
+from functools import partial, wraps
 
 import numpy as np
 import pytest
@@ -70,6 +71,71 @@ class TestArguments:
             make(reward_fn=reward_fn)
         with pytest.raises(TypeError, match=r"a function|completions, answers, questions"):
             make(reward_fn=reward_fn, batched=True)
+
+
+def _of_trl(prompts, completions, answer, **kwargs):
+    return [float(completion == right) for completion, right in zip(completions, answer, strict=True)]
+
+
+def _of_verl(data_source, solution_str, ground_truth, extra_info=None):
+    return float(solution_str == ground_truth)
+
+
+class TestNames:
+    """Reward functions are called by position; one that names its arguments in another order would get them mixed up."""
+
+    @pytest.mark.parametrize(
+        ("reward_fn", "batched", "said"),
+        [
+            (_of_trl, True, "lambda completions, answers, questions: _of_trl(prompts=questions, completions=completions, answer=answers)"),
+            (
+                _of_verl,
+                False,
+                "lambda completion, answer, question, data_source: _of_verl(solution_str=completion, ground_truth=answer, "
+                "data_source=data_source)",
+            ),
+            (lambda completion, question, answer: 0.0, False, "whose argument 'question' would be given the answer"),
+            (lambda question, completion, answer: 0.0, False, "whose argument 'question' would be given the completion"),
+            (lambda answer, completion, question: 0.0, False, "whose argument 'answer' would be given the completion"),
+            (lambda completions, completion_ids, answers: 0.0, True, "'completion_ids' would be given the answers"),
+            (lambda prompt, response, target, level: 0.0, False, "lambda completion, answer, question, level:"),
+        ],
+    )  # fmt: skip
+    def test_another_order_is_refused_with_a_function_around_it(self, make, reward_fn, batched, said):
+        with pytest.raises(TypeError, match=re.escape(said)):
+            make(reward_fn=reward_fn, batched=batched)
+
+    def test_the_function_around_it_does_what_it_should(self, make):
+        rows = [{**row, "data_source": "mine"} for row in ROWS]
+        for reward_fn, batched in (
+            (
+                lambda completion, answer, question, data_source: _of_verl(
+                    solution_str=completion, ground_truth=answer, data_source=data_source
+                ),
+                False,
+            ),
+            (
+                lambda completions, answers, questions: _of_trl(
+                    prompts=questions, completions=completions, answer=answers
+                ),
+                True,
+            ),
+        ):
+            got, rewards, _ = collect_rows(make(rows, reward_fn, batched=batched, num_envs=5), 5)
+            assert rewards == [float(row == 2) for row in got]
+
+    @pytest.mark.parametrize(
+        "reward_fn",
+        [
+            lambda response, ground_truth, prompt: 0.0,
+            lambda answer, solution, question: 0.0,  # the model's answer
+            lambda c, a, prompt: 0.0,
+            lambda output, label, query, data_source, extra_info=None: 0.0,
+            lambda completion, answer, _, prompt="": 0.0,
+        ],
+    )
+    def test_names_that_fit_are_taken(self, make, reward_fn):
+        make([{**row, "data_source": "mine"} for row in ROWS], reward_fn)
 
 
 LEVELED = [{"question": f"{i}?", "answer": "4", "level": i, "tests": [i, i + 1], "source": "s"} for i in range(3)]
@@ -236,6 +302,27 @@ class TestAsyncRewards:
         collector.shutdown()
         assert batch[keys.TURN_REWARD].sum() == 2
 
+    @pytest.mark.parametrize("batched", [False, True])
+    def test_a_decorator_around_one_hides_nothing(self, make, batched):
+        async def one(completion, answer, question):
+            await asyncio.sleep(0)
+            return float(completion == answer)
+
+        async def many(completions, answers, questions):
+            return [await one(*each) for each in zip(completions, answers, questions, strict=True)]
+
+        def decorated(function):
+            @wraps(function)
+            def call(*args, **kwargs):
+                return function(*args, **kwargs)
+
+            return call
+
+        rows, rewards, _ = collect_rows(
+            make(reward_fn=decorated(many if batched else one), batched=batched, num_envs=5), 5
+        )
+        assert rewards == [float(row == 2) for row in rows]
+
     def test_one_that_takes_too_long_is_a_fault(self, make):
         async def reward_fn(completion, answer, question):
             await asyncio.sleep(LIMIT)
@@ -251,6 +338,30 @@ async def _async_failure(completion, answer, question):
 
 def _failure(completion, answer, question):
     raise KeyError("oops")
+
+
+class TestNumbers:
+    @pytest.mark.parametrize("one", [np.array([0.5]), torch.tensor([0.5]), torch.full((1, 1), 0.5, requires_grad=True)])
+    def test_a_number_in_an_array(self, make, one):
+        assert collect_rows(make(reward_fn=lambda *_: one), 2)[1] == [0.5, 0.5]
+
+    def test_the_column_of_a_reward_model(self, make):
+        def reward_fn(completions, answers, questions):
+            return torch.full((len(completions), 1), 0.5, requires_grad=True)
+
+        assert collect_rows(make(reward_fn=reward_fn, batched=True, num_envs=2), 2)[1] == [0.5, 0.5]
+
+    @pytest.mark.parametrize(
+        ("returned", "said"),
+        [
+            ((1.0, {"format": 1.0}), "the number alone, of parts their sum"),
+            ({"score": 1.0}, "the number alone, of parts their sum"),
+            ([1.0], "is given with batched=True"),
+        ],
+    )
+    def test_what_may_have_been_meant(self, make, returned, said):
+        with pytest.raises(EnvironmentFault, match=said):
+            collect_rows(make(reward_fn=lambda *_: returned), 1)
 
 
 class TestFaults:

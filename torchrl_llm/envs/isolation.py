@@ -7,7 +7,6 @@ generators are revoked.
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import random
@@ -25,7 +24,7 @@ from numpy.random import mtrand
 from torchrl_llm.envs import gem_catalog
 from torchrl_llm.envs.extras import ExtraKinds
 from torchrl_llm.envs.tasks import Stream, TaskIdentity, task_of
-from torchrl_llm.envs.text_env import EnvironmentFault, TextEnv, TextStep, read_reset
+from torchrl_llm.envs.text_env import EnvironmentFault, TextEnv, TextStep, read_reset, takes_seed
 from torchrl_llm.interrupts import children_ignore_sigint
 
 logger = logging.getLogger(__name__)
@@ -211,7 +210,7 @@ class IsolatedEnv:
         with self._calling(0), children_ignore_sigint():
             env = self._factory(**dict(self.options))
             gem_catalog.prepare(env, self._name, self._rows)
-        self._takes_seed = "seed" in inspect.signature(env.reset).parameters
+        self._takes_seed = takes_seed(env)
         self._thread_safe = bool(getattr(env, "thread_safe", False))
         self._check_extras(env)
         self.env = env

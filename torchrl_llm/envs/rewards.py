@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from torchrl_llm.envs.isolation import Pool, kept_global_rng
-from torchrl_llm.episode import LARGEST_REWARD, is_reward
+from torchrl_llm.episode import LARGEST_REWARD, is_reward, plain_number
 from torchrl_llm.fingerprint import fingerprint
 
 RewardFn = Callable[..., Any]
@@ -226,11 +226,18 @@ class Grader:
             results = self.loop.run(self._gather(calls), self.timeout + _GRACE)
         else:
             results = [call() for call in calls]
+            # Of a decorator, or a lambda, around a coroutine function: its kind shows in what it returns alone.
+            if any(map(inspect.isawaitable, results)):
+                results = self.loop.run(
+                    self._gather([partial(_awaitable, each) for each in results]), self.timeout + _GRACE
+                )
         if not self.batched:
             return results
         if isinstance(results[0], BaseException):
             return results * len(asked)
-        rewards = _plain(results[0])
+        rewards = results[0]
+        if hasattr(rewards, "tolist"):  # an array or a tensor; reward models return one of [n, 1]
+            rewards = (rewards.reshape(-1) if rewards.shape[1:] == (1,) else rewards).tolist()
         if not isinstance(rewards, Sequence) or len(rewards) != len(asked):
             raise TypeError(f"it returned {rewards!r:.80} for {len(asked)} completions; expected as many numbers")
         return list(rewards)
@@ -251,7 +258,7 @@ class Grader:
         return await asyncio.gather(*waits, return_exceptions=True)
 
     def _checked(self, row: int, result: Any, call: object | None) -> float | RewardError:
-        reward = _plain(result)
+        reward = plain_number(result)
         if isinstance(reward, numbers.Real) and is_reward(reward):
             return float(reward)
         if isinstance(result, TimeoutError):
@@ -259,12 +266,63 @@ class Grader:
         elif isinstance(result, BaseException):
             what = f"failed with {type(result).__name__}: {result}"
         else:
-            what = f"returned {reward!r:.80}; expected a finite number of at most {LARGEST_REWARD:g} in size"
+            expected = f"a finite number of at most {LARGEST_REWARD:g} in size{self._advice(reward)}"
+            what = f"returned {reward!r:.80}; expected {expected}"
         kind = RewardTimeoutError if isinstance(result, TimeoutError) else RewardError
         error = kind(f"The reward function {what} (row {row}, question {self.rows[row].question!r:.80}).")
         error.__cause__ = result if isinstance(result, BaseException) else None
         error.batched_call = call
         return error
+
+    def _advice(self, reward: Any) -> str:
+        """What may have been meant by something that is no number."""
+        if isinstance(reward, Mapping | tuple):
+            return ": the number alone, of parts their sum"
+        is_list = isinstance(reward, list) or hasattr(reward, "tolist")
+        return ": one that takes and returns lists is given with batched=True" if is_list and not self.batched else ""
+
+
+async def _awaitable(result: Any) -> Any:
+    return await result if inspect.isawaitable(result) else result
+
+
+_ROLES = {
+    "completion": ("completion", "response", "solution_str", "generation", "output", "prediction"),
+    "answer": ("answer", "ground_truth", "reference_answer", "target", "label", "gold"),
+    "question": ("question", "prompt", "query", "problem"),
+    "column": ("data_source", "extra_info", "completion_id", "trainer_state", "log_extra", "log_metric"),
+}
+"""What other libraries call what a reward function gets; in the plural too. The last are of the data, or nobody's here."""
+
+
+def _role(name: str) -> str | None:
+    return next((role for role, names in _ROLES.items() if name in names or name.removesuffix("s") in names), None)
+
+
+def _check_names(name: str, signature: inspect.Signature, expected: str, plural: str) -> None:
+    """Refuse a function whose arguments are named for another order: TRL's and verl's are not ours.
+
+    Raises:
+        TypeError: with a function around it that has our order.
+    """
+    roles = {each: role for each in signature.parameters if (role := _role(each))}
+    first = zip(signature.parameters, ("completion", "answer", "question"), strict=False)
+    wrong = [(each, role) for each, role in first if roles.get(each, role) != role]
+    # An "answer" that comes first may be the model's; what else is out of order tells.
+    if not [each for each, role in wrong if (roles[each], role) != ("answer", "completion")]:
+        return
+    own = [each for each, role in roles.items() if role != "column"]
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    columns = [
+        each.name for each in signature.parameters.values()
+        if each.name not in own and each.kind in kinds and each.default is each.empty
+    ]  # fmt: skip
+    given = [*(f"{each}={roles[each]}{plural}" for each in own), *(f"{each}={each}" for each in columns)]
+    ours = ", ".join([f"completion{plural}", f"answer{plural}", f"question{plural}", *columns])
+    raise TypeError(
+        f"reward_fn is {name}{signature}, whose argument {wrong[0][0]!r} would be given the {wrong[0][1]}{plural}: it is called as "
+        f"{expected}, by position. Give lambda {ours}: {name}({', '.join(given)}), whose further arguments are columns of the data."
+    )
 
 
 def _signature(reward_fn: Any, *, batched: bool) -> inspect.Signature | None:
@@ -277,6 +335,8 @@ def _signature(reward_fn: Any, *, batched: bool) -> inspect.Signature | None:
         signature = inspect.signature(reward_fn)
     except ValueError:  # some built-in functions do not tell
         return None
+    name = getattr(reward_fn, "__name__", type(reward_fn).__name__)
+    _check_names(name, signature, expected, plural)
     further = [*signature.parameters.values()][3:]  # these are passed by name
     unnamed = [each.name for each in further if each.kind is each.POSITIONAL_ONLY and each.default is each.empty]
     try:
@@ -284,17 +344,11 @@ def _signature(reward_fn: Any, *, batched: bool) -> inspect.Signature | None:
         if unnamed:
             raise TypeError(f"{unnamed[0]!r} cannot be passed by name")
     except TypeError as error:
-        name = getattr(reward_fn, "__name__", type(reward_fn).__name__)
         raise TypeError(
             f"reward_fn is {name}{signature}; expected one that can be called as {expected}, with three positional "
             f"arguments ({error})."
         ) from None
     return signature
-
-
-def _plain(value: Any) -> Any:
-    """Arrays and tensors as Python numbers and lists."""
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 class Question:

@@ -7,10 +7,11 @@ registered (:func:`register_env_family`) or an installed package has it (:data:`
 
 from __future__ import annotations
 
+import inspect
 import logging
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
@@ -20,7 +21,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 from torchrl_llm.envs.chat import compose_message
 from torchrl_llm.envs.extras import NO_EXTRAS, ExtraKinds, Extras, check_kinds
 from torchrl_llm.envs.tasks import TaskSpec
-from torchrl_llm.episode import LARGEST_REWARD, is_reward
+from torchrl_llm.episode import LARGEST_REWARD, is_reward, plain_number
 from torchrl_llm.keys import StopReason
 from torchrl_llm.options import check_value
 from torchrl_llm.rendering import Role
@@ -97,25 +98,26 @@ class TextStep(NamedTuple):
             TypeError, ValueError: it is no step, its reward is not finite or too large (:data:`~torchrl_llm.episode.LARGEST_REWARD`), or a declared extra is missing.
         """
         if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[0], str)):
-            raise TypeError(f"step() returned {result!r:.200}; expected (text, reward, terminated, truncated, info)")
-        text, reward, terminated, truncated, info = result
+            expected = f"(text, reward, terminated, truncated, info){_of_coroutine(result)}"
+            raise TypeError(f"step() returned {result!r:.200}; expected {expected}")
+        text, info = result[0], _read_info("step", result[4])
         # Numbers of numpy and torch are accepted; text that could be parsed as a number is not.
-        if reward is None or isinstance(reward, str) or not hasattr(reward, "__float__"):
+        reward, terminated, truncated = map(plain_number, result[1:4])
+        if isinstance(reward, str) or getattr(reward, "shape", None) or not hasattr(reward, "__float__"):
             raise TypeError(f"step() returned the reward {reward!r:.50}; expected a number")
         if not is_reward(reward):
             raise ValueError(
                 f"step() returned the reward {reward!r:.50}; expected a finite number of at most {LARGEST_REWARD:g} in size"
             )
-        # `in` compares, so NumPy's booleans pass, and 0 and 1.
-        if terminated not in (True, False) or truncated not in (True, False):
+        if not (_is_flag(terminated) and _is_flag(truncated)):
             raise TypeError(f"step() returned {terminated=!r:.50}, {truncated=!r:.50}; expected booleans")
-        info = info or {}
-        success = info.get("success")
-        if success not in (None, True, False):
-            raise TypeError(f"step() returned the info['success'] {success!r:.50}; expected a boolean, or none")
+        success, tool = (plain_number(info.get(name)) for name in ("success", "use_tool"))
+        for name, flag in (("success", success), ("use_tool", tool)):
+            if flag is not None and not _is_flag(flag):
+                raise TypeError(f"step() returned the info[{name!r}] {flag!r:.50}; expected a boolean, or none")
         return cls(
             compose_message(text, info),
-            "tool" if info.get("use_tool") else "user",
+            "tool" if tool else "user",
             float(reward),
             bool(terminated),
             bool(truncated),
@@ -131,8 +133,53 @@ def read_reset(result: Any) -> tuple[str, str]:
         TypeError: it is not ``(text, info)``.
     """
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], str)):
-        raise TypeError(f"reset() returned {result!r:.200}; expected (text, info)")
-    return result[0], compose_message(*result)
+        raise TypeError(f"reset() returned {result!r:.200}; expected (text, info){_of_coroutine(result)}")
+    return result[0], compose_message(result[0], _read_info("reset", result[1]))
+
+
+def _read_info(method: str, info: Any) -> Mapping[str, Any]:
+    """Check what an environment returned as its ``info``; ``None`` is nothing."""
+    if info is not None and not isinstance(info, Mapping):
+        raise TypeError(f"{method}() returned the info {info!r:.80}; expected a dictionary, such as {{}}")
+    info = info or {}
+    for name in ("prefix", "suffix"):
+        if not isinstance(info.get(name) or "", str):
+            raise TypeError(f"{method}() returned the info[{name!r}] {info[name]!r:.80}; expected text")
+    return info
+
+
+def _is_flag(value: Any) -> bool:
+    """Whether this is a boolean, or 0 or 1."""
+    return isinstance(value, int | float) and value in (True, False)
+
+
+def _of_coroutine(result: Any) -> str:
+    if not inspect.isawaitable(result):
+        return ""
+    if inspect.iscoroutine(result):
+        result.close()  # or Python warns that nobody awaited it
+    return ": environments are called by threads, so that it has to be an ordinary method (asyncio.run inside will do)"
+
+
+def takes_seed(env: Any) -> bool:
+    """Whether ``reset`` takes a seed. The ``**kwargs`` of a wrapper take what ``reset`` of the environment in it takes.
+
+    Examples:
+        >>> class Wrapper:
+        ...     def __init__(self, env):
+        ...         self.env = env
+        ...     def reset(self, **kwargs):
+        ...         return self.env.reset(**kwargs)
+        >>> from torchrl_llm.testing.environments import Dice, StopOrGo
+        >>> takes_seed(Wrapper(StopOrGo())), takes_seed(Wrapper(Dice()))
+        (True, False)
+    """
+    parameters = inspect.signature(env.reset).parameters
+    if "seed" in parameters:
+        return True
+    inside = getattr(env, "env", None)
+    passes_on = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    return passes_on and (not hasattr(inside, "reset") or takes_seed(inside))
 
 
 # ---------------------------------------------------------------------- how it fails
