@@ -14,6 +14,7 @@ from small_searches import BASE, SPACE, small_search
 from torchrl_llm.cli import main
 from torchrl_llm.optional import MissingExtraError
 from torchrl_llm.trainers import ConfigError, RunConfig, build_run
+from torchrl_llm.trainers.config import SamplingSettings
 from torchrl_llm.trainers.settings import WeightsConfig, names_of
 from torchrl_llm.tuning import TuningConfig, copy_run, put_back, report_best, summary, train_generation, tune
 from torchrl_llm.tuning.results import TuningError, check_same, identity, table
@@ -39,6 +40,11 @@ class TestSpace:
             ({"batch_size": {"choice": [8, 12]}}, "episodes=16 is no multiple of batch_size=12"),
             ({"batch_size": {"choice": [4, 8]}, "minibatch_size": {"choice": [4, 8]}}, "does not divide batch_size=4"),
             ({"seed": {"choice": [1, 2]}}, "scores could not be compared"),
+            ({"step_timeout": {"choice": [1.0, 60.0]}}, "scores could not be compared"),
+            *(
+                ({name: {"choice": [1, 2]}}, f"space names {name}, and evaluations sample by it too")
+                for name in names_of(SamplingSettings)
+            ),
             ({"max_steps": {"choice": [100, 200]}}, "all get the same episodes"),
             ({"lora_r": {"choice": [4, 8]}}, "which a resumed run cannot change"),
             ({"group_size": {"choice": [1, 2]}}, "which a resumed run cannot change"),

@@ -9,20 +9,7 @@ import torch
 from torchrl.checkpoint import Checkpoint
 
 from torchrl_llm.envs import SeenTasks
-from torchrl_llm.trainers.checkpoint_parts import states_of
-
-
-class _State:
-    """Takes the saved state of a trainer."""
-
-    def __init__(self) -> None:
-        self.content: dict[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.content
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.content = state_dict
+from torchrl_llm.trainers.checkpoint_parts import read_states
 
 
 def tasks_of_weights(path: str | Path) -> SeenTasks:
@@ -34,11 +21,10 @@ def tasks_of_weights(path: str | Path) -> SeenTasks:
     Returns:
         The tasks; they are incomplete where the folder does not say all of them.
     """
-    path, state = Path(path), _State()
+    path, state, seen = Path(path), dict[str, Any](), SeenTasks()
     if (path / "manifest.json").is_file() and "trainer" in Checkpoint.manifest(path)["components"]:
-        states_of(trainer=state).load(path)
-    seen = SeenTasks()
-    read_state(seen, state.content)
+        state = read_states(path, "trainer")["trainer"]
+    read_state(seen, state)
     return seen
 
 
@@ -49,7 +35,7 @@ def state_of(seen: SeenTasks) -> dict[str, Any]:
 
 def read_state(seen: SeenTasks, state: dict[str, Any]) -> None:
     """Restore the tasks from a trainer's state, also from one of an earlier version, which did not say whether they are all."""
-    tasks = state["seen_tasks"].numpy() if "seen_tasks" in state else seen.tasks
-    seen.tasks = tasks
+    if "seen_tasks" in state:
+        seen.tasks = state["seen_tasks"].numpy()
     # It had none only where the rows did not say their tasks: every other run trains on some.
-    seen.complete = state.get("seen_tasks_complete", bool(len(tasks)) or state.get("iteration") == 0)
+    seen.complete = state.get("seen_tasks_complete", bool(len(seen)) or state.get("iteration") == 0)

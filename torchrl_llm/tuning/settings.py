@@ -12,6 +12,7 @@ from typing import Any, Literal, Self
 from torchrl_llm.hints import nearest
 from torchrl_llm.options import Checked, ConfigError, Count, Natural, NonNegative, Positive, fits, options_of
 from torchrl_llm.trainers import RunConfig
+from torchrl_llm.trainers.config import SamplingSettings
 from torchrl_llm.trainers.settings import (
     EnvConfig,
     ModelConfig,
@@ -26,11 +27,20 @@ from torchrl_llm.trainers.settings_file import read_settings
 _BUDGET = ("max_iterations", "max_seconds", "stop_at_success")
 """How long a trial lasts is the tuning's to say: all trials get the same episodes."""
 
-_SCORE = (*(name for name in names_of(EnvConfig) if name != "num_envs"), *names_of(ReportConfig), "seed")
+_SCORE = (
+    *(name for name in names_of(EnvConfig) if name != "num_envs"),
+    *names_of(ReportConfig),
+    "seed",
+    "step_timeout",
+)
 """Settings that change what an evaluation measures: with them in a space scores could not be compared."""
 
 _NOT_TUNED = {
     **dict.fromkeys(_SCORE, "it changes what the evaluations measure, and scores could not be compared"),
+    **dict.fromkeys(
+        names_of(SamplingSettings),
+        "evaluations sample by it too: the trial that samples most sharply or longest would win, whatever it has learned",
+    ),
     **dict.fromkeys((*_BUDGET, "max_steps"), "it changes how long a trial lasts, and all get the same episodes"),
     **dict.fromkeys((*names_of(OutputConfig), *names_of(RayConfig)), "it changes no number of a run"),
     **dict.fromkeys(("evaluation_interval", "checkpoint_interval"), "it changes no weight of a run"),
@@ -72,7 +82,7 @@ class TuningConfig(Checked):
     """A search over the settings of runs: what varies, what stays, and for how long.
 
     A trial is a run with the settings of ``base`` and one value of each dimension of ``space``. A generation of a trial is
-    ``episodes`` episodes of training and one evaluation on held-out tasks, the same for all trials.
+    ``episodes`` episodes of training and one evaluation, on the same tasks for all trials and with the same sampling.
 
     Raises:
         ConfigError: the space is wrong, or does not go together with ``base`` or ``scheduler``; the message says what to do.

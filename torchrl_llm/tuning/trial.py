@@ -36,7 +36,7 @@ def train_generation(
         generation: counts from 1; the first one starts a new run in place of whatever trial was there.
 
     Returns:
-        The evaluation on held-out tasks: ``success``, its 95 % interval ``success_low`` and ``success_high``, and ``reward``;
+        The evaluation: ``success``, its 95 % interval ``success_low`` and ``success_high``, and ``reward``;
         and the run's counters ``iterations``, ``episodes`` and ``turns``.
 
     Raises:
