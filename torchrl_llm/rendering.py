@@ -97,8 +97,8 @@ class Renderer:
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise MissingChatTemplateError(
-                f"The tokenizer {tokenizer.name_or_path!r} has no chat template. Set tokenizer.chat_template (for "
-                'example to torchrl_llm.envs.CHATML), or pass template="raw" for a base model.'
+                f"The tokenizer {tokenizer.name_or_path!r} has no chat template. Set tokenizer.chat_template (in a "
+                'run the setting chat_template), for example to torchrl_llm.envs.CHATML, or pass template="raw" for a base model.'
             )
         self.tokenizer = tokenizer
         self.kwargs = dict(chat_template_kwargs or {})
@@ -158,7 +158,7 @@ class Renderer:
     def _refusal(self, messages: list[dict[str, Any]], error: Exception) -> str:
         roles = [message["role"] for message in messages]
         told = str(error) if isinstance(error, TemplateError) else f"{type(error).__name__}: {error}"
-        advice = ["give the tokenizer another template"]
+        advice = ["give the tokenizer another template (in a run, with the setting chat_template)"]
         if roles[0] == "system":
             advice.insert(0, "if it knows no system role, put the system prompt into the environment's first message")
         wanted = sorted(_variables(self.source) - _SUPPLIED - self.kwargs.keys())

@@ -163,7 +163,7 @@ LAW: dict[str, list[Case]] = {
     "top_p": [works(0.8)],
     "min_p": [works(0.3)],
     "repetition_penalty": [works(1.5)],
-    "min_output_tokens": [works(12)],
+    "min_output_tokens": [works(12), idle(12, stop_ids=[])],
     "max_output_tokens": [works(5)],
     "stop_ids": [works([*range(5, 100)])],
     # the rollout

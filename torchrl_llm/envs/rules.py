@@ -8,7 +8,7 @@ from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.fingerprint import fingerprint
 
 _LIMITS = ("max_turns", "max_model_len", "max_output_tokens", "overflow", "success_reward")
-_TEXT = ("template", "history", "system_prompt", "chat_template_kwargs")
+_TEXT = ("template", "history", "system_prompt", "chat_template_kwargs", "missing_thinking", "template_date")
 
 
 def rules_of(env: GEMEnv) -> dict[str, Any]:

@@ -380,5 +380,6 @@ class _Probe:
         return NotAppendOnlyError(
             f"The chat template of the tokenizer {self.render.tokenizer.name_or_path!r} is not append-only: {reason}. Templates "
             f"that drop thinking or rewrite history cannot hold sampled ids. Either {keep}give the tokenizer a template that keeps "
-            'every message (tokenizer.chat_template, for example torchrl_llm.envs.CHATML), or pass template="raw".'
+            "every message (tokenizer.chat_template, in a run the setting chat_template; for example torchrl_llm.envs.CHATML), or "
+            'pass template="raw".'
         )

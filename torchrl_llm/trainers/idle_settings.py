@@ -83,6 +83,7 @@ IDLE: tuple[Idle, ...] = (
         "give the KL a weight",
     ),
     Idle(("lora_alpha", "lora_targets", "merge_lora_configs"), {"lora_r": (0,)}, "give LoRA a rank"),
+    Idle(("min_output_tokens",), {"stop_ids": ((), [])}, "name ids that end a response"),
     Idle(
         ("chat_template", "history", "chat_template_kwargs", "missing_thinking", "template_date"),
         {"template": ("raw",)},
