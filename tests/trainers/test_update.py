@@ -222,6 +222,39 @@ class TestUpdate:
         assert gap.max() <= 1e-5
         assert gap.min() < -0.01
 
+    @pytest.mark.parametrize("settings", [{}, {"kl_coeff": 0.1}, {"kl_coeff": 0.1, "kl_in": "loss", "target_kl": 0.01}])
+    def test_old_log_probs_are_scored_where_rows_have_none_of_the_sampler(self, tmp_path, settings):
+        """As they are where the rows have those of the same weights."""
+        results = []
+        for key in (keys.SAMPLE_LOG_PROB, None):
+            run = build_run(small_config(tmp_path, lr_actor=1e-3, record_interval=1, **settings))
+            rows = one_batch(run)
+            metrics = run.trainer.learn(rows if key else rows.exclude(keys.SAMPLE_LOG_PROB))
+            results.append((weights(run), metrics.get("policy/first_turn_entropy")))
+        (known, entropy), (scored, none) = results
+        assert (known - scored).abs().max() < 1e-5
+        assert entropy > 0
+        assert none is None
+
+    def test_supervised_learning_needs_none(self, tmp_path):
+        run = build_run(small_config(tmp_path, "SFT", record_interval=1))
+        before = weights(run)
+        run.trainer.learn(one_batch(run).exclude(keys.SAMPLE_LOG_PROB))
+        assert not weights(run).equal(before)
+
+    @pytest.mark.parametrize(
+        ("algo", "settings", "message"),
+        [
+            ("GRPO", {"old_log_probs": "sampler"}, 'set "auto", which scores the old ones'),
+            ("GRPO", {"sampler_correction": "truncate", "sampler_bounds": 2.0}, "corrects for them: leave it out"),
+            ("LLMPPO", {"estimator": "TurnVTrace", "clipping": "none"}, "choose another estimator"),
+        ],
+    )
+    def test_what_compares_with_the_sampler_says_that_it_needs_them(self, tmp_path, algo, settings, message):
+        run = build_run(small_config(tmp_path, algo, **settings))
+        with pytest.raises(KeyError, match=message):
+            run.trainer.learn(one_batch(run).exclude(keys.SAMPLE_LOG_PROB))
+
     def test_lora_reference_is_the_base(self, tmp_path):
         run = build_run(small_config(tmp_path, lora_r=4, kl_coeff=0.1))
         before = {name: p.clone() for name, p in run.models.model.named_parameters() if not p.requires_grad}

@@ -312,22 +312,26 @@ def _rollout_metrics(rows: TensorDictBase) -> dict[str, float]:
 
 def credit_metrics(rows: TensorDictBase) -> dict[str, float]:
     """How the advantages of rows ``[B]`` are spread; with a critic, how well its values predict their targets."""
-    # -log p of sampled tokens estimates their entropy without bias, and needs no forward.
-    turn_ids, surprisal = rows[keys.TURN_IDS], -rows[keys.SAMPLE_LOG_PROB].double()
+    turn_ids = rows[keys.TURN_IDS]
     size = rows[keys.ADVANTAGE][turn_ids >= 0].double().abs().sort(descending=True).values
     top = size[: math.ceil(len(size) / 100)]
-    first = torch.where(turn_ids == 0, surprisal, 0.0).sum(-1)
     metrics = {
         "credit/largest": size[:1].sum().item(),  # 0 where every prompt filled the context and nothing was sampled
         "credit/top_percent": (top.sum() / size.sum()).item() if size.any() else float("nan"),
     }
-    sampled = ~first.isnan()  # demonstrations have no log-probs
-    if bool(sampled.any()):
-        weighted = first[sampled] * _row_weights(rows[sampled])
-        metrics["policy/first_turn_entropy"] = weighted.mean().item()
     known = set(rows.keys(include_nested=True))
+    metrics |= _first_turn_entropy(rows) if keys.SAMPLE_LOG_PROB in known else {}
     metrics |= _critic_metrics(rows) if keys.TURN_VALUE in known else {}
     return metrics | _state_metrics(rows, known)
+
+
+def _first_turn_entropy(rows: TensorDictBase) -> dict[str, float]:
+    # -log p of sampled tokens estimates their entropy without bias, and needs no forward.
+    surprisal = torch.where(rows[keys.TURN_IDS] == 0, -rows[keys.SAMPLE_LOG_PROB].double(), 0.0).sum(-1)
+    sampled = ~surprisal.isnan()  # demonstrations have no log-probs
+    if not bool(sampled.any()):
+        return {}
+    return {"policy/first_turn_entropy": (surprisal[sampled] * _row_weights(rows[sampled])).mean().item()}
 
 
 def _state_metrics(rows: TensorDictBase, known: set[keys.NestedKey]) -> dict[str, float]:

@@ -119,6 +119,8 @@ class RolloutRecorder(Callback):
         chosen = played[choose_rows(tasks, self.tasks, self._followed, most=len(played) // 3)]
         # A copy: the update writes into the rows. Without what the old weights scored under the names of the new ones.
         self._rows, self._weights = rows[chosen].exclude(*_NEW).clone(), {}
+        if keys.SAMPLE_LOG_PROB not in self._rows:  # rows from elsewhere, whose log-probs were scored
+            self._rows[keys.SAMPLE_LOG_PROB] = torch.full_like(self._rows[keys.ADVANTAGE], torch.nan)
 
     def on_minibatch(self, trainer: Any, rows: TensorDictBase, metrics: dict[str, Tensor]) -> None:
         if self._rows is None or len(self._weights) == len(self._rows):

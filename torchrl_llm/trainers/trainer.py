@@ -204,8 +204,14 @@ class LLMTrainer(TrainerBase):
         """Score, credit and update on rows ``[B]``; then the policy gets the new weights.
 
         Args:
-            batch: whole groups.
+            batch: whole groups. Where they have no ``"sample_log_prob"``, ratios are taken against the present weights, which are
+                scored first.
             scored: they hold the scores of the present weights already, as :meth:`collect` writes them for dynamic sampling.
+
+        Raises:
+            KeyError: there is no ``"sample_log_prob"``, and a correction for the sampler needs it.
+            ValueError: rewards, scores or credit are NaN or infinite.
+            NonFiniteGradientError: too many gradients in a row were.
         """
         sleeper = self.weight_sync if self.weight_sync is not None and self.weight_sync.sleep_level else None
         if sleeper is not None:

@@ -80,8 +80,9 @@ class RowScorer:
     def score(self, batch: TensorDictBase) -> None:
         """Write the inputs of the loss that need frozen weights into rows ``[B]``: old and reference log-probs, values."""
         limit, loss = self.run.config.micro_batch_tokens, self.run.loss
+        scores_old = self._lacks_log_probs(batch) or self.scores_old
         with self._scoring(), self.run.distributed.gathered_parameters():
-            if self.scores_old:
+            if scores_old:
                 data.apply_in_micro_batches(loss.actor_network, batch, limit, prefix_cost(loss.actor_network))
                 batch.rename_key_(keys.LOG_PROB, keys.OLD_LOG_PROB)
             if self.run.reference is not None and self.reads_reference:
@@ -89,6 +90,22 @@ class RowScorer:
                 batch.rename_key_(keys.LOG_PROB, keys.REF_LOG_PROB)
             if loss.critic_network is not None:
                 data.apply_in_micro_batches(loss.critic_network, batch, limit, prefix_cost(loss.critic_network))
+
+    def _lacks_log_probs(self, batch: TensorDictBase) -> bool:
+        """Whether ratios are taken and rows have no log-probs to take them against: those of other collectors may not."""
+        name = self.run.loss.tensor_keys.sample_log_prob
+        if name in batch or name not in self.run.loss.in_keys:
+            return False
+        loss, needs = self.run.loss, None
+        if self.run.config.old_log_probs == "sampler":
+            needs = 'old_log_probs="sampler" takes ratios against them: set "auto", which scores the old ones'
+        elif loss.sampler_correction is not None:
+            needs = f"sampler_correction={loss.sampler_correction!r} corrects for them: leave it out"
+        elif self.run.credit_corrects_sampler:
+            needs = f"{type(loss.value_estimator).__name__} corrects for them: choose another estimator"
+        if needs is not None:
+            raise KeyError(f"The rows have no {name!r}, the log-probs of the policy that sampled, and {needs}.")
+        return True
 
     def credit(self, batch: TensorDictBase) -> TensorDictBase:
         """Shape the rewards of scored rows ``[B]`` as the settings say, and write the estimator's credit."""
@@ -260,6 +277,8 @@ class Updater:
             # The ratio is to the sampler then, and before the first step the model is the one that sampled.
             ratio = first_step.get("policy/log_ratio")
             return {} if ratio is None else {name: ratio.item()}
+        if keys.SAMPLE_LOG_PROB not in batch:
+            return {}
         actions = batch[keys.TURN_IDS] >= 0
         gap = (batch[keys.OLD_LOG_PROB] - batch[keys.SAMPLE_LOG_PROB])[actions].abs()
         return {name: self.run.distributed.all_reduce_mean(gap)}
