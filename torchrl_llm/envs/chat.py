@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import date
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, Literal, get_args
 
 from tokenizers import Tokenizer
@@ -18,6 +18,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from transformers import PreTrainedTokenizerBase
 
 from torchrl_llm.envs.answers import AnswerForm, MissingThinking
+from torchrl_llm.envs.message_cache import MessageCache
 from torchrl_llm.envs.response import Response, text_behind_thinking
 from torchrl_llm.envs.template_probe import History, probe_template
 from torchrl_llm.envs.template_properties import Frame, TemplateProperties
@@ -34,7 +35,6 @@ CHATML = (
 """A chat template that is append-only, for tokenizers with the tokens ``<|im_start|>`` and ``<|im_end|>``."""
 
 _SOME_TEXT = "a"  # what feedback stands behind, where it matters that it is text
-_CACHED_MESSAGES = 4096  # members of a group share a first message, and games repeat their feedback
 
 
 class ControlTokenError(ValueError):
@@ -212,8 +212,9 @@ class ChatFormatter(Checked):
         self._make_caches()
 
     def _make_caches(self) -> None:
-        self._encode_start = lru_cache(_CACHED_MESSAGES)(self._render_start)
-        self._encode_feedback = lru_cache(_CACHED_MESSAGES)(self._render_feedback)
+        # Members of a group share a first message, and games repeat their feedback.
+        self._encode_start = MessageCache(self._render_start)
+        self._encode_feedback = MessageCache(self._render_feedback)
         self._encode_plain = _without_added_tokens(self.tokenizer)
 
     def __getstate__(self) -> dict[str, Any]:
