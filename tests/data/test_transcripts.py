@@ -12,6 +12,7 @@ from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.data import TranscriptError, episode_from_messages, read_transcripts, rows_from_episodes
 from torchrl_llm.envs import ChatFormatter, GEMEnv
+from torchrl_llm.envs.messages import plain_messages
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import load_tiny_tokenizer
 
@@ -101,12 +102,49 @@ WRONG = {
     "no JSON": ('{"messages": [', "Expecting value"),
     "no object": ("[1]", "found list; expected an object with messages, and perhaps reward and success"),
     "no messages": ({"reward": 1.0}, r"found \['reward'\]; expected an object with messages"),
-    "a field that is not known": ({"messages": [ASKED, SAID], "score": 1}, r"found \['messages', 'score'\]; expected"),
-    "messages of text": ({"messages": "hi"}, "'hi' is no message; expected texts as role and content"),
+    "a misspelt field": (
+        {"messages": [ASKED, SAID], "rewards": 1},
+        "it has rewards, which is no field. Did you mean 'reward'",
+    ),
+    "messages of text": ({"messages": json.dumps([ASKED, SAID])}, "is text; expected a list of messages .json.loads"),
+    "messages of nothing": ({"messages": 3}, "3 is no list of messages"),
+    "a pair of answers": ({"prompt": [ASKED], "chosen": [SAID], "rejected": [SAID]}, "it has rejected, and pairs.*DPO"),
+    "Alpaca's fields": (
+        {"instruction": "Add.", "input": "2 + 2", "output": "4"},
+        "Alpaca's fields: write instruction and",
+    ),
+    "a prompt of text": (
+        {"prompt": "2 + 2?", "completion": "4"},
+        "a prompt without a list of messages: write it and its",
+    ),
+    "plain text": ({"text": "2 + 2? 4"}, "one text: write who says what"),
+    "tools": ({"messages": [ASKED, SAID], "tools": [{"type": "function"}]}, "it has tools, and no tools are shown"),
+    "images": ({"messages": [ASKED, SAID], "images": ["cat.png"]}, "it has images, and a message is text alone"),
+    "a call of a tool": (
+        {"messages": [ASKED, SAID | {"content": None, "tool_calls": [{}]}]},
+        "has tool_calls, and calls",
+    ),
+    "ShareGPT's call": (
+        {"conversations": [{"from": "human", "value": "?"}, {"from": "function_call", "value": "{}"}]},
+        "has the role function_call, and calls of tools",
+    ),
+    "thinking apart": (
+        {"messages": [ASKED, SAID | {"reasoning_content": "Easy."}]},
+        "has reasoning_content, and thinking",
+    ),
+    "an answer that is not to count": ({"messages": [ASKED, SAID | {"weight": 0}]}, "has weight, and answers of one"),
+    "a part that is an image": (
+        {"messages": [ASKED | {"content": [{"type": "image_url", "image_url": {}}]}, SAID]},
+        "is no message.*of a list of parts only text is read",
+    ),
+    "a system that is not the run's": (
+        {"system": "Be brief.", "conversations": [{"from": "human", "value": "?"}, {"from": "gpt", "value": "4"}]},
+        "its system message is 'Be brief.', and the run's is None: set system_prompt to it",
+    ),
     "a message of text": ({"messages": [ASKED, "hi"]}, "'hi' is no message"),
     "a message without content": ({"messages": [ASKED, {"role": "assistant"}]}, "is no message"),
     "content in parts": ({"messages": [ASKED, SAID | {"content": [{"text": "4"}]}]}, "is no message"),
-    "a message with more": ({"messages": [ASKED, SAID | {"name": "Ann"}]}, "Ann.* is no message.*nothing else"),
+    "a reward of no text": ({"messages": [ASKED, SAID], "reward": ""}, "found '' as reward"),
     "a reward of text": ({"messages": [ASKED, SAID], "reward": "1"}, "expected a number of at most"),
     "a reward of yes": ({"messages": [ASKED, SAID], "reward": True}, "expected a number of at most"),
     "a reward of NaN": ({"messages": [ASKED, SAID], "reward": float("nan")}, "expected a number of at most"),
@@ -142,6 +180,65 @@ WRONG = {
     "half a character in an answer": ({"messages": [ASKED, SAID | {"content": "\ud800"}]}, "half of a surrogate pair"),
     "half a character": ({"messages": [ASKED | {"content": "\ud800"}, SAID]}, "half of a surrogate pair"),
 }
+
+
+SHAPES = {
+    "messages with more": {
+        "id": "x_0",
+        "source": "web",
+        "score": 0.5,
+        "messages": [ASKED | {"name": "Ann"}, SAID | {"weight": 1}],
+    },
+    "ShareGPT": {"id": 3, "conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]},
+    "ShareGPT, of LLaMA-Factory": {
+        "system": "",
+        "tools": "[]",
+        "conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}],
+    },
+    "UltraChat": {"prompt": "2 + 2?", "prompt_id": "a", "messages": [ASKED, SAID]},
+    "TRL": {"prompt": [ASKED], "completion": [SAID]},
+    "parts of text": {
+        "messages": [ASKED | {"content": [{"type": "text", "text": "2 "}, {"type": "text", "text": "+ 2?"}]}, SAID]
+    },
+    "a table's row": {
+        "messages": [ASKED | {"tool_calls": None, "name": ""}, SAID | {"tool_calls": None, "name": None}],
+        "reward": None,
+        "success": None,
+        "images": [],
+    },
+}
+
+
+class TestShapes:
+    @pytest.fixture
+    def expected(self, tokenizer):
+        return rows_from_episodes([episode_from_messages([ASKED, SAID], ChatFormatter(tokenizer))])
+
+    @pytest.mark.parametrize("name", SHAPES)
+    def test_files_as_people_have_them(self, tokenizer, tmp_path, name, expected):
+        (tmp_path / "a.jsonl").write_text(json.dumps(SHAPES[name]) + "\n")
+        assert same(rows_from_episodes(read_transcripts(tmp_path / "a.jsonl", ChatFormatter(tokenizer))), expected)
+
+    def test_fields_that_are_not_read_are_logged_once(self, tokenizer, tmp_path, caplog):
+        file = tmp_path / "a.jsonl"
+        file.write_text((json.dumps(SHAPES["messages with more"]) + "\n") * 2)
+        read_transcripts(file, ChatFormatter(tokenizer))
+        assert [each.getMessage() for each in caplog.records] == [
+            f"{file}: the fields 'id', 'name', 'score', 'source' are not read."
+        ]
+
+    def test_an_array_and_a_parquet_file(self, tokenizer, tmp_path, expected):
+        parquet = pytest.importorskip("datasets").Dataset.from_list([{"messages": [ASKED, SAID], "id": 0}])
+        parquet.to_parquet(tmp_path / "a.parquet")
+        (tmp_path / "a.json").write_text(json.dumps([{"messages": [ASKED, SAID]}], indent=1))
+        for file in (tmp_path / "a.parquet", tmp_path / "a.json"):
+            assert same(rows_from_episodes(read_transcripts(file, ChatFormatter(tokenizer))), expected)
+
+    def test_roles_as_others_call_them(self, tokenizer, expected):
+        said = [{"role": "developer", "content": "Be brief."}, ASKED | {"role": "human"}, SAID | {"role": "model"}]
+        read = plain_messages(said)
+        assert [each["role"] for each in read.messages] == ["system", "user", "assistant"]
+        assert read.unread == set()
 
 
 class TestErrors:

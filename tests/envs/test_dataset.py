@@ -86,6 +86,11 @@ class TestRows:
             (["text"], "Row 0 is 'text'; expected a mapping"),
             ([], "no rows"),
             (iter(ROWS), "list_iterator; expected a list of dicts"),
+            ([{"prompt": "?", "ground_truth": 1}], "such as question='prompt', answer='ground_truth'"),
+            (
+                [{"question": [{"type": "text", "text": "?"}], "answer": 1}],
+                "is no message; expected texts as role and content",
+            ),
             ("nowhere.jsonl", "There is no file 'nowhere.jsonl'"),
         ],
     )
@@ -110,6 +115,43 @@ class TestRows:
         (tmp_path / "rows.jsonl").write_bytes(b'{"question": "a", "answer": 1}\n\n' + line + b"\n")
         with pytest.raises(ValueError, match=rf"rows\.jsonl, line 3.*{message}"):
             read_rows(tmp_path / "rows.jsonl")
+
+    @pytest.mark.parametrize("asked", [[{"role": "user", "content": "1 + 1?"}], [{"from": "human", "value": "1 + 1?"}]])
+    def test_a_question_may_be_the_users_message(self, asked, make):
+        rows = [{"prompt": asked, "reward_model": {"ground_truth": "2"}}]
+        assert read_rows(rows, question="prompt", answer="reward_model")[0].question == "1 + 1?"
+        env = make(rows, question="prompt", answer="reward_model")
+        plain = make([{"question": "1 + 1?", "answer": "2"}])
+        assert env.reset()[keys.PROMPT].equal(plain.reset()[keys.PROMPT])
+
+    def test_a_system_message_has_to_be_that_of_the_environment(self, make):
+        rows = [
+            {"question": [{"role": "system", "content": "Add."}, {"role": "user", "content": "1 + 1?"}], "answer": "2"}
+        ]
+        env = make(rows, system_prompt="Add.")
+        plain = make([{"question": "1 + 1?", "answer": "2"}], system_prompt="Add.")
+        assert env.reset()[keys.PROMPT].equal(plain.reset()[keys.PROMPT])
+        with pytest.raises(
+            ValueError, match=r"Row 0 .*its system message is 'Add\.', and the environment's is None: set system"
+        ):
+            make(rows)
+
+    def test_questions_of_several_turns_are_refused(self):
+        said = [{"role": role, "content": "x"} for role in ("user", "assistant", "user")]
+        with pytest.raises(
+            ValueError, match=r"its roles are \['user', 'assistant', 'user'\], and expected is a user's message"
+        ):
+            read_rows([{"question": said, "answer": "2"}])
+
+    def test_a_table_and_columns_and_splits_are_no_rows(self, make):
+        table = pytest.importorskip("pandas").DataFrame(ROWS)
+        assert read_rows(table.to_dict("records")) == read_rows(ROWS)
+        with pytest.raises(ValueError, match=r"The dataset is a DataFrame; .*table\.to_dict"):
+            read_rows(table)
+        with pytest.raises(ValueError, match=r"Rows of columns are datasets\.Dataset\.from_dict"):
+            make({"question": ["?"], "answer": ["!"]})
+        with pytest.raises(ValueError, match=r"is a mapping with \['train', 'test'\]; expected rows"):
+            train_test_split(SPLITS, test_size=0.5)
 
     @pytest.mark.parametrize("name", ["image", "images", "Video", "audio"])
     def test_a_column_that_no_model_would_see_is_refused(self, name):

@@ -5,7 +5,7 @@
 
 It is torchrl-llm train with --algo SFT: the same settings, checkpoints and report. --demonstrations names what is imitated: a
 scripted player of torchrl_llm.envs.players or of your own ("package.module:name", a function (context, rng) -> text), a file
-of messages (.jsonl), or the folder of a run with recorded episodes. --imitate success leaves out what was not won; without
+of messages (.jsonl, .json or .parquet), or the folder of a run with recorded episodes. --imitate success leaves out what was not won; without
 --demonstrations the model imitates its own episodes (rejection sampling).
 """
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from torchrl_llm.data.conversations import conversation_of
 from torchrl_llm.envs.chat import ChatFormatter
-from torchrl_llm.episode import LARGEST_REWARD, Episode, Turn, is_reward
+from torchrl_llm.envs.record_files import read_records
+from torchrl_llm.episode import Episode, Turn
 from torchrl_llm.keys import StopReason
 
-_FIELDS, _PARTS = {"messages", "reward", "success"}, {"role", "content"}
+logger = logging.getLogger(__name__)
 
 
 class TranscriptError(ValueError):
@@ -72,49 +73,38 @@ def episode_from_messages(
 
 
 def read_transcripts(path: Path, formatter: ChatFormatter) -> list[Episode]:
-    """The episodes of a file of JSON lines: ``{"messages": [...], "reward": 1.0, "success": true}``, the last two optional.
+    """The episodes of a file of conversations.
+
+    A record is ``{"messages": [...], "reward": 1.0, "success": true}``, the last two optional; or one of the shapes of ShareGPT
+    and TRL (:func:`~torchrl_llm.data.conversations.conversation_of`). Fields that are not read are logged.
 
     Args:
-        path: the file; empty lines are skipped.
+        path: JSON lines, an array of JSON, or a parquet file (:func:`~torchrl_llm.envs.record_files.read_records`).
         formatter: see :func:`episode_from_messages`.
 
     Raises:
-        TranscriptError: a line is no such object, or there is none; the message names it.
-        OSError: the file cannot be read.
+        TranscriptError: the file cannot be read, a record is no such object, or there is none; the message names it.
+        OSError: the file cannot be opened.
     """
     episodes: list[Episode] = []
-    with path.open("rb") as lines:  # so that bytes that are no text have a line too
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                try:
-                    given = _checked(json.loads(line.decode("utf-8-sig")))
-                    episodes.append(episode_from_messages(formatter=formatter, index=len(episodes), **given))
-                # The last two: a number of 400 digits, brackets 100,000 deep.
-                except (ValueError, OverflowError, RecursionError) as error:
-                    raise TranscriptError(f"{path}, line {number}: {error}") from error
+    unread: set[str] = set()
+    try:
+        for place, record in read_records(path):
+            try:
+                given = conversation_of(record)
+                ending = {"reward": given.reward, "success": given.success, "index": len(episodes)}
+                episodes.append(episode_from_messages(given.messages, formatter, **ending))  # type: ignore[arg-type]
+                unread |= given.unread
+            # The last two: a number of 400 digits, and brackets so deep that they cannot be shown.
+            except (ValueError, OverflowError, RecursionError) as error:
+                raise TranscriptError(f"{place}: {error}") from error
+    except ValueError as error:
+        raise error if isinstance(error, TranscriptError) else TranscriptError(str(error)) from error
     if not episodes:
         raise TranscriptError(f"{path} has no line: expected one conversation a line.")
+    if unread:
+        logger.warning("%s: the fields %s are not read.", path, ", ".join(sorted(map(repr, unread))))
     return episodes
-
-
-def _checked(given: Any) -> dict[str, Any]:
-    """An object of a file of conversations, whose fields have the right types."""
-    if not isinstance(given, dict) or "messages" not in given or given.keys() - _FIELDS:
-        shown = sorted(given) if isinstance(given, dict) else type(given).__name__
-        raise TranscriptError(f"found {shown}; expected an object with messages, and perhaps reward and success.")
-    messages = given["messages"]
-    for message in messages if isinstance(messages, list) else [messages]:
-        if not isinstance(message, dict) or message.keys() != _PARTS or {*map(type, message.values())} != {str}:
-            raise TranscriptError(
-                f"{message!r:.80} is no message; expected texts as role and content, and nothing else."
-            )
-    reward, success = given.get("reward", 0.0), given.get("success", False)
-    if type(reward) not in (int, float) or not is_reward(reward) or type(success) is not bool:
-        raise TranscriptError(
-            f"found {reward!r:.80} as reward and {success!r:.80} as success; expected a number of at most {LARGEST_REWARD:g} "
-            "in size as reward and true or false as success."
-        )
-    return given
 
 
 def _without_system(messages: Sequence[Mapping[str, str]], formatter: ChatFormatter) -> Sequence[Mapping[str, str]]:

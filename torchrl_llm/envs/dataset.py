@@ -7,10 +7,8 @@ are handled in :mod:`~torchrl_llm.envs.env`.
 
 from __future__ import annotations
 
-import codecs
-import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -23,6 +21,8 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_llm.envs.chat import ChatFormatter
 from torchrl_llm.envs.env import GEMEnv
+from torchrl_llm.envs.messages import is_list, plain_messages
+from torchrl_llm.envs.record_files import read_records
 from torchrl_llm.envs.rewards import Grader, Question, RewardFn, Row, WantedColumns
 from torchrl_llm.envs.tasks import Stream, TaskSampler, TaskSpec
 from torchrl_llm.envs.tensors import chosen_slots, responses_of
@@ -42,17 +42,25 @@ QUESTION_ONLY = ({"role": "user", "content": PLACEHOLDER},)
 
 
 def read_rows(
-    dataset: Any, *, question: str = "question", answer: str = "answer", wanted: WantedColumns | None = None
+    dataset: Any,
+    *,
+    question: str = "question",
+    answer: str = "answer",
+    wanted: WantedColumns | None = None,
+    system_prompt: str | None = None,
 ) -> tuple[Row, ...]:
-    """The rows of a dataset: a list of dicts, a Hugging Face ``Dataset``, or the path of a JSONL file.
+    """The rows of a dataset: a list of dicts, a Hugging Face ``Dataset``, or the path of a file.
 
     Args:
-        dataset: anything with a length that yields mappings, or the path of a file with one JSON object to a line.
-        question, answer: the columns.
+        dataset: anything with a length that yields mappings, or the path of a file: JSON lines, an array of JSON, parquet or CSV
+            (:func:`~torchrl_llm.envs.record_files.read_records`).
+        question, answer: the columns. A question is text, or (TRL's ``prompt``) a list of messages: the user's alone, or behind
+            the system message ``system_prompt``.
         wanted: further columns to keep; which there are is read from the first row. Default none.
+        system_prompt: the system message of the environment; default none.
 
     Raises:
-        ValueError: the dataset is empty or has no length, or a row lacks a column or has a question that is no text; or a column
+        ValueError: the dataset is empty or has no length, or a row lacks a column or has another question; or a column
             holds images, videos or sounds, which no model would see, and ``wanted`` does not name it.
 
     Examples:
@@ -61,11 +69,11 @@ def read_rows(
         [('1 + 1?', '2', {'level': 1})]
     """
     if isinstance(dataset, str | Path):
-        records: Iterable[tuple[str, Any]] = _read_jsonl(Path(dataset))
-    elif isinstance(dataset, Mapping) or not hasattr(dataset, "__len__"):
+        records: Iterable[tuple[str, Any]] = read_records(Path(dataset))
+    elif isinstance(dataset, Mapping) or not hasattr(dataset, "__len__") or hasattr(dataset, "iloc"):
         raise ValueError(
-            f"The dataset is a {type(dataset).__name__}; expected a list of dicts, a datasets.Dataset or the path of a JSONL "
-            "file, one for each split. Load a streaming dataset into a list first."
+            f"The dataset is a {type(dataset).__name__}; expected a list of dicts, a datasets.Dataset or the path of a file, one "
+            'for each split. Load a streaming dataset into a list first; a table of pandas is table.to_dict("records").'
         )
     else:
         records = ((f"Row {i}", record) for i, record in enumerate(dataset))
@@ -78,7 +86,7 @@ def read_rows(
             raise ValueError(f"{place} is {record!r:.80}; expected a mapping from column names to values.")
         _check_media(place, record, typed, (question, answer, *wanted.needed, *wanted.optional))
         names = wanted.among(record, used=(question, answer)) if names is None else names
-        rows.append(_read_row(place, record, question, answer, names))
+        rows.append(_read_row(place, record, question, answer, names, system_prompt))
     if not rows:
         raise ValueError("The dataset has no rows; expected at least one.")
     return tuple(rows)
@@ -93,40 +101,56 @@ def _check_media(place: str, record: Mapping[str, Any], typed: Sequence[str], us
         )
 
 
-def _read_row(place: str, record: Mapping[str, Any], question: str, answer: str, names: Sequence[str]) -> Row:
-    missing = [name for name in (question, answer, *names) if name not in record]
-    if missing:
+_COLUMNS = {
+    "question": ("prompt", "problem", "query", "instruction", "input"),
+    "answer": ("solution", "ground_truth", "reward_model", "target", "completion", "response", "output"),
+}
+"""What question and answer are called in datasets of others."""
+
+
+def _read_row(
+    place: str, record: Mapping[str, Any], question: str, answer: str, names: Sequence[str], system_prompt: str | None
+) -> Row:
+    if missing := [name for name in (question, answer, *names) if name not in record]:
+        near = {use: next(filter(record.__contains__, _COLUMNS[use]), None) for use in _COLUMNS if use in missing}
+        such = ", ".join(f"{use}={name!r}" for use, name in near.items() if name is not None)
         raise ValueError(
             f"{place} has no column {missing}; its columns are {list(record)}. Name the right ones with question= and "
-            "answer=, and as parameters of reward_fn."
+            f"answer=, and as parameters of reward_fn{such and f': such as {such}'}."
         )
-    if not isinstance(record[question], str):
-        raise ValueError(f"{place} has the question {record[question]!r:.80}; expected text.")
-    return Row(record[question], record[answer], {name: record[name] for name in names})
+    try:
+        asked = _asked_in(record[question], system_prompt)
+    except ValueError as error:
+        raise ValueError(f"{place} has the question {record[question]!r:.80}; {error}") from error
+    return Row(asked, record[answer], {name: record[name] for name in names})
 
 
-def _read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    """The place and the value of each line of a file; blank lines are left out.
-
-    Lines end with a line feed and nothing else: JSON may hold characters at which ``str.splitlines`` splits, such as U+2028.
-    """
-    if not path.is_file():
-        raise ValueError(f"There is no file {str(path)!r}; expected the path of a JSONL file. Load hub datasets first.")
-    # json.loads refuses the byte order mark that some programs write.
-    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
-        if line.strip():
-            place = f"{path}, line {number}"
-            try:
-                yield place, json.loads(line.decode())
-            except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or beyond what Python reads
-                raise ValueError(f"{place}: {error}; expected one JSON object to a line.") from error
+def _asked_in(question: Any, system_prompt: str | None) -> str:
+    """The text of a question, or of the user's message in a list of messages."""
+    if isinstance(question, str):
+        return question
+    if not is_list(question):
+        raise ValueError("expected text, or a list of messages.")
+    messages = plain_messages(question).messages
+    roles = [message["role"] for message in messages]
+    if roles not in (["user"], ["system", "user"]):
+        raise ValueError(
+            f"its roles are {roles}, and expected is a user's message, perhaps behind a system message. Turns before it that all "
+            "questions have are the conversation_template; episodes of several turns are those of a GEMEnv."
+        )
+    if roles[0] == "system" and messages[0]["content"] != system_prompt:
+        raise ValueError(
+            f"its system message is {messages[0]['content']!r:.80}, and the environment's is {system_prompt!r:.80}: set "
+            "system_prompt to it, or leave it out."
+        )
+    return messages[-1]["content"]
 
 
 def train_test_split(dataset: Any, *, test_size: float, seed: int = 0) -> dict[str, list[Any]]:
     """Divide a dataset into ``{"train": [...], "test": [...]}`` at random.
 
     Args:
-        dataset: a list of dicts, a Hugging Face ``Dataset``, or the path of a JSONL file.
+        dataset: a list of dicts, a Hugging Face ``Dataset``, or the path of a file (:func:`read_rows`).
         test_size: share of the rows that are held out, in (0, 1); at least one row goes to either side.
         seed: of the division.
 
@@ -135,8 +159,10 @@ def train_test_split(dataset: Any, *, test_size: float, seed: int = 0) -> dict[s
         >>> len(splits["train"]), len(splits["test"])
         (8, 2)
     """
+    if isinstance(dataset, Mapping):
+        raise ValueError(f"The dataset is a mapping with {list(dataset)}; expected rows: divide one of its splits.")
     is_path = isinstance(dataset, str | Path)
-    records = [record for _, record in _read_jsonl(Path(dataset))] if is_path else list(dataset)
+    records = [record for _, record in read_records(Path(dataset))] if is_path else list(dataset)
     held_out = round(test_size * len(records))
     if not (0 < test_size < 1 and 0 < held_out < len(records)):
         raise ValueError(
@@ -154,9 +180,10 @@ def _rows_of(dataset: Any, stream: Stream, columns: dict[str, Any]) -> tuple[Row
     splits = dataset if isinstance(dataset, Mapping) else {"train": dataset}
     name = next((name for name in SPLITS[stream] if name in splits), None)
     if name is None:
+        columns_alone = " Rows of columns are datasets.Dataset.from_dict(columns)." * (columns["question"] in splits)
         raise ValueError(
             f"The stream {stream!r} reads the split {' or '.join(map(repr, SPLITS[stream]))}; the dataset has "
-            f"{list(splits)}. Pass a mapping such as {{'train': ..., 'test': ...}}; train_test_split makes one."
+            f"{list(splits)}. Pass a mapping such as {{'train': ..., 'test': ...}}; train_test_split makes one.{columns_alone}"
         )
     rows = read_rows(splits[name], **columns)
     if stream == "train":
@@ -308,7 +335,7 @@ class PromptDatasetEnv(GEMEnv):
 
     Args:
         dataset: a mapping from split to rows (such as a ``datasets.DatasetDict``), or rows alone: the split ``"train"``. Rows
-            are a list of dicts, a Hugging Face ``Dataset``, or the path of a JSONL file.
+            are a list of dicts, a Hugging Face ``Dataset``, or the path of a file (:func:`read_rows`).
         reward_fn: ``reward_fn(completion, answer, question) -> float``. ``completion`` is the
             :class:`~torchrl_llm.envs.Response`: a string without its end-of-turn token, with the answer behind the thinking as its
             ``text``; ``answer`` is what the dataset has. Further parameters are columns, passed by name: those that it
@@ -373,7 +400,11 @@ class PromptDatasetEnv(GEMEnv):
         rendering = {name: options.pop(name) for name in options_of(ChatFormatter) if name in options}
         formatter = PromptFormatter(tokenizer, conversation_template=conversation_template, **rendering)
         wanted = WantedColumns.of(reward_fn, batched=batched)
-        rows = _rows_of(dataset, stream, {"question": question, "answer": answer, "wanted": wanted})
+        rows = _rows_of(
+            dataset,
+            stream,
+            {"question": question, "answer": answer, "wanted": wanted, "system_prompt": formatter.system_prompt},
+        )
         grader = Grader(reward_fn, rows, batched=batched, timeout=reward_timeout)
         env = EnvSpec(type(self).__name__, partial(Question, grader), single_turn=True)
         super().__init__(env, tokenizer=tokenizer, num_envs=num_envs, stream=stream, **rendering, **options)

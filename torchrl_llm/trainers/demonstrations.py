@@ -24,6 +24,9 @@ from torchrl_llm.trainers.config import RunConfig
 
 _HELD_BACK = "min_output_tokens={} lets no answer end before it has as many"
 
+TRANSCRIPTS = (".jsonl", ".json", ".parquet")
+"""What the names of files of messages end with."""
+
 
 def find_demonstrations(given: str, setting: str = "demonstrations") -> Player | Path:
     """What the setting ``demonstrations`` names: a player, or a path that is there.
@@ -113,8 +116,8 @@ def read_demonstrations(
     """The episodes of a file of messages, of a recording, or of the recordings of a run's training.
 
     Args:
-        path: ``.jsonl`` (:func:`~torchrl_llm.data.read_transcripts`), ``.safetensors``, or the folder of a run. Its evaluations
-            are left out: they are what a run is measured by.
+        path: ``.jsonl``, ``.json`` or ``.parquet`` (:func:`~torchrl_llm.data.read_transcripts`), ``.safetensors``, or the folder
+            of a run. Its evaluations are left out: they are what a run is measured by.
         env: its formatter renders messages, and its tokenizer is that of recordings.
         max_model_len: longest row in tokens.
         sampling: the policy's; default ``SamplingConfig()``, which holds no end of a turn back.
@@ -151,10 +154,12 @@ def read_demonstrations(
 
 
 def _read(path: Path, env: GEMEnv) -> list[Episode]:
-    if path.suffix == ".jsonl":
+    if path.suffix in TRANSCRIPTS:
         return read_transcripts(path, env.formatter)
     if path.is_file() and path.suffix != ".safetensors":
-        raise RecordingError("it is no .jsonl, which holds messages, and no .safetensors, which is a recording.")
+        raise RecordingError(
+            f"it is no {', '.join(TRANSCRIPTS)}, which hold messages, and no .safetensors, which is a recording."
+        )
     folder = path / FOLDER if (path / FOLDER).is_dir() else path
     files = [path] if path.is_file() else [*RecordingFolder(folder, interval=1, max_bytes=1).training().values()]
     recordings = [read_recording(file) for file in files]
@@ -163,7 +168,7 @@ def _read(path: Path, env: GEMEnv) -> list[Episode]:
     episodes = [episode for recording in recordings for episode in episodes_of(recording)]
     if not episodes:
         raise RecordingError(
-            "it holds no recorded episodes of training (record_interval above 0), and is no .jsonl file."
+            f"it holds no recorded episodes of training (record_interval above 0), and is no file of messages ({', '.join(TRANSCRIPTS)})."
         )
     return episodes
 

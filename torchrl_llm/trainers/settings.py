@@ -340,7 +340,7 @@ class RolloutConfig(Checked):
     continued: others of its task are played instead."""
     demonstrations: str | None = None
     """What SFT imitates: a scripted player, of torchrl_llm.envs.players or as "package.module:name"; a file of messages
-    (.jsonl), or the folder of a run, whose recorded episodes are read; None: the model's own episodes (SFT)."""
+    (.jsonl, .json or .parquet), or the folder of a run, whose recorded episodes are read; None: the model's own episodes (SFT)."""
 
 
 @dataclass(kw_only=True)

@@ -1,0 +1,111 @@
+"""Messages of files as people have them, as mappings of role and content: :func:`plain_messages`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "observation": "tool",
+    "function": "tool",
+    "developer": "system",
+}
+"""Names of roles in files of ShareGPT, LLaMA-Factory, Gemini and OpenAI."""
+
+_MEANS_SOMETHING = {
+    "tool_calls": "calls of tools are read from the text of an answer: write the call into content as the model writes it",
+    "function_call": "calls of tools are read from the text of an answer: write the call into content as the model writes it",
+    "reasoning_content": "thinking is part of an answer: write it into content as the model writes it, such as <think>...</think>",
+    "reasoning": "thinking is part of an answer: write it into content as the model writes it, such as <think>...</think>",
+    "thinking": "thinking is part of an answer: write it into content as the model writes it, such as <think>...</think>",
+    "weight": "answers of one conversation count alike: leave the conversation out, or end it before the answer",
+    "image": "a message is text alone",
+    "images": "a message is text alone",
+    "audio": "a message is text alone",
+    "video": "a message is text alone",
+}
+"""Fields of messages that cannot be left out without a change of what is said or learned, and what to do."""
+
+
+class Messages(NamedTuple):
+    """Messages of role and content.
+
+    Attributes:
+        messages: mappings with ``"role"`` and ``"content"`` alone.
+        unread: the names of the fields that are left out.
+    """
+
+    messages: list[dict[str, str]]
+    unread: set[str]
+
+
+def plain_messages(given: Any) -> Messages:
+    """A list of messages as mappings of role and content.
+
+    Args:
+        given: messages with ``"role"`` and ``"content"``, or with ``"from"`` and ``"value"`` (ShareGPT). Content may be a list
+            of parts of text. Other fields are left out, unless they change what is said.
+
+    Raises:
+        ValueError: it is no list of messages, or one holds what cannot be written as its text.
+
+    Examples:
+        >>> plain_messages([{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]).messages
+        [{'role': 'user', 'content': '2 + 2?'}, {'role': 'assistant', 'content': '4'}]
+    """
+    if isinstance(given, str):
+        raise ValueError(f"{given!r:.80} is text; expected a list of messages (json.loads reads one from its text).")
+    if not is_list(given):
+        raise ValueError(f"{given!r:.80} is no list of messages.")
+    read = [_plain_message(each) for each in given]
+    return Messages([message for message, _ in read], set().union(*(unread for _, unread in read)))
+
+
+def is_list(value: Any) -> bool:
+    """Whether a value is a list, as JSON, Arrow and pandas give them."""
+    return isinstance(value, list | tuple | np.ndarray)
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a field says nothing: ``None``, or a text or a list of nothing."""
+    if isinstance(value, str):
+        return value.strip() in ("", "[]", "{}", "null")
+    return value is None or ((is_list(value) or isinstance(value, Mapping)) and len(value) == 0)
+
+
+def _plain_message(given: Any) -> tuple[dict[str, str], set[str]]:
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{given!r:.80} is no message; expected texts as role and content.")
+    names = ("from", "value") if "from" in given and "role" not in given else ("role", "content")
+    # A table gives every message the fields that one of them has.
+    others = {name: value for name, value in given.items() if name not in names and not is_empty(value)}
+    for name, why in _MEANS_SOMETHING.items():
+        if name in others and not (name == "weight" and others[name] == 1):
+            raise ValueError(f"{given!r:.80} has {name}, and {why}.")
+    role, content = given.get(names[0]), _text(given.get(names[1]))
+    if not isinstance(role, str) or not isinstance(content, str):
+        parts = "; of a list of parts only text is read" if is_list(content) else ""
+        raise ValueError(f"{given!r:.80} is no message; expected texts as {names[0]} and {names[1]}{parts}.")
+    if role == "function_call":
+        raise ValueError(f"{given!r:.80} has the role {role}, and {_MEANS_SOMETHING[role]}.")
+    return {"role": _ROLES.get(role, role), "content": content}, {*others} - {"weight"}
+
+
+def _text(content: Any) -> Any:
+    """The text of a content that is a list of parts of text; another content as it is."""
+    if not is_list(content):
+        return content
+    parts = [part if isinstance(part, Mapping) else {} for part in content]
+    texts = [part.get("text") for part in parts if part.get("type") == "text"]
+    return (
+        "".join(texts)
+        if parts and len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
+        else content
+    )
