@@ -96,7 +96,7 @@ def _listed(given: Mapping[str, Any]) -> tuple[Any, set[str]]:
         turns = given["conversations"]
         return ([*system, *turns] if is_list(turns) else turns), {"conversations", "system"}
     prompt, completion = given.get("prompt"), given.get("completion")
-    if is_list(prompt) and completion is not None:
+    if prompt is not None and is_list(prompt) and completion is not None:
         said = completion if is_list(completion) else [{"role": "assistant", "content": completion}]
         return [*prompt, *said], {"prompt", "completion"}
     what = next((f"That looks like {what}" for name, what in _OTHERS.items() if name in given), f"Write it as {_SHAPE}")

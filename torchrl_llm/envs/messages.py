@@ -102,10 +102,6 @@ def _text(content: Any) -> Any:
     """The text of a content that is a list of parts of text; another content as it is."""
     if not is_list(content):
         return content
-    parts = [part if isinstance(part, Mapping) else {} for part in content]
-    texts = [part.get("text") for part in parts if part.get("type") == "text"]
-    return (
-        "".join(texts)
-        if parts and len(texts) == len(parts) and all(isinstance(text, str) for text in texts)
-        else content
-    )
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
+    known = [text for text in texts if isinstance(text, str)]
+    return "".join(known) if texts and len(known) == len(texts) else content
