@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from torchrl_llm.record.health import HealthRules
+from torchrl_llm.record.health import FAR, HealthRules
 from torchrl_llm.trainers import TrainerConfig
 from torchrl_llm.trainers.health import HealthWatch
 
@@ -33,11 +33,11 @@ def test_a_healthy_run_has_none(caplog):
 
 def test_a_reference_that_is_far_from_the_start(caplog):
     """As after a warm start without init_reference; later the policy may move away, and from a teacher it begins there."""
-    (message,) = warnings_of(runs(0.5, 0.5, **{"policy/kl_reference": 0.5}), caplog)
+    (message,) = warnings_of(runs(0.5, 0.5, **{"policy/kl_reference_start": 0.5}), caplog)
     assert "0.5 nats a token away from the reference" in message
     assert "init_reference" in message
-    assert warnings_of([*runs(0.5), *runs(0.5, **{"policy/kl_reference": 0.5})], caplog) == []
-    assert HealthRules(teacher=True).problems(runs(0.5, **{"policy/kl_reference": 0.5})[0]) == []
+    assert warnings_of([*runs(0.5), *runs(0.5, **{"policy/kl_reference_start": 0.5})], caplog) == []
+    assert HealthRules(teacher=True).problems(runs(0.5, **{"policy/kl_reference_start": 0.5})[0]) == []
 
 
 @pytest.mark.parametrize(
@@ -139,3 +139,19 @@ def test_every_run_is_watched(tmp_path):
 
     run = build_run(small_config(tmp_path))
     assert any(isinstance(callback, HealthWatch) for callback in run.trainer.callbacks)
+
+
+def test_a_run_that_begins_on_its_reference_is_not_far_from_it(tmp_path, caplog):
+    """However far its first update goes: the mean over the steps was taken for the start, "0.12 nats a token away"."""
+    from small_runs import small_config
+
+    from torchrl_llm.trainers import build_run
+
+    steps = {"epochs": 8, "lr_actor": 0.1, "lora_r": 4, "max_grad_norm": 10.0, "record_interval": 0}
+    run = build_run(small_config(tmp_path, "GRPO", kl_coeff=0.01, max_iterations=1, **steps))
+    with caplog.at_level(logging.WARNING):
+        (metrics,) = run.trainer.train()
+    run.close()
+    assert metrics["policy/kl_reference"] > FAR
+    assert metrics["policy/kl_reference_start"] == pytest.approx(0.0, abs=1e-6)
+    assert "from the reference of the KL" not in caplog.text

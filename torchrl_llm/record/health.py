@@ -26,8 +26,7 @@ NOISY = 1.0
 
 
 FAR = 0.1
-"""KL to the reference, nats per action token, in the first iteration: a policy that began as the reference had 0.04 at most, after 8 epochs
-without target_kl, and 0.00 with the example settings."""
+"""KL to the reference, nats per action token, before the first update: 0.00 for a policy that begins as the reference, up to rounding."""
 
 
 class HealthRules:
@@ -75,7 +74,8 @@ class HealthRules:
                 f"the update moved the policy by {kl:.2g} nats a token, more than {LONG_UPDATE}: one such update can undo a run. Set "
                 "target_kl to 0.01, which shortens its steps, or lower lr_actor.",
             )
-        far = metrics.get("policy/kl_reference", 0.0)
+        # Not the mean over the steps of the update, which may have moved the policy that far itself.
+        far = metrics.get("policy/kl_reference_start", 0.0)
         if far > FAR and self._iterations == 1 and not self.teacher:
             yield (
                 "far",

@@ -36,6 +36,7 @@ METRICS: dict[str, str] = {
     "policy/entropy": "entropy per action token, nats",
     "policy/first_turn_entropy": "entropy of the first response, nats, estimated by the tokens sampled; none of demonstrations",
     "policy/kl_reference": "KL to the reference per action token, nats, estimated on the sampled tokens; none once the KL's weight has fallen to 0",
+    "policy/kl_reference_start": "the same before the update, on its first optimizer batch",
     "policy/kl_old": "KL between the policies before and during the update per action token, nats (k3)",
     "policy/kl_update": "KL between the policies before and after the update per action token, nats (k3; with target_kl)",
     "policy/clip_fraction": "share of action tokens whose ratio was clipped",

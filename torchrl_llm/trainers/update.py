@@ -184,7 +184,7 @@ class Updater:
                 break
         means = _means(steps) | {SKIPPED: sum(metrics[SKIPPED].item() for metrics in steps)}
         means |= checked_metrics(_means(added), source="callbacks")
-        return means | self.log_prob_gap(batch, steps[0]) | region.metrics()
+        return means | self.log_prob_gap(batch, steps[0]) | _at_start(steps[0]) | region.metrics()
 
     def _added(self, minibatch: TensorDictBase, metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the callbacks add to the metrics of an optimizer step, or change in them."""
@@ -282,6 +282,12 @@ class Updater:
         actions = batch[keys.TURN_IDS] >= 0
         gap = (batch[keys.OLD_LOG_PROB] - batch[keys.SAMPLE_LOG_PROB])[actions].abs()
         return {name: self.run.distributed.all_reduce_mean(gap)}
+
+
+def _at_start(first_step: Mapping[str, Tensor]) -> dict[str, float]:
+    """The KL to the reference of the weights before the update: the mean over steps has what the update itself moved."""
+    start = first_step.get("policy/kl_reference")
+    return {} if start is None else {"policy/kl_reference_start": start.item()}
 
 
 def _means(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
