@@ -1,12 +1,14 @@
 """Plans of shared prefixes against a trie of dictionaries, and costs against counting."""
 
+import tracemalloc
 from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from torchrl_llm import prefixes
 from torchrl_llm.prefixes import PrefixCost, SortedRows, choose_cuts, pack_rows, plan_prefixes
 
 FREE = PrefixCost(stage=0, context=0, key=0)
@@ -129,6 +131,37 @@ class TestCuts:
         inner = {*rows.shared.tolist(), *rows.ends.tolist()} - {0, longest}
         choices = ([0, *sorted(chosen), longest] for n in range(len(inner) + 1) for chosen in combinations(inner, n))
         assert cuts.cost <= min(map(price, choices)) + 1e-9
+
+
+class TestMany:
+    """Where rows fork and end at more columns than are looked at."""
+
+    @given(batches(max_rows=14), st.sampled_from(COSTS), st.integers(1, 4))
+    @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    def test_a_plan_over_some_of_the_columns_holds_every_token(self, monkeypatch, batch, cost, most):
+        monkeypatch.setattr(prefixes, "_MOST_COLUMNS", most)
+        tokens, ends = batch
+        plan = plan_prefixes(tokens, ends, cost)
+        rows = SortedRows.of(tokens, ends)
+        cuts = choose_cuts(rows.ends, rows.shared, cost)
+        assert cuts.columns[0] == 0
+        assert cuts.columns[-1] == ends.max()
+        if plan is not None:
+            for row, places, end in zip(tokens, plan.places, ends, strict=True):
+                assert plan.tokens[places[:end]].tolist() == row[:end].tolist()
+                assert plan.positions[places[:end]].tolist() == list(range(end))
+
+    def test_a_chain_of_prefixes_takes_no_memory_that_grows_with_its_square(self):
+        """4,000 rows, each the beginning of the next: the table of all their columns had 128 MB, three times."""
+        ends = np.arange(100, 4100)
+        shared = np.append(ends[:-1], 0)
+        tracemalloc.start()
+        cuts = choose_cuts(ends, shared, PrefixCost(stage=200, context=1e-3, key=0.05))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 50e6
+        assert cuts.columns[0] == 0
+        assert cuts.columns[-1] == 4099
 
 
 class TestPack:

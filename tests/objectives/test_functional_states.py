@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from conversations import LAYOUT, make_rows
 from hypothesis import given
 from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrl_llm import keys
 from torchrl_llm.objectives import GroupRelative
@@ -66,6 +68,44 @@ def test_numbers_are_equal_where_the_texts_are(numbered, definition, drawn):
     for state, text in pairs:
         assert [s == state for s, _ in pairs] == [t == text for _, t in pairs]
         assert state >= 0
+
+
+class Largest(TorchDispatchMode):
+    """The most numbers that a result of an operation has."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        found = [each.numel() for each in (out if isinstance(out, tuple) else (out,)) if isinstance(each, Tensor)]
+        self.numel = max(self.numel, *found, 0)
+        return out
+
+
+@pytest.mark.parametrize("numbered", [F.prefix_states, F.observation_states])
+def test_no_tensor_grows_with_the_square_of_the_batch(numbered):
+    tokens, turn_ids = torch.randint(0, 2, (1024, 4 * TURNS)), torch.full((1024, 4 * TURNS), -1)
+    for turn in range(TURNS):
+        turn_ids[:, 4 * turn + 2 : 4 * turn + 4] = turn
+    with Largest() as largest:
+        states = numbered(tokens, turn_ids, TURNS)
+        group = torch.arange(1024) // 4
+        F.state_relative(torch.rand(1024, TURNS), states, group, torch.ones(1024, TURNS) > 0)
+    assert largest.numel <= 4 * tokens.numel()
+
+
+def test_the_states_of_a_batch_are_found_once():
+    found = []
+
+    class Watched(GroupRelative):
+        def states(self, tensordict):
+            found.append(1)
+            return super().states(tensordict)
+
+    rows = make_rows(LAYOUT, group_size=2)
+    out = Watched(credit="state", baseline="leave_one_out", scale="none")(rows)
+    assert "_states" not in out
+    assert found == [1]
 
 
 @pytest.mark.parametrize("alone", ["turn", "return"])

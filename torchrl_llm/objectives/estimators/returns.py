@@ -18,6 +18,8 @@ from torchrl_llm.options import Count, Finite, Idle, Natural, NonNegative, Share
 
 Population = Literal["batch", "none"]
 Credit = Literal["episode", "turn", "state"]
+_STATES = "_states"
+"""Where :class:`GroupRelative` keeps the states of the rows that it compares, in a copy of them."""
 STATE_IDLE = Idle(("state", "alone"), {"credit": ("episode", "turn")}, 'set credit to "state"')
 """What only counts where states are compared."""
 POTENTIAL_IDLE = Idle(("potential",), {"credit": ("episode",)}, 'set credit to "turn" or "state"')
@@ -270,13 +272,13 @@ class GroupRelative(ReturnEstimator):
         return super().out_keys + ([self.tensor_keys.turn_company] if self.credit == "state" else [])
 
     def estimate(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
-        estimated = super().estimate(tensordict)
-        if self.credit == "state":
-            *_, acted = self._turns(tensordict)
-            group_id = self._get(tensordict, "group_id")
-            estimated["turn_company"] = F.state_company(
-                self.states(tensordict), group_id, acted, self._tree_units(tensordict)
-            )
+        if self.credit != "state":
+            return super().estimate(tensordict)
+        states, units = self.states(tensordict), self._tree_units(tensordict)
+        # In a shallow copy, so that they are found once: it takes longer than all the rest.
+        estimated = super().estimate(tensordict.copy().set(_STATES, states))
+        *_, acted = self._turns(tensordict)
+        estimated["turn_company"] = F.state_company(states, self._get(tensordict, "group_id"), acted, units)
         return estimated
 
     def _tree_units(self, tensordict: TensorDictBase) -> Tensor | None:
@@ -312,7 +314,7 @@ class GroupRelative(ReturnEstimator):
         if self.credit == "state":  # linear, so that the sum may be compared as well
             return F.state_relative(
                 sum((weight * each for weight, each in scores), start=penalty),
-                self.states(tensordict),
+                tensordict[_STATES],
                 group_id,
                 acted,
                 self.alone,

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from torchrl_llm.objectives.functional._common import check_shapes, label_totals, masked
+from torchrl_llm.objectives.functional._common import check_shapes, joint_labels, label_totals, masked
 from torchrl_llm.objectives.functional.statistics import Partial, check_groups
 from torchrl_llm.objectives.functional.trees import mean_of_others
 from torchrl_llm.objectives.functional.turns import edge_positions, turn_lengths
@@ -40,13 +40,34 @@ def prefix_states(tokens: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
     start = edge_positions(turn_ids, num_turns, "first")
     if not len(tokens):
         return start
-    # In lexicographic order the rows with a prefix in common are neighbors: a prefix is numbered by how many pairs of
-    # neighbors up to its row differ within its length.
+    # In lexicographic order the rows with a prefix in common are neighbors: a prefix is numbered by the first of them.
     rows, place = tokens.unique(dim=0, return_inverse=True)
     first_difference = (rows[1:] != rows[:-1]).int().argmax(1)
-    before = torch.arange(len(first_difference), device=tokens.device) < place.view(-1, 1, 1)
-    number = (before & (first_difference < start.unsqueeze(-1))).sum(-1)
-    return number * (tokens.shape[1] + 1) + start
+    return _first_alike(first_difference, place, start) * (tokens.shape[1] + 1) + start
+
+
+def _first_alike(shared: Tensor, place: Tensor, length: Tensor) -> Tensor:
+    """The first of sorted rows that begins like another one.
+
+    Args:
+        shared: ``[n - 1]`` int64, tokens that each of ``n`` rows has in common with the next.
+        place: ``[B]`` int64, rows.
+        length: ``[B, T]`` int64, of their beginnings.
+
+    Returns:
+        ``[B, T]`` int64, places.
+    """
+    # The least of the next 2**j numbers from each on: B * T * log(n) look-ups, where comparing all pairs takes B * T * n.
+    least, width = [shared], 1
+    while 2 * width <= len(shared):
+        least.append(torch.minimum(least[-1][:-width], least[-1][width:]))
+        width *= 2
+    first = place.view(-1, 1).expand_as(length)
+    for minima in reversed(least) if len(shared) else ():
+        before = first - (len(shared) - len(minima) + 1)
+        alike = (before >= 0) & (minima[before.clamp_min(0)] >= length)
+        first = torch.where(alike, before, first)
+    return first
 
 
 def observation_states(tokens: Tensor, turn_ids: Tensor, num_turns: int) -> Tensor:
@@ -68,11 +89,28 @@ def observation_states(tokens: Tensor, turn_ids: Tensor, num_turns: int) -> Tens
     action_end = torch.where(turn_ids >= 0, position + 1, 0).cummax(1).values
     begin = torch.where(start > 0, action_end.gather(1, (start - 1).clamp_min(0)), 0)
     start = torch.where(turn_lengths(turn_ids, num_turns) > 0, start, begin)
-    width = position[: max(1, int((start - begin).max()))]
-    index = begin.unsqueeze(-1) + width
-    text = tokens.gather(1, index.clamp_max(tokens.shape[1] - 1).flatten(1)).view_as(index)
-    text = torch.where(index < start.unsqueeze(-1), text, -1)
-    return text.flatten(0, 1).unique(dim=0, return_inverse=True)[1].view_as(start)
+    return _number_texts(tokens, begin, start - begin)
+
+
+def _number_texts(tokens: Tensor, begin: Tensor, size: Tensor) -> Tensor:
+    """Numbers ``[B, T]`` that are equal where texts are: ``size`` tokens of a row from ``begin`` on, ``[B, T]`` each."""
+    number, found, width = torch.zeros_like(begin), 0, 1
+    row = torch.arange(len(tokens), device=tokens.device).view(-1, 1).expand_as(begin)
+    longest = int(size.max())
+    # Equal texts are equally long. So they are compared among those of about their length: one prompt is as long as many answers.
+    while longest:
+        chosen = (size <= width) & (size > width // 2)
+        column = torch.arange(width, device=tokens.device)
+        index = (begin[chosen].unsqueeze(1) + column).clamp_max(tokens.shape[1] - 1)
+        text = torch.where(column < size[chosen].unsqueeze(1), tokens[row[chosen].unsqueeze(1), index], -1)
+        if len(text):
+            texts, place = text.unique(dim=0, return_inverse=True)
+            number[chosen] = found + 1 + place
+            found += len(texts)
+        if width >= longest:
+            break
+        width *= 2
+    return number
 
 
 def state_relative(
@@ -166,13 +204,10 @@ def _of_others(score: Tensor, state: Tensor, group: Tensor, acted: Tensor, unit:
     """Sum and number, ``[B, T]``, of the scores of turns in the same state that do not depend on a turn's action."""
     # A turn without a decision is in a state of its own, so that it is no company.
     silent = torch.where(acted, -1, torch.arange(state.numel(), device=state.device).view_as(state))
-    visit = torch.stack([group.view(-1, 1).expand_as(state), torch.where(acted, state, 0), silent], -1).flatten(0, 1)
-    of_group = visit.unique(dim=0, return_inverse=True)[1].view_as(state)
-
-    size = max(int(unit.max()) + 1, len(state))
+    of_group = joint_labels(torch.where(acted, state, 0), group.view(-1, 1), silent)
 
     def within(label: Tensor) -> tuple[Tensor, Tensor]:
-        return label_totals(score, (of_group * size + label).unique(return_inverse=True)[1])
+        return label_totals(score, joint_labels(of_group, label))
 
     # On a turn before the branch all of its tree depends, also behind; on one from the branch on its own row, also the turns
     # before, whose returns hold what it earned.

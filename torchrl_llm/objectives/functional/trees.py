@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrl_llm.objectives.functional._common import check_shapes, label_totals
+from torchrl_llm.objectives.functional._common import check_shapes, joint_labels, label_totals
 
 __all__ = ["mean_of_others", "tree_units"]
 
@@ -60,6 +60,6 @@ def mean_of_others(score: Tensor, group: Tensor, unit: Tensor) -> Tensor:
     check_shapes(score=score, unit=unit)
     column = torch.arange(score.shape[1], device=score.device).expand_as(unit)
     whole = group.view(-1, 1) * score.shape[1] + column
-    own = torch.stack([whole, unit], -1).flatten(0, 1).unique(dim=0, return_inverse=True)[1].view_as(unit)
+    own = joint_labels(whole, unit)
     (total, count), (ours, number) = (label_totals(score, each) for each in (whole, own))
     return (total - ours) / (count - number).clamp_min(1)
