@@ -6,17 +6,20 @@ import shutil
 from dataclasses import dataclass, replace
 from functools import partial
 
+import numpy as np
 import pytest
 from small_runs import small_config
+from torchrl.objectives.value import GAE
 
 from torchrl_llm.cli import main
-from torchrl_llm.objectives import LLMReinforceLoss
+from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss
 from torchrl_llm.record import Evaluation, paired_comparison
 from torchrl_llm.record.table import read_metrics
 from torchrl_llm.report import compare_runs, plot_runs
 from torchrl_llm.testing.worlds import Coins
 from torchrl_llm.trainers import RunConfig
 from torchrl_llm.trainers.callbacks import Callback
+from torchrl_llm.trainers.loss_settings import NO_ACTOR, NO_CRITIC
 from torchrl_llm.trainers.report import RunReport, run_and_report
 from torchrl_llm.trainers.run import build_run
 from torchrl_llm.trainers.run_info import run_info
@@ -278,6 +281,18 @@ class TestSettings:
     )
     def test_equal_ones_are_the_same_text(self, settings, same):
         assert shown(**settings) == shown(**same)
+
+    def test_an_estimator_and_options_of_any_kind(self):
+        """TorchRL's own have gamma as a tensor, and a loss of one's own may have arrays as options."""
+        config, options = RunConfig(), {"lmbda": 1.0, "value_network": None}
+        losses = [
+            LLMPPOLoss(NO_ACTOR, NO_CRITIC).make_value_estimator(GAE(gamma=gamma, **options)) for gamma in (0.5, 0.75)
+        ]
+        one, two = (run_info(config, loss)["settings"] for loss in losses)
+        assert (one["gamma"], two["gamma"]) == ("0.5", "0.75")
+        assert one["estimator"].startswith("torchrl.objectives.value.advantages:GAE")
+        losses[0].critic_coeff = np.ones(3)
+        assert "critic_coeff" in run_info(config, losses[0])["settings"]
 
     @pytest.mark.parametrize(
         ("settings", "expected"),

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from torchrl_llm.fingerprint import fingerprint
 from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.options import ConfigError, Idle, options_of
@@ -47,14 +49,12 @@ def effective_settings(config: RunConfig, loss: TurnPolicyLoss | None = None) ->
     left_out = {*_NO_EFFECT, *names_of(LossOptions)}
     values = {name: value for name, value in vars(config).items() if name not in left_out}
     settings = vars(config)
-    values |= {
-        name: each.value for name, each in _options(loss).items() if name in settings or each.value != each.default
-    }
+    values |= {name: each.value for name, each in _options(loss).items() if name in settings or each.is_changed}
     if type(loss) is not LOSSES[config.algo]:
         values["loss"] = named(type(loss))
     if config.estimator is None and type(loss.value_estimator) is not loss.default_value_estimator:
         values["estimator"] = named(type(loss.value_estimator))
-    rules = (*RunConfig.idle, *loss.idle, *loss.value_estimator.idle)
+    rules = (*RunConfig.idle, *loss.idle, *getattr(loss.value_estimator, "idle", ()))  # which may be TorchRL's own
     idle = {name for rule in rules if _is_met(rule, values) for name in rule.names if _is_harmless(config, name, rule)}
     return {name: value for name, value in sorted(values.items()) if name not in idle}
 
@@ -64,6 +64,10 @@ class _Value(NamedTuple):
 
     value: Any
     default: Any
+
+    @property
+    def is_changed(self) -> bool:
+        return as_text(self.value) != as_text(self.default)  # arrays have no plain comparison
 
 
 def _options(loss: TurnPolicyLoss) -> dict[str, _Value]:
@@ -80,13 +84,18 @@ def _options(loss: TurnPolicyLoss) -> dict[str, _Value]:
 
 def _own_options(part: Any) -> dict[str, _Value]:
     options = {name: option for name, option in options_of(type(part)).items() if name not in _PARTS}
-    return {
-        name: _Value(getattr(part, name), option.default) for name, option in options.items() if hasattr(part, name)
-    }
+    values = {name: getattr(part, name) for name in options if hasattr(part, name)}
+    # TorchRL's estimators have gamma and lmbda as tensors.
+    plain = {name: value.item() if _is_scalar(value) else value for name, value in values.items()}
+    return {name: _Value(value, options[name].default) for name, value in plain.items()}
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 0
 
 
 def _is_met(rule: Idle, values: Mapping[str, Any]) -> bool:
-    return all(name in values and values[name] in under for name, under in rule.under.items())
+    return all(name in values and as_text(values[name]) in map(as_text, under) for name, under in rule.under.items())
 
 
 def _is_harmless(config: RunConfig, name: str, rule: Idle) -> bool:
@@ -111,7 +120,7 @@ def changed_settings(config: RunConfig, loss: TurnPolicyLoss | None = None) -> d
     pairs = {name: _Value(value, _default(config, name)) for name, value in given.items()}
     if loss is not None:
         pairs |= {name: each for name, each in _options(loss).items() if name not in options}
-    return {name: [str(value), str(default)] for name, (value, default) in pairs.items() if value != default}
+    return {name: [str(each.value), str(each.default)] for name, each in pairs.items() if each.is_changed}
 
 
 def _default(config: RunConfig, name: str) -> Any:
