@@ -14,7 +14,7 @@ from waiting import LIMIT
 from torchrl_llm import keys
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TurnRequest
 from torchrl_llm.modules.checks import VocabularyMismatchError
-from torchrl_llm.modules.engine import ContextLengthError, EngineError, NonFiniteLogitsError
+from torchrl_llm.modules.engine import RETRIES, ContextLengthError, EngineError, NonFiniteLogitsError
 from torchrl_llm.modules.vllm import VLLMPolicy, load_engine
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer, tiny_model_path
 from torchrl_llm.testing.tokenizers import byte_tokenizer
@@ -232,24 +232,62 @@ class TestSingleTurns:
         assert list(finish(policy)) == [0]
         assert not policy.llm.llm_engine.has_unfinished_requests()
 
-    def test_a_turn_that_fails_costs_no_other_its_answer(self, make, words, monkeypatch):
-        policy = make(max_output_tokens=4, stop_ids=())
-        engine = policy.llm.llm_engine
+    @staticmethod
+    def spoil(monkeypatch, policy, slot, times, value):
+        """The engine gives the last token of a slot's first ``times`` responses a log-prob that is not finite."""
+        engine, left = policy.llm.llm_engine, [times]
         step = engine.step
 
-        def spoil_the_first():
+        def spoiled():
             outputs = step()
-            for output in outputs[:1]:
-                output.outputs[0].logprobs.logprobs[0] = float("nan")
+            for output in outputs:
+                request = policy._running.get(output.request_id)
+                if output.finished and request is not None and request.slot == slot and left[0]:
+                    output.outputs[0].logprobs.logprobs[-1] = value
+                    left[0] -= 1
             return outputs
 
+        monkeypatch.setattr(engine, "step", spoiled)
+
+    @pytest.mark.parametrize("value", [-np.inf, np.nan])
+    def test_a_token_without_a_finite_log_prob_is_sampled_again(self, make, model, words, monkeypatch, value, caplog):
+        found = []
+        for times in (0, 1, 1, RETRIES):
+            policy = make(max_output_tokens=8, stop_ids=())
+            for slot in range(3):
+                policy.submit(request_of(words, slot=slot, episode=slot))
+            self.spoil(monkeypatch, policy, 1, times, value)
+            found.append(finish(policy))
+            monkeypatch.undo()
+        once, again, more = ([answers[slot].tokens.tolist() for slot in range(3)] for answers in found[1:])
+        plain = [found[0][slot].tokens.tolist() for slot in range(3)]
+        # Only that turn is another one, and the same in every repetition.
+        assert once == again
+        assert [a == b for a, b in zip(plain, once, strict=True)] == [True, False, True]
+        assert once[1] != more[1] != plain[1]
+        assert all(np.isfinite(answer.log_probs).all() for answers in found for answer in answers.values())
+        assert (
+            "episode 1, turn 0 has a token whose log-prob is NaN or infinite: the turn is sampled again" in caplog.text
+        )
+        policy = make(max_output_tokens=8)
+        self.spoil(monkeypatch, policy, -2, 1, value)
+        assert gaps_of(policy, model, batch_of(words, PROMPTS)).max() <= 1e-5
+
+    def test_a_turn_that_fails_costs_no_other_its_answer(self, make, words, monkeypatch):
+        policy = make(max_output_tokens=4, stop_ids=())
         for slot in range(3):
             policy.submit(request_of(words, slot=slot, episode=slot))
-        monkeypatch.setattr(engine, "step", spoil_the_first)
-        with pytest.raises(NonFiniteLogitsError):
-            finish(policy)
+        self.spoil(monkeypatch, policy, 0, RETRIES + 1, np.nan)
+        answered = []
+
+        def until_it_fails():
+            while policy.pending:
+                answered.extend(answer.slot for answer in policy.poll())
+
+        with pytest.raises(NonFiniteLogitsError, match="episode 0, turn 0"):
+            until_it_fails()
         monkeypatch.undo()
-        assert sorted(finish(policy)) == [1, 2]
+        assert sorted([*answered, *finish(policy)]) == [1, 2]
 
     def test_policies_that_share_an_engine_name_their_turns_apart(self, make, words):
         first, second, other = make(), make(seed=1), make(seed=1)

@@ -22,6 +22,9 @@ from torchrl_llm.modules.sampling import SamplingConfig
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 
+RETRIES = 3
+"""Times that an engine samples a turn again, each with other noise, because a token's log-prob was not finite."""
+
 
 class ContextLengthError(ValueError):
     """Prompt and response together are longer than the model's positions."""

@@ -217,8 +217,12 @@ def turn_noise(*, seed: int, episode_id: Sequence[int], turn: Sequence[int], wid
     return torch.from_numpy(np.stack(rows))
 
 
-def turn_seed(*, seed: int, episode_id: int, turn: int) -> int:
+def turn_seed(*, seed: int, episode_id: int, turn: int, retry: int = 0) -> int:
     """A seed in ``[0, 2**63)`` for engines that make their own noise, a hash of ``(seed, episode_id, turn)``.
+
+    Args:
+        seed, episode_id, turn: the noise key.
+        retry: how often the turn has been sampled before; default 0.
 
     Examples:
         >>> turn_seed(seed=0, episode_id=7, turn=2) == turn_seed(seed=0, episode_id=7, turn=2)
@@ -227,5 +231,6 @@ def turn_seed(*, seed: int, episode_id: int, turn: int) -> int:
         False
     """
     # The spaces tell (1, 23) from (12, 3).
-    digest = blake2b(f"{seed} {episode_id} {turn}".encode(), digest_size=8).digest()
+    key = f"{seed} {episode_id} {turn}" + (f" {retry}" if retry else "")
+    digest = blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest) >> 1  # 63 bits fit into a signed 64-bit integer

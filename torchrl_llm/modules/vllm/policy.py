@@ -6,7 +6,9 @@ Token ids go in, token ids and the log-probs of the sampled distribution come ou
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from torchrl_llm.interrupts import held
 from torchrl_llm.modules.engine import (
+    RETRIES,
     ContextLengthError,
     EngineError,
     NamedTensors,
@@ -76,7 +79,7 @@ class VLLMPolicy(TurnPolicy):
         VocabularyMismatchError: the tokenizer has ids that the model does not embed.
         ValueError: the engine records other log-probs than those sampled from, or a sampling setting has no equivalent.
         ContextLengthError: prompt and longest response exceed ``max_model_len`` (from a turn).
-        NonFiniteLogitsError: the model's logits are NaN (from a turn).
+        NonFiniteLogitsError: log-probs of a turn are NaN or infinite, and again ``RETRIES`` times with other noise.
         EngineError: the engine failed or holds unknown weights (from a turn).
 
     Examples:
@@ -121,6 +124,7 @@ class VLLMPolicy(TurnPolicy):
         self._lock = start.FairLock()
         self._sampled_params, self._greedy_params = (self._make_params(greedy=greedy) for greedy in (False, True))
         self._running: dict[str, TurnRequest] = {}
+        self._retries: Counter[str] = Counter()
         self._ready: list[TurnResponse] = []
         self._engine_version: int | None = None
 
@@ -229,11 +233,22 @@ class VLLMPolicy(TurnPolicy):
             self.llm.llm_engine.set_weight_version(str(self.policy_version))
             self._engine_version = self.policy_version
 
-    def _params(self, request: TurnRequest) -> Any:
+    def _params(self, request: TurnRequest, retry: int = 0) -> Any:
         params = copy(self._greedy_params if request.greedy else self._sampled_params)
         if not request.greedy:
-            params.seed = turn_seed(seed=self.seed, episode_id=request.episode_id, turn=request.turn)
+            params.seed = turn_seed(seed=self.seed, episode_id=request.episode_id, turn=request.turn, retry=retry)
         return params
+
+    def _retry(self, name: str, request: TurnRequest) -> bool:
+        """Sample a turn again, with other noise; False if that was done often enough."""
+        self._retries[name] += 1
+        if request.greedy or self._retries[name] > RETRIES:
+            return False
+        found = f"episode {request.episode_id}, turn {request.turn} has a token whose log-prob is NaN or infinite"
+        logging.getLogger(__name__).warning("%s: the turn is sampled again", found)
+        self._running[name] = request
+        self._add(name, request.prompt.tolist(), self._params(request, self._retries[name]))
+        return True
 
     def _make_params(self, *, greedy: bool) -> Any:
         sampling = self.sampling
@@ -265,7 +280,7 @@ class VLLMPolicy(TurnPolicy):
 
         Raises:
             EngineError: the engine failed in this step, or holds unknown weights.
-            NonFiniteLogitsError: the logits of a turn were NaN; other turns that finished in this step are not lost.
+            NonFiniteLogitsError: log-probs of a turn stay NaN or infinite; other turns that finished in this step are not lost.
         """
         self.check_usable()
         engine = self.llm.llm_engine
@@ -283,10 +298,12 @@ class VLLMPolicy(TurnPolicy):
             if output.request_id not in self._running:
                 others.append(output)
             elif output.finished:
+                request = self._running.pop(output.request_id)
                 try:
-                    self._ready.append(self._answer_of(self._running.pop(output.request_id), output))
+                    self._ready.append(self._answer_of(request, output))
                 except (EngineError, NonFiniteLogitsError) as failure:
-                    failures.append(failure)
+                    again = isinstance(failure, NonFiniteLogitsError) and self._retry(output.request_id, request)
+                    failures += [] if again else [failure]
         # Only now: the engine does not report again what else has finished in this step.
         if failures:
             raise failures[0]
@@ -315,8 +332,8 @@ class VLLMPolicy(TurnPolicy):
         log_probs = np.array(completion.logprobs.logprobs, np.float32)
         if not np.isfinite(log_probs).all():
             raise NonFiniteLogitsError(
-                "The engine's logits are NaN or infinite, so nothing can be sampled. The weights have probably diverged: "
-                "lower the learning rate, clip gradients, or load a checkpoint."
+                f"The engine's log-probs in episode {request.episode_id}, turn {request.turn}, are NaN or infinite, though it was sampled up to "
+                f"{RETRIES} times more. The weights have probably diverged: lower the learning rate, clip gradients, or load a checkpoint."
             )
         spans = completion.weight_versions
         versions = np.repeat([int(span.version) for span in spans], [span.end - span.start for span in spans])
