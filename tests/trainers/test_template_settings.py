@@ -151,6 +151,25 @@ class TestDate:
         assert f"keeps that of its first day ({date.today()}, template_date)" in names[self.TEMPLATE][0]
 
 
+def test_a_run_of_a_version_without_these_settings_is_resumed(tmp_path, monkeypatch):
+    settings = {"save_checkpoints": True, "max_iterations": 1}
+    as_json = RunConfig.as_json
+    with monkeypatch.context() as before:
+        before.setattr(
+            RunConfig,
+            "as_json",
+            lambda self: {
+                name: value
+                for name, value in as_json(self).items()
+                if name not in ("chat_template", "missing_thinking", "template_date", "stop_ids")
+            },
+        )
+        build_run(small_config(tmp_path, **settings), env=Echo).trainer.train()
+    with pytest.raises(ConfigError, match="missing_thinking was 'refuse', is 'empty'"):
+        build_run(small_config(tmp_path, resume=True, missing_thinking="empty", **settings), env=Echo)
+    build_run(small_config(tmp_path, resume=True, **settings), env=Echo).close()
+
+
 class TestStopIds:
     def test_responses_end_at_them(self, tmp_path):
         stops = tuple(range(5, 100))

@@ -85,8 +85,9 @@ def find_start(config: RunConfig, folder: RunFolder, python_parts: Mapping[str, 
 
 
 def _check_same(config: RunConfig, python_parts: Mapping[str, str], saved: dict[str, Any], start: Path) -> None:
-    # Of a checkpoint that an earlier version wrote it is not known what its run was given.
-    before = {**saved["config"], **saved.get("python_parts", python_parts)}
+    # Of a checkpoint that an earlier version wrote it is not known what its run was given. A setting that there was not yet is
+    # compared by its default, which is what that run did.
+    before = {**RunConfig().as_json(), **saved["config"], **saved.get("python_parts", python_parts)}
     present_settings = {**config.as_json(), **python_parts}
     changes = config_changes(before, present_settings, ignore=[*HOW_TO_RUN, *config.accept_changes])
     if changes:
