@@ -63,7 +63,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("name", "content", "message"),
         [
-            ("a.jsonl.gz", gzip.compress(b"{}"), "a.jsonl.gz is compressed with gzip: unpack it"),
+            ("a.jsonl.gz", gzip.compress(b"{}", mtime=0), "a.jsonl.gz is compressed with gzip: unpack it"),
             ("a.zip", b"PK\x03\x04...", "is a zip archive: unpack it"),
             ("a.jsonl", "{}".encode("utf-16"), "is UTF-16: save it as UTF-8"),
             ("a.jsonl", b'{"a": "caf\xe9"}', "a.jsonl, line 1: 'utf-8' codec can't decode"),
