@@ -159,6 +159,16 @@ FILES = {
 
 
 class TestFiles:
+    def test_a_manifest_of_agilerl_is_one_too(self, tmp_path):
+        path = tmp_path / "run.yaml"
+        path.write_text(
+            "algorithm:\n  name: GRPO\nenvironment:\n  name: x\ntraining:\n  max_steps: 3\nmutation:\n  rand_seed: 1\n"
+        )
+        with pytest.raises(
+            ConfigError, match=r"Settings are flat: .* The file looks like one for AgileRL; docs/migrating"
+        ):
+            list(read_settings(path, SETTINGS))
+
     @pytest.mark.parametrize("system", FILES)
     def test_a_file_for_another_system_is_said_to_be_one(self, system, tmp_path, capsys):
         path = tmp_path / "run.yaml"
@@ -184,6 +194,7 @@ class TestFiles:
             ("training:\n  epochs: 2\n", "training is no setting. Settings are flat: write those of a section without it."),
             ("epochs: '[1'\n", "epochs is '[1'; expected an integer, at least 1."),
             ('lr_actor: "1e-5"\n', "lr_actor is '1e-5'; expected a number, at least 0. Leave out the quotes."),
+            ("[run]\nalgo = 'GRPO'\n", "found '<scalar>'; expected lines of the form 'field: value'."),
             ("algo: 'grpo'\n", "algo is 'grpo'; expected one of 'LLMPPO', 'LLMREINFORCE', 'GRPO', 'SFT'."),
         ],
     )  # fmt: skip

@@ -389,7 +389,9 @@ SYSTEMS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 MARKS: Mapping[str, frozenset[str]] = MappingProxyType(
     {
         "verl": frozenset({"actor_rollout_ref"}),
-        "AgileRL": frozenset({"INIT_HP", "MUTATION_PARAMS", "NET_CONFIG"}),
+        "AgileRL": frozenset(
+            {"INIT_HP", "MUTATION_PARAMS", "NET_CONFIG", "mutation", "selection_strategy", "tournament_selection"}
+        ),
         "axolotl": frozenset({"base_model", "trl"}),
         "LLaMA-Factory": frozenset({"finetuning_type"}),
     }

@@ -79,6 +79,12 @@ class TestErrors:
             ("a.csv", b'a,b\n"1,2\n', "a.csv: unexpected end of data"),
             ("a.csv", b"a,b\n\xff,1\n", "a.csv: 'utf-8' codec"),
             ("a.parquet", b"PAR1 and then nothing", "a.parquet is no whole parquet file"),
+            ("a.parquet", b"a table", "a.parquet is no whole parquet file"),
+            (
+                "a.parquet",
+                b"version https://git-lfs.github.com/spec/v1\noid sha256:0",
+                "is a pointer of Git LFS: fetch the file",
+            ),
         ],
         ids=lambda value: str(value)[:24],
     )

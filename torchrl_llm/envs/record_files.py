@@ -18,6 +18,7 @@ _NO_TEXT = {
     b"PK\x03\x04": "is a zip archive: unpack it",
     b"\x28\xb5\x2f\xfd": "is compressed with zstandard: unpack it",
     b"ARROW1": "is an Arrow file: load it with datasets.Dataset.from_file",
+    b"version https://git-lfs": "is a pointer of Git LFS: fetch the file that it stands for (git lfs pull)",
     codecs.BOM_UTF16_LE: "is UTF-16: save it as UTF-8",
     codecs.BOM_UTF16_BE: "is UTF-16: save it as UTF-8",
 }
@@ -49,11 +50,11 @@ def read_records(path: Path) -> Iterator[tuple[str, Any]]:
             f"{there}; expected the path of a file that ends with {FORMATS}. Load what a hub has with datasets.load_dataset first."
         )
     content = path.read_bytes()
-    if content.startswith(b"PAR1"):
-        return _from_parquet(path)
     for begin, what in _NO_TEXT.items():
         if content.startswith(begin):
             raise ValueError(f"{path} {what}; expected {FORMATS}.")
+    if content.startswith(b"PAR1") or path.suffix.lower() == ".parquet":
+        return _from_parquet(path)
     content = content.removeprefix(codecs.BOM_UTF8)  # which some programs write, and json.loads refuses
     if path.suffix.lower() in (".csv", ".tsv"):
         return _from_csv(path, content, "\t" if path.suffix.lower() == ".tsv" else ",")
@@ -61,7 +62,7 @@ def read_records(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _from_lines(path: Path, content: bytes) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(content.split(b"\n"), start=1):
+    for number, line in enumerate(io.BytesIO(content), start=1):
         if line.strip():
             place = f"{path}, line {number}"
             try:

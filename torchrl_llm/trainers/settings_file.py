@@ -136,8 +136,10 @@ def _composed(path: Path) -> yaml.Node | None:
         raise ConfigError(f"{path}: this is no text in UTF-8: {error.reason} at byte {error.start}.") from error
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        what = "" if isinstance(error, _NoDataError) else "this is no YAML, "
-        raise ConfigError(f"{path}, line {line}: {what}{error.problem}.") from error
+        if isinstance(error, _NoDataError):
+            raise ConfigError(f"{path}, line {line}: {error.problem}.") from error
+        what = f"this is no YAML, {error.problem}; expected lines of the form 'field: value'"
+        raise ConfigError(f"{path}, line {line}: {what}.") from error
     except yaml.YAMLError as error:  # of a character that YAML forbids
         raise ConfigError(f"{path}: this is no YAML, {' '.join(str(error).split())}.") from error
     except RecursionError as error:
