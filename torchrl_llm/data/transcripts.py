@@ -76,10 +76,10 @@ def read_transcripts(path: Path, formatter: ChatFormatter) -> list[Episode]:
     """The episodes of a file of conversations.
 
     A record is ``{"messages": [...], "reward": 1.0, "success": true}``, the last two optional; or one of the shapes of ShareGPT
-    and TRL (:func:`~torchrl_llm.data.conversations.conversation_of`). Fields that are not read are logged.
+    and TRL (:mod:`torchrl_llm.data.conversations`). Fields that are not read are logged.
 
     Args:
-        path: JSON lines, an array of JSON, or a parquet file (:func:`~torchrl_llm.envs.record_files.read_records`).
+        path: JSON lines, an array of JSON, or a parquet file (:mod:`torchrl_llm.envs.record_files`).
         formatter: see :func:`episode_from_messages`.
 
     Raises:

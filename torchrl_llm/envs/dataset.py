@@ -53,7 +53,7 @@ def read_rows(
 
     Args:
         dataset: anything with a length that yields mappings, or the path of a file: JSON lines, an array of JSON, parquet or CSV
-            (:func:`~torchrl_llm.envs.record_files.read_records`).
+            (:mod:`torchrl_llm.envs.record_files`).
         question, answer: the columns. A question is text, or (TRL's ``prompt``) a list of messages: the user's alone, or behind
             the system message ``system_prompt``.
         wanted: further columns to keep; which there are is read from the first row. Default none.
