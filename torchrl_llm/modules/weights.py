@@ -115,7 +115,16 @@ def read_adapter(path: Path) -> Adapter:
             else ""
         )
         raise WeightsError(f"{path} holds no LoRA adapter: it has no {_CONFIG}.{whole}")
-    config = PeftConfig.from_pretrained(str(path))
+    try:
+        config = PeftConfig.from_pretrained(str(path))
+        for name in ("target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"):
+            patterns = getattr(config, name, None) or ()
+            for pattern in [patterns] if isinstance(patterns, str) else patterns:
+                re.compile(pattern)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, re.error) as error:
+        raise WeightsError(
+            f"{path / _CONFIG} is no file of PEFT, or is damaged: {type(error).__name__}: {error}"
+        ) from error
     if not isinstance(config, LoraConfig):
         raise WeightsError(f"{path / _CONFIG} has peft_type {config.peft_type!r}; expected 'LORA'.")
     if config.megatron_config is not None:  # PEFT imports the module that megatron_core names then

@@ -132,7 +132,7 @@ def _located(name: str, given: str) -> str:
 def _loaded(name: str, given: str, load: Callable[[], _T]) -> _T:
     try:
         return load()
-    except (OSError, ValueError) as error:
+    except Exception as error:  # noqa: BLE001  transformers and tokenizers raise anything of files that are damaged
         said = " ".join(str(error).split())
         # transformers' own traceback is about its cache and its hub, and as long as a page.
         raise ConfigError(
