@@ -13,10 +13,10 @@ from safetensors.numpy import save_file
 
 from torchrl_llm.trainers.checkpoint_files import write_sums
 
-ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b1;31m\x08\r\x00"
+HALF = "\ud800"
 PAYLOAD = (
-    f"{ESCAPES}\u202efdp\u200b\ud800[red]bold[/red]<script>alert(1)</script>`]('![x](http://127.0.0.1:9/x)"
-    "\n# all runs passed\n{{ 7 * 7 }}$\\frac{1}$ !!python/object/apply:os.system [id]"
+    f"\x1b]0;owned\x07\x1b[2J\x9b1;31m\x08\r\x00\u202efdp\u200b{HALF}[red]bold[/red]<script>alert(1)</script>`]("
+    "![x](http://127.0.0.1:9/x)\n# all runs passed\n{{ 7 * 7 }}$\\frac{1}$ !!python/object/apply:os.system [id]"
 )
 """Escapes, a change of direction, half a character, and markup of rich, HTML, Markdown, Jinja, LaTeX and YAML."""
 
@@ -28,6 +28,15 @@ def everywhere(value: Any) -> Any:
     if isinstance(value, list):
         return [everywhere(each) for each in value]
     return value + PAYLOAD if isinstance(value, str) else value
+
+
+def in_values(value: Any) -> Any:
+    """JSON with the payload behind texts of several words alone, so that more of it is read."""
+    if isinstance(value, dict):
+        return {name: in_values(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [in_values(each) for each in value]
+    return value + PAYLOAD if isinstance(value, str) and " " in value else value
 
 
 def one_by_one(value: Any, depth: int = 3) -> Iterator[Any]:
@@ -43,25 +52,18 @@ def one_by_one(value: Any, depth: int = 3) -> Iterator[Any]:
 
 
 def plant(file: Path, change: Callable[[Any], Any]) -> None:
-    """Change the content of a file; of one that is not JSON, YAML or a recording, its text."""
+    """Change the content of a file: of JSON, of YAML, of a recording's description, or else a text."""
     if file.suffix == ".json":
         file.write_text(json.dumps(change(json.loads(file.read_text()))))
     elif file.suffix == ".yaml":
-        # PyYAML writes no halves of characters.
-        text = json.dumps(change(yaml.safe_load(file.read_text())))
-        file.write_text(text if "\\ud800" in text else text)
+        file.write_text(json.dumps(change(yaml.safe_load(file.read_text()))))  # JSON is YAML too
     elif file.suffix == ".safetensors":
         with safe_open(file, "numpy") as opened:
-            metadata = opened.metadata() or {}
-            arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        about = {
-            name: json.dumps(change(json.loads(text))) if text[:1] == "{" else text for name, text in metadata.items()
-        }
-        save_file(arrays, file, about)
+            about = json.loads(opened.metadata()["torchrl_llm"])
+            arrays = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118, it is no dictionary
+        save_file(arrays, file, {"torchrl_llm": json.dumps(change(about))})
     else:
-        plain = PAYLOAD.replace("\ud800", "")
-        text = file.read_text()
-        file.write_text(change(text).replace("\ud800", "") if isinstance(change(text), str) else plain)
+        file.write_text(change(file.read_text()).replace(HALF, ""), newline="")
     for folder in file.parents:
         if (folder / "sums.json").is_file():
             write_sums(folder)

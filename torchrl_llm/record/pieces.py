@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import re
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
@@ -48,6 +49,9 @@ class TokenTexts:
         return f" {text}" if name.startswith("\u2581") and not text.startswith(" ") else text
 
 
+_NO_BYTE = re.compile("[\ud800-\udc7f\udd00-\udfff]")
+
+
 @cache
 def _byte_of() -> dict[str, int]:
     """The byte that each character of a byte-level token stands for."""
@@ -71,4 +75,6 @@ def join_pieces(pieces: Sequence[str]) -> list[str]:
     """
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     last = len(pieces) - 1
-    return [decoder.decode(piece.encode("utf-8", "surrogateescape"), i == last) for i, piece in enumerate(pieces)]
+    # Other surrogates are no bytes: no tokenizer writes them, and a stranger's file may hold them.
+    known = [_NO_BYTE.sub("\ufffd", piece).encode("utf-8", "surrogateescape") for piece in pieces]
+    return [decoder.decode(piece, i == last) for i, piece in enumerate(known)]

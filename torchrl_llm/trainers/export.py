@@ -20,7 +20,7 @@ from torchrl_llm.report.run_files import RunFiles
 from torchrl_llm.terminal import printable
 from torchrl_llm.trainers.config import HOW_TO_RUN, RunConfig
 from torchrl_llm.trainers.run_folder import MARK
-from torchrl_llm.trainers.saved import SETTINGS, SavedModel, load_saved_model, write_settings_beside
+from torchrl_llm.trainers.saved import SETTINGS, SavedModel, load_saved_model, reading, write_settings_beside
 from torchrl_llm.trainers.settings_file import as_yaml
 from torchrl_llm.trainers.sources import MODELS
 
@@ -85,7 +85,8 @@ def _write_model(saved: SavedModel, stage: Path, format: Format, changes: dict[s
         # Into the base as it was before it was rounded to 4 bits.
         changes = {"quantization": None, "attn_implementation": None, **changes}
         loaded = load_saved_model(saved, saved.config(only_model=True, **changes))
-        loaded.models.export_merged(stage, loaded.tokenizer)
+        with reading(saved.path):
+            loaded.models.export_merged(stage, loaded.tokenizer)
         return
     # The tokenizer of an exported model lies beside its weights.
     for folder in dict.fromkeys((saved.weights, saved.tokenizer or saved.weights)):

@@ -7,7 +7,9 @@ settings that it was trained with, from what runs, exports or transformers have 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -279,6 +281,28 @@ def load_saved_model(saved: SavedModel, config: RunConfig) -> LoadedModel:
         >>> evaluate(loaded.make_env(), loaded.policy, 4).episodes
         4
     """
+    with reading(saved.path):
+        return _load(saved, config)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Inside, what other packages raise of files that are damaged or of another kind is an error of these files.
+
+    Raises:
+        WeightsError: the message names the folder ``path``.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, re.error) as error:
+        if type(error).__module__.partition(".")[0] == "torchrl_llm":
+            raise
+        raise weights.WeightsError(
+            f"The files of the model in {path} are damaged, or of another kind: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _load(saved: SavedModel, config: RunConfig) -> LoadedModel:
     tokenizer = load_tokenizer(config)
     formatter = ChatFormatter(tokenizer, **{name: getattr(config, name) for name in FORMATTER})
     sampling = build.make_sampling(config, formatter)
