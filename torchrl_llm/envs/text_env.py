@@ -98,8 +98,9 @@ class TextStep(NamedTuple):
             TypeError, ValueError: it is no step, its reward is not finite or too large (:data:`~torchrl_llm.episode.LARGEST_REWARD`), or a declared extra is missing.
         """
         if not (isinstance(result, tuple) and len(result) == 5 and isinstance(result[0], str)):
-            expected = f"(text, reward, terminated, truncated, info){_of_coroutine(result)}"
-            raise TypeError(f"step() returned {result!r:.200}; expected {expected}")
+            raise TypeError(
+                f"step() returned {result!r:.200}; expected (text, reward, terminated, truncated, info){_of_coroutine(result)}"
+            )
         text, info = result[0], _read_info("step", result[4])
         # Numbers of numpy and torch are accepted; text that could be parsed as a number is not.
         reward, terminated, truncated = map(plain_number, result[1:4])
