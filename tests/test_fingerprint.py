@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -65,6 +65,7 @@ class TestFingerprint:
             (counter(3), counter(4)),
             (Factory(3), Factory(4)),
             (Factory(3).__call__, Factory(4).__call__),
+            (cache(lambda: Coins(cells=3)), cache(lambda: Coins(cells=4))),
             ([1], [True]),
             ({"a": 1}, {"a": 2}),
         ],
@@ -83,6 +84,13 @@ class TestFingerprint:
             return again(times - 1) if times else 0
 
         assert fingerprint(again) == fingerprint(again)
+
+    def test_an_object_that_has_every_attribute(self):
+        class Proxy:
+            def __getattr__(self, name):
+                return lambda *args: object()
+
+        assert fingerprint(Proxy()) == fingerprint(Proxy())
 
     def test_an_object_may_speak_for_itself(self):
         class Mine:

@@ -74,11 +74,14 @@ def _text(part: Any, outer: tuple[int, ...]) -> str:
 
 
 def _object(part: Any, outer: tuple[int, ...]) -> str:
-    if callable(own := getattr(part, "fingerprint", None)):
-        return str(own())
+    # Of the class: proxies of other processes, and mocks, have an attribute of any name.
+    if callable(getattr(type(part), "fingerprint", None)):
+        return str(part.fingerprint())
     if isinstance(part, Enum):
         return f"{_name(type(part))}.{part.name}"
-    if hasattr(part, "__qualname__"):  # such as a function of a module in C
+    if isinstance(wrapped := getattr(part, "__dict__", {}).get("__wrapped__"), FunctionType):
+        return f"{_name(type(part))}({_text(wrapped, outer)})"  # such as a function with a cache
+    if isinstance(getattr(part, "__qualname__", None), str):  # such as a function of a module in C
         return _name(part)
     kind = _text(type(part), outer)
     if not is_dataclass(part):
