@@ -25,7 +25,7 @@ OF_RUNS = {
     "metrics.csv": READ,
     "rollouts/before.safetensors": (["report"],),
     "rollouts/iteration-000000000001.safetensors": (["report"], ["doctor", "--algo=SFT", "--demonstrations=FOLDER"]),
-    "config.yaml": (["doctor", "--config=FILE"], ["train", "--config=FILE", "--resume"]),
+    "config.yaml": (["doctor", "--config=FILE"], ["train", "--config=FILE", "--output-dir=FOLDER", "--resume"]),
     "torchrl_llm.json": READ,
     f"{FINAL}/manifest.json": USE,
     f"{FINAL}/README.md": USE,
@@ -55,6 +55,8 @@ def sources(trained, tmp_path_factory):
 @pytest.fixture
 def strange(sources, tmp_path, monkeypatch, capsys):
     """Gives commands a copy of a folder of which a file was changed; returns what they showed."""
+
+    monkeypatch.chdir(tmp_path)
 
     def shown(source, name, change, commands):
         folder, texts = tmp_path / "strange", []
