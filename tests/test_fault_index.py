@@ -9,6 +9,15 @@ TESTS = Path(__file__).parent
 ROWS = re.findall(r"^\| (\d\.\d+) \| (.+) \| (.+) \| `(\w{7,})` \|$", (TESTS / "INDEX.md").read_text(), re.M)
 
 
+NUMBERS = {1: 10, 2: 17, 3: 6, 4: 4, 5: 9, 6: 5}
+"""Faults of each subject."""
+
+
+def test_every_fault_has_a_row():
+    wanted = [f"{subject}.{number}" for subject, count in NUMBERS.items() for number in range(1, count + 1)]
+    assert list(dict.fromkeys(row[0] for row in ROWS)) == wanted
+
+
 def test_every_line_of_the_table_is_a_row():
     lines = [line for line in (TESTS / "INDEX.md").read_text().splitlines() if re.match(r"\| \d", line)]
     assert len(lines) == len(ROWS), "a row is: | 1.1 | what was wrong | `file.py::Class::test` | `efd5924` |"

@@ -14,4 +14,4 @@ with ``turn_ids``, and the algorithms are TorchRL loss modules and value estimat
 Importing this package never imports vLLM, Ray or Weights & Biases.
 """
 
-__version__ = "0.2.0"
+__version__ = "0.2.1"

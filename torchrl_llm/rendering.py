@@ -11,6 +11,8 @@ from typing import Any, Literal, NamedTuple
 
 from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
 
+__all__ = ["ChatTemplateError", "Message", "MissingChatTemplateError", "Renderer"]
+
 Role = Literal["user", "tool"]
 
 # What transformers passes to every template, and Jinja's own names.

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 
 from torchrl_llm.rendering import ChatTemplateError, Message, Renderer, Role
 
-__all__ = ["HasFormatter", "HasStopIds", "response_end_ids", "share_stop_ids"]
+__all__ = ["HasFormatter", "HasStopIds", "answer_end", "response_end_ids", "share_stop_ids"]
 
 _QUESTION, _ANSWER, _REPLY = "q0\n0.", "a0\n0.", "q1\n1."
 

@@ -245,7 +245,7 @@ class PromptFormatter(ChatFormatter):
         conversation_template: messages ``{"role": ..., "content": ...}``: a system message or none, then user and assistant
             in turn (worked examples), with ``{question}`` in a user message. A last message of the assistant is the beginning
             of the response; it is part of the prompt, and the reward function does not get it. Answers are written as
-            :meth:`~torchrl_llm.envs.chat.ChatFormatter.answer` writes them.
+            :meth:`~torchrl_llm.envs.ChatFormatter.answer` writes them.
         system_prompt: the system message, if the conversation template has none.
         kwargs: see :class:`~torchrl_llm.envs.chat.ChatFormatter`.
 
