@@ -14,6 +14,9 @@ from planted import PAYLOAD, everywhere, in_values, one_by_one, plant
 from torchrl_llm.cli import main
 from torchrl_llm.terminal import UNSEEN
 
+# Nothing that is not Unicode can be sent to the process that reports, and PEFT warns of what it does not know, as it is spelled.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
 FINAL = "checkpoints/checkpoint-000000000002"
 USE = (["eval", "--episodes=2"], ["play"], ["chat", "--max-output-tokens=4"], ["export", "OUT"])
 READ = (["compare", "RUN"], ["report"], ["export", "OUT"])
