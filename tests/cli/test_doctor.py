@@ -130,7 +130,7 @@ class TestDoctor:
 )
 def test_of_demonstrations(tmp_path, monkeypatch, given, state, said):
     monkeypatch.chdir(tmp_path)
-    for name, role in (("talks", "assistant"), ("bad", "bot")):
+    for name, role in (("talks", "assistant"), ("bad", "narrator")):
         messages = [{"role": "user", "content": "Guess."}, {"role": role, "content": "5"}]
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": messages}))
     config = RunConfig(model_path="tiny", lora_r=0, algo="SFT", demonstrations=given)
