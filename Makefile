@@ -13,7 +13,7 @@ PIP    := pip install --quiet --disable-pip-version-check --no-compile
 PY     ?= python3
 GPU_FLAGS ?=
 # What has a target of its own.
-USUAL  := not real and not families and not tune
+USUAL  := not real and not families and not templates and not tune
 MODEL  ?= tiny
 ALGO   ?= $(if $(filter smollm2,$(MODEL)),LLMREINFORCE,LLMPPO)
 OUT    ?= runs/$(if $(filter smollm2,$(MODEL)),smollm2,demo)
@@ -27,7 +27,7 @@ PROCESSES ?= 2
 LAUNCH := accelerate launch --config_file examples/configs/accelerate_ddp.yaml --num_processes $(PROCESSES) --module torchrl_llm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-tiny demo-smollm2 test test-all test-faults test-lower test-vllm test-scale test-gpu bench-gpu test-models test-resume test-interrupt test-real test-families test-tune test-wheel check-python check-names lint format typecheck docs dist clean
+.PHONY: help demo demo-tiny demo-smollm2 test test-all test-faults test-lower test-vllm test-scale test-gpu bench-gpu test-models test-resume test-interrupt test-real test-families test-templates test-tune test-wheel check-python check-names lint format typecheck docs dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -68,6 +68,17 @@ $(VLLM)/.demo $(VLLM)/.test: pyproject.toml
 .venv-families/.test: pyproject.toml
 	$(PYTHON) -m venv .venv-families
 	.venv-families/bin/python -m $(PIP) -e ".[test,textworld,openenv,textarena,mcp]"
+	@touch $@
+
+# Packages that ship chat templates or vocabularies: they are read, and all but mistral-common are not imported. The templates of
+# llama.cpp's tests are in the source of llama-cpp-python.
+.venv-templates/.test: pyproject.toml
+	$(PYTHON) -m venv .venv-templates
+	.venv-templates/bin/python -m $(PIP) -e ".[test]" mistral-common==1.13.1 sentencepiece tiktoken
+	.venv-templates/bin/python -m $(PIP) --no-deps trl==1.16.0 dashscope==2.0.2 llama-models==0.3.0
+	.venv-templates/bin/python -m pip download --quiet --no-deps --no-binary :all: --dest .venv-templates llama-cpp-python==0.3.36
+	mkdir -p .venv-templates/llama.cpp
+	tar -xzf .venv-templates/llama_cpp_python-0.3.36.tar.gz -C .venv-templates/llama.cpp --strip-components=5 --wildcards '*/models/templates/*.jinja'
 	@touch $@
 
 # The oldest versions that pyproject.toml allows. The oldest torch is a CUDA build on Linux: 6 GB on disk.
@@ -140,6 +151,9 @@ test-real: $(VENV)/.test ## run the tests of a real model, SmolLM2-135M, if its 
 test-families: .venv-families/.test ## run the tests of the environment families beyond GEM, with their packages
 	$(RUN) .venv-families/bin/python -m pytest -m families tests/families
 
+test-templates: .venv-templates/.test ## try every chat template of the packages that ship some; TABLE=1 writes the table of docs/templates.md
+	REAL_TEMPLATES=1 TEMPLATE_TABLE=$(TABLE) LLAMA_CPP_TEMPLATES=$(CURDIR)/.venv-templates/llama.cpp $(RUN) .venv-templates/bin/python -m pytest -n 2 --dist loadfile -m templates tests/real_templates
+
 test-interrupt: $(VENV)/.test $(RAY)/.test ## send SIGINT and SIGTERM to a run at 10 moments, alone, to two ranks and with Ray; it must end in the same bytes
 	INTERRUPTS=10 $(RUN) $(BIN)/python -m pytest -n 2 --timeout=3000 tests/trainers/test_interrupts.py -k "Script and not ray" -q
 	INTERRUPTS=10 $(RUN) $(RAY)/bin/python -m pytest --timeout=3000 tests/trainers/test_interrupts.py -m ray -q
@@ -175,4 +189,4 @@ test-wheel: dist ## install the built wheel into an empty environment and run th
 	status=$$?; rm -rf $$folder $(CURDIR)/$(WHEEL); exit $$status
 
 clean: ## remove the environments and everything built
-	rm -rf $(VENV) $(VLLM) .venv-ray .venv-families .venv-tune .venv-lower $(WHEEL) dist build docs/_build runs .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) .venv-ray .venv-families .venv-templates .venv-tune .venv-lower $(WHEEL) dist build docs/_build runs .mypy_cache .ruff_cache

@@ -99,9 +99,7 @@ STYLES = {
     "mistral": Style(
         "mistral", ("<s>", "</s>", "[INST]", "[/INST]"), "</s>", "</s>", bos="<s>", pad="</s>", adds_bos=True
     ),
-    "mistral_spaced": Style(
-        "mistral_spaced", ("<s>", "</s>", "[INST]", "[/INST]"), "</s>", "</s>", bos="<s>", history="append"
-    ),
+    "mistral_spaced": Style("mistral_spaced", ("<s>", "</s>", "[INST]", "[/INST]"), "</s>", "</s>", bos="<s>"),
     "phi": Style(
         "phi",
         ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|tool|>", "<|end|>"),
@@ -326,7 +324,7 @@ class TestStyles:
             if style.history == "append" and len(messages) > 1:
                 return  # from here on it is not
             assert tokenizer.decode(ids) == self.rendered(tokenizer, messages)
-            response = [*tokenizer.encode(answer, add_special_tokens=False), formatter.end_of_turn_ids[0]]
+            response = formatter.answer(answer)
             ids += [*response, *formatter.feedback(response, message)]
             messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": message}]
         assert tokenizer.decode(ids) == self.rendered(tokenizer, messages)

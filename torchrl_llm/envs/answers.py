@@ -138,7 +138,13 @@ class AnswerForm:
             return None
         written = last.removeprefix(self._prompt).removesuffix(tail)
         expected = {_squashed(said), _squashed(self._properties.writes + said)}
-        return written if _squashed(written) in expected else None
+        return written if _squashed(written) in expected or self._has_header(written, said) else None
+
+    def _has_header(self, written: str, said: str) -> bool:
+        """Whether the template writes the same thought and the same answer, and a header of its own between them."""
+        thought, closed, answer = said.partition(self._properties.thinks[1])
+        whole, begin, end = map(_squashed, (written, thought + closed, answer))
+        return bool(closed and end) and whole.startswith(begin) and whole.removeprefix(begin).endswith(end)
 
     def _message(self, said: str) -> Message:
         """The message whose answer this is, with its thought where the template reads thoughts."""

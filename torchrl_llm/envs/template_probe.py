@@ -206,6 +206,10 @@ class _Probe:
             return False
         return _THOUGHT not in text and _answered(0) in text
 
+    @property
+    def _space(self) -> str:
+        return "" if self._writes.strip() else self._writes
+
     def _trims_answers(self) -> bool:
         padded = self.render([_QUESTION, Message("assistant", f" \n{_answered(0)}\n "), _REPLY])
         return f" \n{_answered(0)}\n " not in padded and _answered(0) in padded
@@ -289,7 +293,10 @@ class _Probe:
         written, found, _ = last.removeprefix(self._prompt).rpartition(answer)
         if not (last.startswith(self._prompt) and found and written.count(_THOUGHT) == response.count(_THOUGHT)):
             return _Said(response + answer, message)
-        return _Said(written + found, message if message.fields else Message("assistant", opens + written + found))
+        if not message.fields:
+            # White space before an answer is the template's own, and no part of the message.
+            message = Message("assistant", opens + written.removeprefix(self._space) + found)
+        return _Said(written + found, message)
 
     def _what_it_rewrites(self, before: str, longer: str, answer: str, pair: Pair | None) -> str:
         """The name of what a template does to earlier answers, with what shows it."""

@@ -1,0 +1,206 @@
+"""Every chat template of the packages that ship some: its own text, or a sentence that says what it does.
+
+``make test-templates`` installs the packages; ``TEMPLATE_TABLE=1`` writes the table of docs/templates.md.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from pathlib import Path
+
+import pytest
+from sources import Template, real_tokenizers, templates, tokenizer_for
+from transformers import PreTrainedTokenizerBase
+
+from torchrl_llm.envs import ChatFormatter, ChatTemplateError, NotAppendOnlyError
+from torchrl_llm.envs.template_probe import History
+from torchrl_llm.rendering import Message, Renderer
+
+pytestmark = pytest.mark.templates
+
+FOUND = templates() if os.environ.get("REAL_TEMPLATES") else []
+PAGE = Path(__file__).parents[2] / "docs" / "templates.md"
+BEGIN, END = "<!-- table of make test-templates: begin -->", "<!-- end -->"
+
+# What a refusal names, and how a table says it.
+PROPERTIES = {
+    "it drops thinking from earlier answers": "drops thinking",
+    "which its generation prompt writes, out of earlier answers": "leaves out what its prompt opens",
+    "before an answer, which its generation prompt leaves out": "lets the model write a header",
+    "it changes answers with": "changes answers",
+    "it refuses answers with": "refuses answers with some tokens",
+    "makes several messages of one answer": "several messages an answer (harmony)",
+    "pass what it lacks as chat_template_kwargs": "needs variables",
+}
+ACCEPTED = """cohere cohere2 gemma gemma3 lfm2 lfm2_v2 llama3 llama3_1 llama3_2 phi3 phi3_5 qwen2_5 qwen3_instruct_2507 qwen2_5_vl
+qwen3_vl idefics3 smolvlm llava_next qwen3_8 qwen3_training qwen3_5_think_training qwen3_6_training deepseek_r1_distill_training"""
+QUESTIONS = ["Add 2 and 2.", " \n And 3?\n\n", "Once\nmore: {{ 5 }}", "  Good."]
+ANSWERS = ["4", "It is\n7.", "12"]
+PADDED = [" 4\n\n", "\n It is\n7. ", "12 "]
+HALF = "Half of it."
+
+
+def property_of(error: Exception) -> str:
+    return next((short for told, short in PROPERTIES.items() if told in str(error)), "unnamed")
+
+
+def made(template: Template, tokenizer: PreTrainedTokenizerBase, history: History) -> ChatFormatter | ChatTemplateError:
+    try:
+        return ChatFormatter(tokenizer, history=history, chat_template_kwargs=template.kwargs)
+    except ChatTemplateError as error:
+        return error
+
+
+@cache
+def outcome(index: int, history: History) -> ChatFormatter | ChatTemplateError:
+    """What becomes of a template on a byte-level tokenizer."""
+    return made(FOUND[index], tokenizer_for(FOUND[index]), history)
+
+
+def with_thought(formatter: ChatFormatter, answer: str, pair: tuple[str, str]) -> tuple[str, Message]:
+    """An answer with a thought as text, and as the message that it is to the template."""
+    found = formatter.properties
+    if found.thinking_field and pair[1] == found.closes:
+        return f"{found.opens}{HALF}\n{pair[1]}\n\n{answer}", Message("assistant", answer, {found.thinking_field: HALF})
+    text = f"{pair[0]}\n{HALF}\n{pair[1]}\n\n{answer}"
+    return text, Message("assistant", text)
+
+
+def conversations(formatter: ChatFormatter) -> dict[str, tuple[str, list[tuple[str, Message]]]]:
+    """By name, the role of the messages between and the answers, as text and as messages."""
+    found = formatter.properties
+    plain = {"plain": ANSWERS, "white space": PADDED}
+    chosen = {
+        name: ("user", [(text, Message("assistant", text)) for text in answers]) for name, answers in plain.items()
+    }
+    if found.closes:  # an answer without a thought is not one
+        chosen = {}
+    for pair in found.pairs:
+        if found.closes in (None, pair[1]) and not (found.opens and not found.closes):
+            chosen[f"thinking {pair[0]}"] = ("user", [with_thought(formatter, answer, pair) for answer in ANSWERS])
+    if chosen:
+        chosen["tools"] = ("tool", next(iter(chosen.values()))[1])
+    return chosen
+
+
+def contexts(formatter: ChatFormatter, role: str, answers: list[str]) -> list[list[int]]:
+    """What is trained on at each turn."""
+    ids = [*formatter.start(QUESTIONS[0])]
+    seen = [[*ids]]
+    for i, answer in enumerate(answers):
+        follows = role if i + 2 < len(QUESTIONS) else "user"
+        response = formatter.answer(answer, role=follows)
+        ids += [*response, *formatter.feedback(response, QUESTIONS[i + 1], role=follows)]
+        seen.append([*ids])
+    return seen
+
+
+def check(formatter: ChatFormatter) -> None:
+    """Every context of a few conversations is the template's own rendering of the conversation so far."""
+    tokenizer, render = (
+        formatter.tokenizer,
+        Renderer(formatter.tokenizer, chat_template_kwargs=formatter.chat_template_kwargs),
+    )
+    for name, (role, answers) in conversations(formatter).items():
+        own = "tool" if role == "tool" and formatter.properties.has_tool_role else "user"
+        roles = ["user", own, own, "user"]
+        asked = [Message(r, question) for r, question in zip(roles, QUESTIONS, strict=True)]
+        messages = [
+            message for pair in zip(asked, [said for _, said in answers], strict=False) for message in pair
+        ] + asked[-1:]
+        for turn, ids in enumerate(contexts(formatter, role, [text for text, _ in answers])):
+            expected = tokenizer.encode(render(messages[: 2 * turn + 1]), add_special_tokens=False)
+            assert tokenizer.decode(ids) == tokenizer.decode(expected), f"{name}, turn {turn}"
+
+
+@pytest.mark.parametrize("index", range(len(FOUND)), ids=[f"{t.package}-{t}" for t in FOUND])
+class TestTemplates:
+    def test_it_is_followed_or_refused_by_name(self, index):
+        found = outcome(index, "refuse")
+        if isinstance(found, ChatFormatter):
+            check(found)
+        else:
+            assert property_of(found) != "unnamed", found
+            if isinstance(found, NotAppendOnlyError):
+                assert 'history="append"' in str(found)
+
+    def test_what_is_kept_all_the_same_begins_and_goes_on_as_the_template(self, index):
+        """Under history="append" the first prompt and each message are the template's, and each answer ends once."""
+        found = outcome(index, "append")
+        if isinstance(found, ChatTemplateError):
+            assert property_of(found) in ("several messages an answer (harmony)", "needs variables"), found
+            assert "history=" not in str(found)
+            return
+        tokenizer, render = found.tokenizer, Renderer(found.tokenizer, chat_template_kwargs=found.chat_template_kwargs)
+        asked, reply = Message("user", "Add."), Message("user", "Good.")
+        ids, response = found.start("Add."), found.tokenizer.encode("4", add_special_tokens=False)
+        response = [*response, *found.end_of_turn_ids[:1]]
+        feedback = found.feedback(response, "Good.")
+        assert tokenizer.decode(ids) == tokenizer.decode(tokenizer.encode(render([asked]), add_special_tokens=False))
+        whole = render([asked, Message("assistant", "4"), reply])
+        end = found.properties.frames["user"].end or ""
+        assert whole.endswith(end + tokenizer.decode(feedback)), (whole, tokenizer.decode(feedback))
+
+    def test_a_real_vocabulary_is_no_different(self, index):
+        template, expected = FOUND[index], outcome(index, "refuse")
+        for tokenizer in real_tokenizers(template):
+            found = made(template, tokenizer, "refuse")
+            assert type(found) is type(expected)
+            if isinstance(found, ChatFormatter):
+                check(found)
+
+
+def test_no_way_out_by_refusing():
+    by_name = {str(template): i for i, template in enumerate(FOUND) if template.package == "trl"}
+    refused = {
+        name: str(outcome(by_name[name], "refuse"))
+        for name in ACCEPTED.split()
+        if not isinstance(outcome(by_name[name], "refuse"), ChatFormatter)
+    }
+    assert not refused
+
+
+# ---------------------------------------------------------------------- the table
+
+
+def row(index: int) -> str:
+    template, strict, kept = FOUND[index], outcome(index, "refuse"), outcome(index, "append")
+    told = ["yes" if isinstance(found, ChatFormatter) else property_of(found) for found in (strict, kept)]
+    if isinstance(kept, ChatTemplateError):
+        return f"| {template.package} | {template} | {told[0]} | no | | |"
+    ends = dict.fromkeys(frame.end for frame in kept.properties.frames.values() if frame.end)
+    shown = [" ".join(map(_code, ends)), _code(kept.properties.opens)]
+    return f"| {template.package} | {template} | {told[0]} | {told[1]} | {shown[0]} | {shown[1]} |"
+
+
+def _code(text: str) -> str:
+    escaped = text.replace("\n", "\\n").replace("|", "\\|")
+    return f"`{escaped}`" if text else ""
+
+
+def table() -> str:
+    """A row for each template, and for each of its switches that changes what becomes of it."""
+    head = '| package | template | appends | `history="append"` | ends an answer | opens |\n|---|---|---|---|---|---|\n'
+    rows, results = [], {}
+    for index, template in enumerate(FOUND):
+        result = row(index).split("|")[3:]
+        if not template.kwargs or result != results[template.package, template.name]:
+            rows.append(row(index))
+        results.setdefault((template.package, template.name), result)
+    return head + "\n".join(rows) + "\n"
+
+
+def test_the_page_has_the_table():
+    text = PAGE.read_text()
+    before, _, rest = text.partition(BEGIN)
+    shown, _, after = rest.partition(END)
+    if os.environ.get("TEMPLATE_TABLE"):
+        PAGE.write_text(f"{before}{BEGIN}\n\n{table()}\n{END}{after}")
+        print(table())
+    else:
+        assert shown.strip() == table().strip(), "make test-templates TABLE=1 writes it"
+
+
+def test_every_package_is_there():
+    assert {template.package for template in FOUND} == {"trl", "mistral-common", "llama.cpp"}
