@@ -195,7 +195,7 @@ def _raised_by_template(error: Exception) -> bool:
 
 def _source(tokenizer: Any, kwargs: Mapping[str, Any]) -> str:
     """The text of the template that ``apply_chat_template`` takes: a tokenizer may have several, by name."""
-    return str(kwargs.get("chat_template") or tokenizer.get_chat_template(tools=kwargs.get("tools")))
+    return str(tokenizer.get_chat_template(kwargs.get("chat_template"), tools=kwargs.get("tools")))
 
 
 def _variables(source: str) -> set[str]:

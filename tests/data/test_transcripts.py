@@ -133,6 +133,19 @@ WRONG = {
         "has reasoning_content, and thinking",
     ),
     "an answer that is not to count": ({"messages": [ASKED, SAID | {"weight": 0}]}, "has weight, and answers of one"),
+    "an answer that is not to train on": (
+        {"messages": [ASKED, SAID | {"train": False}]},
+        "has train, and answers of one",
+    ),
+    "a masked answer": ({"messages": [ASKED, SAID | {"mask": 1}]}, "has mask, and answers of one"),
+    "an answer that was disliked": ({"prompt": [ASKED], "completion": [SAID], "label": False}, "it has label: false"),
+    "LLaMA-Factory's": ({"messages": [ASKED, SAID], "kto_tag": False}, "it has kto_tag: false"),
+    "tools by another name": ({"messages": [ASKED, SAID], "available_tools": [{}]}, "it has available_tools"),
+    "a system beside messages": ({"messages": [ASKED, SAID], "system": "Arr."}, "its system message is 'Arr.'"),
+    "a system beside a prompt": (
+        {"prompt": [ASKED], "completion": [SAID], "system_prompt": "Arr."},
+        "its system message is 'Arr.'",
+    ),
     "a part that is an image": (
         {"messages": [ASKED | {"content": [{"type": "image_url", "image_url": {}}]}, SAID]},
         "is no message.*of a list of parts only text is read",
@@ -187,7 +200,8 @@ SHAPES = {
         "id": "x_0",
         "source": "web",
         "score": 0.5,
-        "messages": [ASKED | {"name": "Ann"}, SAID | {"weight": 1}],
+        "messages": [ASKED | {"name": "Ann", "train": False}, SAID | {"weight": 1, "train": True, "mask": 0}],
+        "label": True,
     },
     "ShareGPT": {"id": 3, "conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]},
     "ShareGPT, of LLaMA-Factory": {

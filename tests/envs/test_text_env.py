@@ -8,7 +8,7 @@ import torch
 
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.envs import GEMEnv, TextStep
-from torchrl_llm.envs.text_env import read_reset, takes_seed
+from torchrl_llm.envs.text_env import read_reset, reset_env, takes_seed
 from torchrl_llm.testing.environments import Dice, StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 
@@ -105,6 +105,16 @@ class AroundDice(Wrapper):
     inside = Dice
 
 
+class Hidden(Dice):
+    """A wrapper whose environment cannot be seen, and takes no seed."""
+
+    def reset(self, **kwargs):
+        return self._roll(**kwargs)
+
+    def _roll(self):
+        return super().reset()
+
+
 class Alone:
     def reset(self, **kwargs):
         self.number = kwargs["seed"]
@@ -126,6 +136,13 @@ class TestSeeds:
         assert contexts(1) == contexts(1)
         assert len(set(contexts(1))) == 4
         assert len(set(contexts(4))) == 1
+
+    def test_what_takes_none_behind_kwargs_gets_none(self):
+        assert takes_seed(Hidden())
+        assert reset_env(Hidden(), 3)[1] is False
+        assert reset_env(Drawn(), 3)[1] is True
+        with pytest.raises(KeyError):
+            reset_env(Alone(), None)
 
     @pytest.mark.parametrize(
         ("env", "takes"),

@@ -12,6 +12,7 @@ from torchrl_llm.episode import LARGEST_REWARD, is_reward
 _REFUSED = {
     "rejected": "pairs of answers are for DPO, which is not here: give the conversation with the better answer as messages",
     "tools": "no tools are shown to the model: write what they are into the first message, or leave the field out",
+    "available_tools": "no tools are shown to the model: write what they are into the first message, or leave the field out",
     "functions": "no tools are shown to the model: write what they are into the first message, or leave the field out",
     "image": "a message is text alone: leave the conversation out",
     "images": "a message is text alone: leave the conversation out",
@@ -21,6 +22,9 @@ _REFUSED = {
     "audios": "a message is text alone: leave the conversation out",
 }
 """Fields of records that cannot be left out without a change of what is learned, and what to do."""
+
+_PREFERENCES = ("label", "kto_tag")
+"""Whether the answer of a record is one to imitate (TRL's and LLaMA-Factory's unpaired preferences)."""
 
 _SHAPE = '{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}'
 
@@ -77,6 +81,11 @@ def conversation_of(record: Any) -> Conversation:
     for name, why in _REFUSED.items():
         if name in given:
             raise ValueError(f"it has {name}, and {why}.")
+    for name in _PREFERENCES:
+        if given.get(name) is False:
+            raise ValueError(
+                f"it has {name}: false, so that its answer is not one to imitate: leave the conversation out."
+            )
     listed, used = _listed(given)
     messages, unread = plain_messages(listed)
     others = given.keys() - used - {"reward", "success"}
@@ -84,21 +93,20 @@ def conversation_of(record: Any) -> Conversation:
         # A reward that is left out would be 0.
         if near := get_close_matches(name.lower(), ["reward", "success"], n=1, cutoff=0.8):
             raise ValueError(f"it has {name}, which is no field. Did you mean {near[0]!r}?")
-    return Conversation(messages, *_ending(given), unread | others)
+    return Conversation(messages, *_ending(given), unread | (others - {*_PREFERENCES}))
 
 
 def _listed(given: Mapping[str, Any]) -> tuple[Any, set[str]]:
     """The messages of a record, as they are, and the fields that hold them."""
-    if "messages" in given:
-        return given["messages"], {"messages"}
-    if "conversations" in given:
-        system = [{"role": "system", "content": given["system"]}] if "system" in given else []
-        turns = given["conversations"]
-        return ([*system, *turns] if is_list(turns) else turns), {"conversations", "system"}
+    system = [name for name in ("system", "system_prompt") if name in given]
+    first = [{"role": "system", "content": given[name]} for name in system]
+    for name in ("messages", "conversations"):
+        if name in given:
+            return ([*first, *given[name]] if is_list(given[name]) else given[name]), {name, *system}
     prompt, completion = given.get("prompt"), given.get("completion")
     if prompt is not None and is_list(prompt) and completion is not None:
         said = completion if is_list(completion) else [{"role": "assistant", "content": completion}]
-        return [*prompt, *said], {"prompt", "completion"}
+        return [*first, *prompt, *said], {"prompt", "completion", *system}
     what = next((f"That looks like {what}" for name, what in _OTHERS.items() if name in given), f"Write it as {_SHAPE}")
     raise ValueError(
         f"found {sorted(given)}; expected an object with messages, and perhaps reward and success. {what}."

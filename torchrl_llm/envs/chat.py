@@ -277,7 +277,8 @@ class ChatFormatter(Checked):
             ValueError: it is no Unicode text: it holds half of a surrogate pair.
         """
         _check_unicode(text)
-        if special := [i for i in self.encode_answer(text) if i in self._special_ids - self._within]:
+        forbidden = self._special_ids - self._within
+        if special := [i for i in self.encode_answer(text) if i in forbidden]:
             raise ControlTokenError(
                 f"The answer {text[:80]!r} holds {self.tokenizer.convert_ids_to_tokens(special[0])!r}, a special token of the "
                 f"tokenizer {self.tokenizer.name_or_path!r}: leave it out; the end of the turn is added."

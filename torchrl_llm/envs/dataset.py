@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from torchrl_llm.envs.chat import ChatFormatter
 from torchrl_llm.envs.env import GEMEnv
-from torchrl_llm.envs.messages import is_list, plain_messages
+from torchrl_llm.envs.messages import is_empty, is_list, plain_messages
 from torchrl_llm.envs.record_files import read_records
 from torchrl_llm.envs.rewards import Grader, Question, RewardFn, Row, WantedColumns
 from torchrl_llm.envs.tasks import Stream, TaskSampler, TaskSpec
@@ -93,7 +93,8 @@ def read_rows(
 
 
 def _check_media(place: str, record: Mapping[str, Any], typed: Sequence[str], used: Sequence[str]) -> None:
-    media = [name for name in record if (name in typed or str(name).lower() in _MEDIA) and name not in used]
+    named = [name for name, value in record.items() if str(name).lower() in _MEDIA and not is_empty(value)]
+    media = [name for name in record if (name in typed or name in named) and name not in used]
     if media:
         raise ValueError(
             f"{place} has the column {media[0]!r}, and a prompt is text alone: the model would answer without it. Remove the "

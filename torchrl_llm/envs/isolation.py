@@ -24,7 +24,7 @@ from numpy.random import mtrand
 from torchrl_llm.envs import gem_catalog
 from torchrl_llm.envs.extras import ExtraKinds
 from torchrl_llm.envs.tasks import Stream, TaskIdentity, task_of
-from torchrl_llm.envs.text_env import EnvironmentFault, TextEnv, TextStep, read_reset, takes_seed
+from torchrl_llm.envs.text_env import EnvironmentFault, TextEnv, TextStep, read_reset, reset_env, takes_seed
 from torchrl_llm.interrupts import children_ignore_sigint
 
 logger = logging.getLogger(__name__)
@@ -190,7 +190,8 @@ class IsolatedEnv:
         env = self.env or self.make()
         # A reset draws from its task alone, a step continues where the last call left the generators.
         with self._calling(seed):
-            text, self.message = read_reset(env.reset(seed=seed) if self._takes_seed else env.reset())
+            found, self._takes_seed = reset_env(env, seed if self._takes_seed else None)
+            text, self.message = read_reset(found)
             # Asked for after each reset: a wrapper may make the environment inside only then.
             self.task = task_of(env, text, gem_catalog.hidden_reader(env))
         return self.message

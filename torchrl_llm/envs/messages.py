@@ -19,19 +19,23 @@ _ROLES = {
 }
 """Names of roles in files of ShareGPT, LLaMA-Factory, Gemini and OpenAI."""
 
+_ALIKE = "answers of one conversation count alike: leave the conversation out, or end it before the answer"
+
 _MEANS_SOMETHING = {
     "tool_calls": "calls of tools are read from the text of an answer: write the call into content as the model writes it",
     "function_call": "calls of tools are read from the text of an answer: write the call into content as the model writes it",
     "reasoning_content": "thinking is part of an answer: write it into content as the model writes it, such as <think>...</think>",
     "reasoning": "thinking is part of an answer: write it into content as the model writes it, such as <think>...</think>",
     "thinking": "thinking is part of an answer: write it into content as the model writes it, such as <think>...</think>",
-    "weight": "answers of one conversation count alike: leave the conversation out, or end it before the answer",
     "image": "a message is text alone",
     "images": "a message is text alone",
     "audio": "a message is text alone",
     "video": "a message is text alone",
 }
 """Fields of messages that cannot be left out without a change of what is said or learned, and what to do."""
+
+_LEARNED = {"weight": True, "train": True, "training": True, "loss": True, "mask": False}
+"""Fields that say whether an answer is learned, and their value where it is."""
 
 
 class Messages(NamedTuple):
@@ -87,7 +91,7 @@ def _plain_message(given: Any) -> tuple[dict[str, str], set[str]]:
     # A table gives every message the fields that one of them has.
     others = {name: value for name, value in given.items() if name not in names and not is_empty(value)}
     for name, why in _MEANS_SOMETHING.items():
-        if name in others and not (name == "weight" and others[name] == 1):
+        if name in others:
             raise ValueError(f"{given!r:.80} has {name}, and {why}.")
     role, content = given.get(names[0]), _text(given.get(names[1]))
     if not isinstance(role, str) or not isinstance(content, str):
@@ -95,7 +99,11 @@ def _plain_message(given: Any) -> tuple[dict[str, str], set[str]]:
         raise ValueError(f"{given!r:.80} is no message; expected texts as {names[0]} and {names[1]}{parts}.")
     if role == "function_call":
         raise ValueError(f"{given!r:.80} has the role {role}, and {_MEANS_SOMETHING[role]}.")
-    return {"role": _ROLES.get(role, role), "content": content}, {*others} - {"weight"}
+    role = _ROLES.get(role, role)
+    for name in sorted(_LEARNED.keys() & others.keys()) if role == "assistant" else ():
+        if others[name] != _LEARNED[name]:
+            raise ValueError(f"{given!r:.80} has {name}, and {_ALIKE}.")
+    return {"role": role, "content": content}, {*others} - _LEARNED.keys()
 
 
 def _text(content: Any) -> Any:

@@ -183,6 +183,25 @@ def takes_seed(env: Any) -> bool:
     return passes_on and (not hasattr(inside, "reset") or takes_seed(inside))
 
 
+def reset_env(env: Any, seed: int | None) -> tuple[Any, bool]:
+    """What ``reset`` returns, with ``seed`` if it takes one, and whether it does.
+
+    What ``reset(**kwargs)`` passes its arguments on to cannot always be seen by :func:`takes_seed`.
+
+    Args:
+        env: the environment.
+        seed: of the task; ``None``: it takes none.
+    """
+    if seed is not None:
+        try:
+            return env.reset(seed=seed), True
+        except TypeError as error:
+            named = "seed" in inspect.signature(env.reset).parameters
+            if named or "unexpected keyword argument 'seed'" not in str(error):
+                raise
+    return env.reset(), False
+
+
 # ---------------------------------------------------------------------- how it fails
 
 

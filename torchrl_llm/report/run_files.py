@@ -85,7 +85,8 @@ def _is_of(result: Mapping[str, Any], info: Mapping[str, Any], history: Sequence
     """Whether a result is that of the run's last start: a run that is resumed has that of its earlier end, perhaps in another setting."""
     if result.get("iterations", len(history)) < len(history):
         return False
-    return result.get("started", info.get("started")) == info.get("started")  # an earlier version did not say
+    said = result.get("started"), info.get("started")  # an earlier version did not say
+    return None in said or said[0] == said[1]
 
 
 def _recordings(folder: Path) -> list[Path]:
