@@ -309,3 +309,24 @@ class TestErrors:
         conversation = [{"role": "system", "content": "Be brief."}, *as_messages("a", "5", "b")]
         assert tokenizer.decode(ids) == rendered(byte_tokenizer(), conversation)
         assert response_end_ids(tokenizer) == (2,)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "m.content | replace('\\n\\n', '\\n')",
+        "m.content | replace('<think>', '[') | replace('</think>', ']')",
+        "m.content.split('</reasoning>')[-1]",
+        "m.content.split('</thought>')[-1]",
+    ],
+)
+def test_what_is_rewritten_in_every_answer_is_found(content):
+    """Also where the last answer is rewritten in the same way, and where only the closing marker is spelled."""
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ ("
+        + content
+        + ") if m.role == 'assistant' else m.content }}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with pytest.raises(NotAppendOnlyError):
+        ChatFormatter(byte_tokenizer(chat_template=template))

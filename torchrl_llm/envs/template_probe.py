@@ -76,7 +76,12 @@ def marker_pairs(source: str, control: Collection[str]) -> list[Pair]:
     """
     spelled = {*_MARKER.findall(source), *(token for token in control if token in source)}
     known = spelled | {*control}
-    pairs = {(opening, closing) for closing in known for opening in _openings(closing) if opening in known}
+    pairs = {
+        (opening, closing)
+        for closing in known
+        for opening in _openings(closing)
+        if opening in known or closing in spelled
+    }
     found = sorted(pair for pair in pairs if spelled & {*pair} and pair != ("<think>", "</think>"))
     return [("<think>", "</think>"), *reversed(found)]
 
@@ -99,7 +104,8 @@ def _asked(i: int) -> str:
 
 
 def _answered(i: int) -> str:
-    return f"a{i}\n{i}."
+    # Blank lines too, which some templates collapse.
+    return f'a{i}: "<&>\\\n\n\n{i}."'
 
 
 _QUESTION, _ANSWER, _REPLY = Message("user", _asked(0)), Message("assistant", _answered(0)), Message("user", _asked(1))
@@ -291,7 +297,9 @@ class _Probe:
         response += within
         last = self.render([_QUESTION, message], prompt=False)
         written, found, _ = last.removeprefix(self._prompt).rpartition(answer)
-        if not (last.startswith(self._prompt) and found and written.count(_THOUGHT) == response.count(_THOUGHT)):
+        kept = written.count(_THOUGHT) == response.count(_THOUGHT)
+        kept = kept and (field is not None or not within or all(marker in written for marker in pair or ()))
+        if not (last.startswith(self._prompt) and found and kept):
             return _Said(response + answer, message)
         if not message.fields:
             # White space before an answer is the template's own, and no part of the message.
