@@ -330,3 +330,12 @@ def test_what_is_rewritten_in_every_answer_is_found(content):
     )
     with pytest.raises(NotAppendOnlyError):
         ChatFormatter(byte_tokenizer(chat_template=template))
+
+
+def test_a_template_chosen_by_its_name_is_the_one_that_is_tried():
+    dropping = CHATML.replace("message['content']", "message['content'].split('</thought>')[-1]")
+    tokenizer = byte_tokenizer(chat_template=CHATML)
+    tokenizer.chat_template = {"default": CHATML, "dropping": dropping}
+    assert ChatFormatter(tokenizer)
+    with pytest.raises(NotAppendOnlyError, match="drops thinking"):
+        ChatFormatter(tokenizer, chat_template_kwargs={"chat_template": "dropping"})

@@ -36,9 +36,10 @@ def effective_settings(config: RunConfig, loss: TurnPolicyLoss | None = None) ->
         loss: the run's, with its estimator; default: that of the settings.
 
     Returns:
-        Name -> value. An option of the loss or the estimator has the value that these objects have, also where the loss was given in Python, for the defaults
-        depend on each other. Options that are no settings are there if they are not their class's default, and
-        ``"loss"`` and ``"estimator"`` as classes, if they are not the algorithm's own.
+        Name -> value. An option of the loss or the estimator has the value that these objects have,
+        also where the loss was given in Python, for the defaults depend on each other. Options
+        that are no settings are there if they are not their class's default, and ``"loss"`` and
+        ``"estimator"`` as classes, if they are not the algorithm's own.
 
     Examples:
         >>> settings = effective_settings(RunConfig(granularity="token"))
