@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchrl_llm.modules.checks import FAILURES, run_once
+from torchrl_llm.modules.kernels import attention_kernels
 from torchrl_llm.modules.lm import backbone, causal_lm
 
 _MAX_FUSED_BYTES = 2**26  # 64 MiB: every layer of a small model; see FusedLora
@@ -112,9 +113,16 @@ def enable_gradient_checkpointing(model: nn.Module) -> None:
 
 
 def recompute_contexts(model: nn.Module) -> tuple[AbstractContextManager, AbstractContextManager]:
-    """The ``context_fn`` of :func:`torch.utils.checkpoint.checkpoint`: the recomputation runs under the adapter active now."""
+    """The ``context_fn`` of :func:`torch.utils.checkpoint.checkpoint`: the recomputation runs under the adapter active now, and
+    with the attention kernels of the forward (:func:`~torchrl_llm.modules.kernels.attention_kernels`)."""
     layers = adapter_layers(model)
-    return nullcontext(), _switched_when_run(layers, [_state(layer) for layer in layers])
+    return nullcontext(), _recomputation(layers, [_state(layer) for layer in layers])
+
+
+@contextmanager
+def _recomputation(layers: Sequence[Any], states: Sequence[State]) -> Iterator[None]:
+    with attention_kernels(), _switched_when_run(layers, states):
+        yield
 
 
 def _state(layer: Any) -> State:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
+from torchrl_llm.modules.kernels import attention_kernels
+
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 MOVING_ROPES = ("dynamic", "longrope")
 """Rotary embeddings whose frequencies depend on the length of the input: dynamic NTK scaling and LongRoPE.
@@ -95,7 +97,7 @@ def hidden_states(model: nn.Module, tokens: Tensor, lengths: Tensor | None = Non
     decoder = backbone(model)
     if lengths is None:
         lengths = torch.full(tokens.shape[:1], tokens.shape[1])
-    with checkpointing(decoder), rope_by_row(decoder, lengths):
+    with checkpointing(decoder), rope_by_row(decoder, lengths), attention_kernels():
         return decoder(input_ids=tokens, use_cache=False).last_hidden_state
 
 

@@ -28,6 +28,7 @@ from torchrl_llm.modules.checks import (
     probe_lengths,
     unusual_layers,
 )
+from torchrl_llm.modules.kernels import attention_kernels
 from torchrl_llm.modules.lm import (
     backbone,
     causal_lm,
@@ -226,7 +227,7 @@ def tree_states(model: nn.Module, tree: PrefixTree) -> Tensor:
         )
     # transformers makes no mask where it gets one of four dimensions.
     no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=tree.tokens.device)
-    with checkpointing(decoder):
+    with checkpointing(decoder), attention_kernels():
         return decoder(
             input_ids=tree.tokens.unsqueeze(0),
             position_ids=tree.positions.unsqueeze(0),

@@ -27,6 +27,7 @@ from torchrl_llm.modules.checks import (
 )
 from torchrl_llm.modules.engine import ContextLengthError
 from torchrl_llm.modules.hf._kv_cache import SlotCache
+from torchrl_llm.modules.kernels import attention_kernels
 from torchrl_llm.modules.prefix_attention import ATTENTION
 from torchrl_llm.prefixes import Ints, common_prefix
 
@@ -104,6 +105,7 @@ class CachedModel:
                 lm.training_flags(self.model.modules(), False),
                 self._no_graph(),
                 use_adapter(self.model, self.adapter),
+                attention_kernels(),
             ):
                 self._backbone, self._logits = lm.backbone(self.model), lm.logits_function(self.model)
                 self._cache_argument = lm.cache_argument(self._backbone)

@@ -1,0 +1,83 @@
+"""Which attention kernels PyTorch may choose from in an update and while sampling: never cuDNN's."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import tiny_policies
+import torch
+import torch.nn.functional as F
+from test_prefix_attention import make_rows, shared
+from tiny_models import make_model
+from torch.backends.cuda import cudnn_sdp_enabled
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import MistralConfig, MistralForCausalLM
+
+from torchrl_llm.modules import TokenScorer, load_actor_critic
+from torchrl_llm.modules.kernels import attention_kernels
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[bool, bool]]:
+    """Of each attention call, whether it had a mask, and whether cuDNN's kernel was among those that PyTorch chooses from."""
+    found = []
+    attention = F.scaled_dot_product_attention
+
+    def record(query, key, value, attn_mask=None, **options):
+        found.append((attn_mask is not None, cudnn_sdp_enabled()))
+        return attention(query, key, value, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", record)
+    return found
+
+
+class TestCalls:
+    """cuDNN's masked backward may give NaN, and it plans each new shape for 23 to 37 ms."""
+
+    @pytest.mark.parametrize("prefixes", [True, False])
+    def test_of_an_update_with_recomputation(self, calls, prefixes):
+        window = {"cls": MistralForCausalLM, "config": MistralConfig, "sliding_window": 6}  # whose plain rows have masks too
+        models = load_actor_critic(make_model(torch.float32, **window), gradient_checkpointing=True)
+        scorer = TokenScorer(models.model, prefixes=shared(models.model) if prefixes else None)
+        calls.clear()
+        out = scorer(make_rows())["log_prob"].sum()
+        forward = len(calls)
+        out.backward()
+        assert len(calls) > forward
+        assert {masked for masked, _ in calls} >= {True}
+        assert not any(enabled for _, enabled in calls)
+        assert cudnn_sdp_enabled()
+
+    def test_of_sampling(self, calls):
+        policy = tiny_policies.make_policy()
+        calls.clear()
+        tiny_policies.play(policy, tiny_policies.random_rows([5, 3]))
+        assert set(calls) == {(True, False)}
+        assert cudnn_sdp_enabled()
+
+
+class TestSwitch:
+    def test_what_is_off_outside_stays_off(self):
+        with sdpa_kernel(SDPBackend.MATH):
+            with attention_kernels():
+                assert not torch.backends.cuda.flash_sdp_enabled()
+            assert not cudnn_sdp_enabled()
+        assert cudnn_sdp_enabled()
+
+    def test_a_thread_that_leaves_first_puts_nothing_back_for_the_other(self):
+        inside, leave = threading.Event(), threading.Event()
+
+        def other():
+            with attention_kernels():
+                inside.set()
+                leave.wait(60)
+
+        with attention_kernels():
+            thread = threading.Thread(target=other)
+            thread.start()
+            assert inside.wait(60)
+        assert not cudnn_sdp_enabled()
+        leave.set()
+        thread.join()
+        assert cudnn_sdp_enabled()
