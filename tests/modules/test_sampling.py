@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrl_llm.modules.sampling import SamplingConfig, SamplingProcessor, draw, likeliest, turn_noise
 
@@ -67,6 +68,18 @@ class TestSamplingProcessor:
         assert penalised.isfinite().tolist() == [[True, True, False]]
 
 
+class _Largest(TorchDispatchMode):
+    """The elements of the largest tensor that an operation made anew."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and not out._is_view():
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
 class TestDraw:
     @given(st.lists(st.floats(-20, 20), min_size=2, max_size=8), st.floats(0, 1, exclude_max=True), st.data())
     def test_inverts_the_cumulative_distribution(self, logits, uniform, data):
@@ -99,6 +112,19 @@ class TestDraw:
     def test_nan_logits_give_a_nan_log_prob(self):
         _, log_probs = draw(torch.full((1, 3), torch.nan), torch.tensor([0.5], dtype=torch.float64))
         assert log_probs.isnan().all()
+
+    @pytest.mark.parametrize("greedy", [False, True])
+    def test_large_vocabularies_are_drawn_from_in_blocks_of_rows(self, greedy):
+        # Fresh arrays of all rows cost more than the draw: the allocator returns them to the system after every token.
+        logits = torch.randn(8, 2**17, generator=torch.Generator().manual_seed(0))
+        uniform = turn_noise(seed=0, episode_id=range(8), turn=[0] * 8, width=1).flatten()
+        sample = (lambda x, _: likeliest(x)) if greedy else draw
+        with _Largest() as largest:
+            ids, log_probs = sample(logits, uniform)
+        assert largest.numel < logits.numel()
+        alone = [sample(logits[i : i + 1], uniform[i : i + 1]) for i in range(8)]
+        assert torch.equal(ids, torch.cat([row[0] for row in alone]))
+        assert torch.equal(log_probs, torch.cat([row[1] for row in alone]))
 
     def test_likeliest(self):
         logits = torch.tensor([[0.0, 2.0, 1.0]])

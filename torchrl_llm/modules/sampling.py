@@ -6,7 +6,7 @@ distribution. The processors are those of transformers, the same that ``generate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
@@ -18,6 +18,11 @@ from torch import Tensor
 
 from torchrl_llm.options import Checked, ConfigError, Count, MinP, Natural, Positive, PositiveShare, Temperature
 from torchrl_llm.stops import response_end_ids
+
+_BLOCK = {"cpu": 2**19}
+"""Logits of the rows that are sampled from at a time, by kind of device. On a CPU their float64 sums fill 4 MiB, which the
+allocator reuses; it returns arrays of more than 32 MiB to the system after every token."""
+_LARGE_BLOCK = 2**26  # of other devices, whose allocators keep memory: 512 MiB of float64 sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +148,9 @@ class SamplingProcessor:
         logits = logits if logits.dtype == torch.float64 else logits.float()
         # Before the others: top-k and top-p must not count ids that cannot be sampled.
         if index < self._min_output_tokens:
-            logits = logits.index_fill(-1, self._held_back.to(logits.device), -torch.inf)
+            if self._held_back.device != logits.device:  # once: every copy to a device would wait for it
+                self._held_back = self._held_back.to(logits.device)
+            logits = logits.index_fill(-1, self._held_back, -torch.inf)
         return self._steps(context, logits) if self._steps else logits
 
 
@@ -166,6 +173,30 @@ def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         >>> ids, log_probs.exp()
         (tensor([0, 1]), tensor([0.5000, 0.5000]))
     """
+    return _by_blocks(_draw, logits, uniform)
+
+
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The likeliest token of each row ``[n]`` and its log-prob ``[n]``, from logits ``[n, V]``.
+
+    Examples:
+        >>> likeliest(torch.tensor([[0.0, 0.0, -torch.inf]]))
+        (tensor([0]), tensor([-0.6931]))
+    """
+    return _by_blocks(_likeliest, logits)
+
+
+def _by_blocks(sample: Callable[..., tuple[Tensor, Tensor]], logits: Tensor, *rows: Tensor) -> tuple[Tensor, Tensor]:
+    """``sample(logits, *rows)``, a few rows at a time. Rows do not meet in it, so the results are the same."""
+    height = max(1, _BLOCK.get(logits.device.type, _LARGE_BLOCK) // logits.shape[-1])
+    if len(logits) <= height:
+        return sample(logits, *rows)
+    blocks = zip(*(x.split(height) for x in (logits, *rows)), strict=True)
+    ids, log_probs = zip(*(sample(*block) for block in blocks), strict=True)
+    return torch.cat(ids), torch.cat(log_probs)
+
+
+def _draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     # Not torch.multinomial: it draws for the whole batch from one generator, so a token would depend on its neighbors.
     top = logits.amax(-1, keepdim=True)
     weights = (logits - top).exp_()
@@ -181,13 +212,7 @@ def draw(logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
     return ids.squeeze(-1), log_probs.squeeze(-1).to(logits.dtype)
 
 
-def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The likeliest token of each row ``[n]`` and its log-prob ``[n]``, from logits ``[n, V]``.
-
-    Examples:
-        >>> likeliest(torch.tensor([[0.0, 0.0, -torch.inf]]))
-        (tensor([0]), tensor([-0.6931]))
-    """
+def _likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
     log_probs, ids = logits.log_softmax(-1).max(-1)
     return ids, log_probs
 
