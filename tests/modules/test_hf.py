@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from torchrl_llm import keys
 from torchrl_llm.modules.hf import HFPolicy
+from torchrl_llm.modules.hf.policy import _Responses
 from torchrl_llm.modules.sampling import SamplingConfig
 
 
@@ -174,6 +175,21 @@ class TestResponses:
         assert len(set(map(len, together[0]))) > 3
         for i, row in enumerate(rows):
             same(play(make_policy(model, **options), [row], episodes=[i]), ([together[0][i]], [together[1][i]]))
+
+    @pytest.mark.parametrize("check_every", [3, 8, 50])
+    def test_looking_less_often_for_the_end_changes_no_response(self, check_every, monkeypatch):
+        model, rows, options = make_model(), random_rows([5, 9, 2, 14] * 2), {"stop_ids": tuple(range(2, 8))}
+        expected = play(make_policy(model, max_output_tokens=24, check_every=1, **options), rows)
+        longest = max(map(len, expected[0]))
+        assert len({*map(len, expected[0])}) > 3
+        policy, looks = make_policy(model, max_output_tokens=24, check_every=check_every, **options), []
+        drop = _Responses._drop_finished
+        monkeypatch.setattr(_Responses, "_drop_finished", lambda self: looks.append(self._index) or drop(self))
+        same(play(policy, rows), expected)
+        assert len(looks) == min(-(-longest // check_every), 23 // check_every)
+        # The cache holds nothing that was sampled behind an end.
+        longer = [row + response for row, response in zip(rows, expected[0], strict=True)]
+        same(play(policy, longer, turn=1), play(make_policy(model, max_output_tokens=24, **options), longer, turn=1))
 
     def test_min_output_tokens(self):
         model, rows = make_model(), random_rows([5] * 8)

@@ -67,9 +67,10 @@ def make_model(family="Qwen2", **fields):
     return model.eval()
 
 
-def make_policy(model=None, *, adapter=None, seed=0, **sampling):
-    sampling = {"max_output_tokens": 8, "stop_ids": ()} | sampling
-    return HFPolicy(model or make_model(), make_tokenizer(), SamplingConfig(**sampling), adapter=adapter, seed=seed)
+def make_policy(model=None, *, adapter=None, seed=0, check_every=None, **sampling):
+    sampling = SamplingConfig(**{"max_output_tokens": 8, "stop_ids": ()} | sampling)
+    options = {"adapter": adapter, "seed": seed, "check_every": check_every}
+    return HFPolicy(model or make_model(), make_tokenizer(), sampling, **options)
 
 
 def random_rows(lengths, seed=0):

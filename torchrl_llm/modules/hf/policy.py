@@ -30,6 +30,10 @@ from torchrl_llm.modules.weights import set_adapter_tensors
 
 _LIKELIEST = 8  # log-probs per prompt of a parity check
 _FINGERPRINT = 4096  # elements of each tensor that a fingerprint reads, at least, where there are as many
+_CHECK_EVERY = {"cpu": 1}
+"""Tokens between two looks at which responses are finished, by kind of device: each look waits for the device, which a CPU
+does not notice."""
+_CHECK_EVERY_ELSEWHERE = 8
 _SHRINK = 0.75  # finished rows are taken out of the batch when at most this share is unfinished
 
 
@@ -60,6 +64,8 @@ class HFPolicy(TurnPolicy):
         sampling: how responses are sampled; default ``SamplingConfig()``.
         adapter: the LoRA adapter to generate with; ``None``: the model itself, adapters off.
         seed: the first part of the noise key, >= 0.
+        check_every: tokens between two looks at which responses are finished. Each look waits for the device, and a response is
+            sampled on until the next one; what lies behind its end is dropped. Default ``None``: 1 on a CPU, elsewhere 8.
 
     Attributes:
         stop_ids: the ids that end a response: ``sampling.stop_ids``, or those found in tokenizer and model.
@@ -100,7 +106,10 @@ class HFPolicy(TurnPolicy):
         *,
         adapter: str | None = None,
         seed: int = 0,
+        check_every: int | None = None,
     ) -> None:
+        if check_every is not None and check_every < 1:
+            raise ValueError(f"check_every is {check_every}; expected None, or a number of tokens >= 1.")
         check_vocabulary(model, tokenizer)
         sampling = sampling or SamplingConfig()
         sampling = decide_stop_ids(sampling, generation_end_ids(model), tokenizer, vocabulary=vocabulary_of(model))
@@ -109,6 +118,12 @@ class HFPolicy(TurnPolicy):
         self.adapter = adapter
         self._engine = CachedModel(model, adapter=adapter)
         self._processor = SamplingProcessor(sampling)
+        self._check_every = check_every
+
+    @property
+    def check_every(self) -> int:
+        """Tokens between two looks at which responses are finished."""
+        return self._check_every or _CHECK_EVERY.get(self._engine.device.type, _CHECK_EVERY_ELSEWHERE)
 
     @property
     def logprobs_match_trainer(self) -> bool:
@@ -178,7 +193,7 @@ class HFPolicy(TurnPolicy):
         # A signal waits for the end of a token: LoRA layers of the trained model are exchanged inside.
         with held() as leave_if_asked, self._engine.session():
             logits: Tensor | None = self._engine.prefill(prompts, sizes, slots=slots.cpu().numpy(), room=width)
-            responses = _Responses(self, prompts, sizes, noise)
+            responses = _Responses(self, prompts, sizes, noise, check_every=self.check_every)
             while logits is not None:
                 leave_if_asked()
                 logits = responses.advance(logits)
@@ -207,7 +222,9 @@ class HFPolicy(TurnPolicy):
             noise = turn_noise(seed=self.seed, episode_id=[request.episode_id], turn=[request.turn], width=width)
         with self._engine.session():
             logits: Tensor | None = self._engine.prefill(prompts, sizes, slots=np.array([request.slot]), room=width)
-            responses = _Responses(self, prompts, sizes, noise)
+            responses = _Responses(
+                self, prompts, sizes, noise, check_every=1
+            )  # what follows the end is not to be yielded
             while logits is not None:
                 logits = responses.advance(logits)
                 token, log_prob = responses.newest()
@@ -230,13 +247,15 @@ class _Responses:
     The first ``_alive`` rows are unfinished; finished rows are moved behind them and take part in no further forward.
     """
 
-    def __init__(self, policy: HFPolicy, prompts: Ints, lengths: Ints, noise: Tensor | None) -> None:
+    def __init__(
+        self, policy: HFPolicy, prompts: Ints, lengths: Ints, noise: Tensor | None, *, check_every: int
+    ) -> None:
         self._engine, self._processor, sampling = policy._engine, policy._processor, policy.sampling
         n, width, device = len(lengths), sampling.max_output_tokens, self._engine.device
         self._prompts, self._lengths = prompts, lengths
         # The rows of the cache move when others finish, the batch of the caller does not.
         self._order = np.arange(n)  # the batch row that each cache row holds
-        self._alive, self._index = n, 0
+        self._alive, self._index, self._check_every = n, 0, check_every
         self._noise = None if noise is None else noise.to(device)
         self._tokens = torch.zeros(n, width, dtype=torch.int64, device=device)
         # float32 whatever the model computes in: between -8 and -16, bfloat16 log-probs would have steps of 1/16.
@@ -266,7 +285,8 @@ class _Responses:
             return None
         if self._stops is not None:
             self._finished[: self._alive] |= self._stops[ids]
-            self._drop_finished()
+            if self._index % self._check_every == 0:
+                self._drop_finished()
             if not self._alive:
                 return None
             ids = self._tokens[: self._alive, self._index - 1]
@@ -281,12 +301,12 @@ class _Responses:
         return int(self._tokens[0, self._index - 1]), self._log_probs[0, self._index - 1]
 
     def _drop_finished(self) -> None:
-        alive = self._alive - int(self._finished[: self._alive].sum())
+        finished = self._finished[: self._alive].cpu().numpy()
+        alive = self._alive - int(finished.sum())
         # Not at every end: taking rows out copies the keys and values of the rows that move.
         if alive and alive > _SHRINK * self._alive:
             return
         if alive:
-            finished = self._finished[: self._alive].cpu().numpy()
             holes = np.flatnonzero(finished[:alive])
             movers = alive + np.flatnonzero(~finished[alive:])
             source = np.arange(len(self._order))
