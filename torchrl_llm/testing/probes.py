@@ -23,6 +23,7 @@ from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, TurnCritic
+from torchrl_llm.modules.lm import embedding_of
 from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss
 from torchrl_llm.objectives.functional import turn_first
 from torchrl_llm.testing.environments import Step
@@ -284,7 +285,7 @@ def assess(probe: type[Probe], actor: TokenScorer, critic: TurnCritic) -> Soluti
     Raises:
         ValueError: the probabilities of a probe's episodes do not add up to 1 for each game: rows or scorer are broken.
     """
-    rows, tasks = episodes(probe), len(probe.asks)
+    rows, tasks = episodes(probe).to(embedding_of(actor.model).device), len(probe.asks)
     probability = actor(rows.clone())[keys.LOG_PROB].sum(1).exp()
     if abs(float(probability.sum()) - tasks) > 1e-3 * tasks:
         raise ValueError(
@@ -294,7 +295,7 @@ def assess(probe: type[Probe], actor: TokenScorer, critic: TurnCritic) -> Soluti
     share = float((probability * rows[keys.TURN_REWARD].sum(1)).sum()) / tasks / probe.optimum
     if probe.values is None:
         return Solution(share=share)
-    known, task = torch.tensor(probe.values), rows[keys.ENV_ID]
+    known, task = torch.tensor(probe.values, device=rows.device), rows[keys.ENV_ID]
     value = turn_first(critic(rows.clone())[keys.STATE_VALUE], rows[keys.TURN_IDS], known.shape[1])
     square = probability.unsqueeze(1) * (value - known[task]).square()
     return Solution(share=share, value_error=torch.zeros_like(known).index_add(0, task, square).max().sqrt().item())

@@ -44,6 +44,7 @@ class Distributed:
         ConfigError: accelerate would divide the gradient.
 
     Attributes:
+        device: of this process's rows and weights, with its index.
         rank: this process, 0-based.
         world_size: number of processes.
         is_main: whether this is rank 0, which logs and saves.
@@ -65,7 +66,7 @@ class Distributed:
 
     def __init__(self, accelerator: Accelerator) -> None:
         check_accumulation(accelerator)
-        self.accelerator = accelerator
+        self.accelerator, self.device = accelerator, device_of(accelerator)
         self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
         self.is_main = accelerator.is_main_process
 
@@ -82,11 +83,17 @@ class Distributed:
     def prepare(self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module) -> Prepared:
         """The module that computes ``loss`` on all ranks, and the optimizer of its parameters.
 
+        All weights are on accelerate's device afterwards, as rows are.
+
         Args:
             loss: the loss to train.
             optimizer: of parameters of ``loss``; it has not stepped.
             *others: modules that compute with weights and are not trained; sharded with those of ``loss``.
+
+        Raises:
+            ConfigError: weights are on another device, and accelerate is not to move them.
         """
+        place(self.accelerator, loss, *others)
         # accelerate's wrapper steps through the gradient scaler of float16.
         return loss, self.accelerator.prepare_optimizer(optimizer)
 
@@ -245,7 +252,8 @@ class DDP(Several):
     """Several processes, each with a copy of the weights."""
 
     def prepare(self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module) -> Prepared:
-        return self.accelerator.prepare_model(loss), self.accelerator.prepare_optimizer(optimizer)
+        loss, optimizer = super().prepare(loss, optimizer, *others)
+        return self.accelerator.prepare_model(loss), optimizer
 
     def no_sync(self, module: nn.Module) -> AbstractContextManager[Any]:
         return self.accelerator.no_sync(module)
@@ -299,6 +307,37 @@ class FSDP2(Several):
         full = full_on_cpu(tree)
         # The first rank writes: the others free each tensor before the next one is gathered.
         return full if full is tree or self.is_main else full.new_empty(0)
+
+
+def place(accelerator: Accelerator, *modules: nn.Module) -> None:
+    """Move ``modules`` to accelerate's device, in place: optimizers and policies keep their parameters.
+
+    Raises:
+        ConfigError: weights are elsewhere and are not to be moved: accelerate was made with ``device_placement=False``, or a
+            ``device_map`` has spread them over devices; or there are none yet (PyTorch's meta device).
+
+    Examples:
+        >>> place(Accelerator(cpu=True), nn.Linear(2, 2, device="meta"))
+        Traceback (most recent call last):
+            ...
+        torchrl_llm.options.ConfigError: Weights are on meta, but the trainer's rows are on cpu. ...
+    """
+    device = device_of(accelerator)
+    found = {each.device for module in modules for each in (*module.parameters(), *module.buffers())} - {device}
+    fixed = not accelerator.device_placement or any(accelerator.verify_device_map(each) for each in modules)
+    if found and (fixed or torch.device("meta") in found):
+        raise ConfigError(
+            f"Weights are on {' and '.join(sorted(map(str, found)))}, but the trainer's rows are on {device}. Load all models there "
+            f'(load_actor_critic(device="{device}"), no device_map), or give the trainer an accelerator of their device: '
+            "LLMTrainer(accelerator=Accelerator(cpu=True)) trains on the CPU."
+        )
+    for module in modules:
+        module.to(device)
+
+
+def device_of(accelerator: Accelerator) -> torch.device:
+    """accelerate's device with its index: ``cuda:0`` where it says ``cuda``."""
+    return torch.empty(0, device=accelerator.device).device
 
 
 def check_accumulation(accelerator: Accelerator) -> None:

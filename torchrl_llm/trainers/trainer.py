@@ -50,7 +50,8 @@ class LLMTrainer(TrainerBase):
             best so far, and at the end.
         loggers: TorchRL loggers; each gets every metric.
         callbacks: watch the run.
-        accelerator: device, mixed precision and backward; None makes a plain one.
+        accelerator: device, mixed precision and backward; None makes a plain one, which takes a GPU if there is one. Loss and
+            reference are moved to its device, in place, so that a policy with the same weights samples there too.
         offload: entered while episodes are collected or evaluated by an engine with weights of its own, as no forward runs here
             then (:meth:`~torchrl_llm.modules.ActorCritic.offload_base`); by default nothing is moved.
         seen_tasks: collects the tasks of training, for :func:`~torchrl_llm.trainers.evaluate`; None makes an empty one.
@@ -160,7 +161,7 @@ class LLMTrainer(TrainerBase):
                 self.stop_reason = "the collector reached its own limit"
                 return None
             # The storage returns a lazy stack, which stacks its rows again at each access.
-            batch = self.replay_buffer[:].contiguous().to(self.accelerator.device)
+            batch = self.replay_buffer[:].contiguous().to(self.distributed.device)
             self.replay_buffer.empty(empty_write_count=False)
         return batch
 
@@ -205,7 +206,8 @@ class LLMTrainer(TrainerBase):
 
         Args:
             batch: whole groups. Where they have no ``"sample_log_prob"``, ratios are taken against the present weights, which are
-                scored first.
+                scored first. Scores and credit are written into them, or, where they are on another device than the weights, into
+                a copy.
             scored: they hold the scores of the present weights already, as :meth:`collect` writes them for dynamic sampling.
 
         Raises:
@@ -217,6 +219,7 @@ class LLMTrainer(TrainerBase):
         if sleeper is not None:
             # Before the first forward, which needs the engine's memory.
             sleeper.sleep()
+        batch = self._on_device(batch)
         if not scored:
             self.scorer.score(batch)
         self.scorer.credit(batch)
@@ -247,7 +250,11 @@ class LLMTrainer(TrainerBase):
 
         A step that reaches ``config.target_kl`` is the last.
         """
-        return self.updater.update(batch)
+        return self.updater.update(self._on_device(batch))
+
+    def _on_device(self, rows: TensorDictBase) -> TensorDictBase:
+        # Not rows.to(), which copies rows that name no device, and the caller's would stay without credit.
+        return rows if rows[keys.TOKENS].device == self.distributed.device else rows.to(self.distributed.device)
 
     def _send_weights(self) -> dict[str, float]:
         if self.weight_sync is None:

@@ -1,0 +1,44 @@
+"""Where models and rows of a trainer are: on the accelerator's device."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from torchrl_llm.trainers import ConfigError
+from torchrl_llm.trainers.distributed import Distributed
+
+
+class Elsewhere(Accelerator):
+    """Its device is one that every machine has, and that no model is on."""
+
+    device = torch.device("meta")
+
+
+class TestPrepare:
+    @staticmethod
+    def prepare(accelerator, loss, reference):
+        optimizer = torch.optim.AdamW(loss.parameters())
+        return Distributed.of(accelerator).prepare(loss, optimizer, reference)
+
+    def test_all_models_are_moved_where_the_rows_go(self):
+        loss, reference = torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2).requires_grad_(False)
+        self.prepare(Elsewhere(cpu=True), loss, reference)
+        tensors = (*loss.parameters(), *reference.parameters(), *reference.buffers())
+        assert {each.device.type for each in tensors} == {"meta"}
+
+    def test_parameters_stay_the_optimizers(self):
+        loss = torch.nn.Linear(2, 2)
+        before = list(loss.parameters())
+        _, optimizer = self.prepare(Accelerator(cpu=True), loss, torch.nn.Linear(2, 2))
+        stepped = optimizer.param_groups[0]["params"]
+        assert all(a is b is c for a, b, c in zip(before, loss.parameters(), stepped, strict=True))
+
+    def test_what_cannot_be_moved_is_refused(self):
+        loss, spread = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        with pytest.raises(ConfigError, match=r"Weights are on cpu, but the trainer's rows are on meta.*Accelerator"):
+            self.prepare(Elsewhere(cpu=True, device_placement=False), loss, torch.nn.Linear(2, 2))
+        spread.hf_device_map = {"weight": 0, "bias": "cpu"}
+        with pytest.raises(ConfigError, match=r"Weights are on cpu, .* no device_map"):
+            self.prepare(Elsewhere(cpu=True), loss, spread)
+        with pytest.raises(ConfigError, match=r"Weights are on meta, but the trainer's rows are on cpu"):
+            self.prepare(Accelerator(cpu=True), loss, torch.nn.Linear(2, 2, device="meta"))
