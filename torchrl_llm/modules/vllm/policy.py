@@ -434,9 +434,9 @@ class VLLMPolicy(TurnPolicy):
             self._asleep = True
 
     def wake_up(self) -> None:
-        """Take the memory back."""
+        """Take the memory back, what PyTorch keeps for this process included."""
         with self.exclusive():
-            self.llm.wake_up()
+            weights.wake(self.llm)
             self._asleep = False
 
     def close(self) -> None:

@@ -7,14 +7,18 @@ again. :mod:`torchrl_llm.weight_update` calls them, :mod:`torchrl_llm.modules.me
 
 from __future__ import annotations
 
+import gc
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -71,20 +75,35 @@ def paused(llm: Any, version: int, *, asleep: bool = False) -> Iterator[None]:
     """
     if asleep:
         with sync_step("waking the engine's weights"):
-            llm.wake_up(["weights"])
+            wake(llm, ["weights"])
     with sync_step("pausing the engine"):
         # Level 0 pauses scheduling alone; by default ("abort") the turns in flight would be lost.
         llm.sleep(0, mode="keep")
     yield
     if asleep:
         with sync_step("waking the engine's KV cache"):
-            llm.wake_up(["kv_cache"])
+            wake(llm, ["kv_cache"])
     # vLLM keeps prefixes over a change of weights: 0.5 to 1.6 nats off.
     reset_prefix_cache(llm)
     with sync_step("resuming the engine"):
         # Before scheduling resumes, so that the first token carries the new version.
         llm.llm_engine.set_weight_version(str(version))
         llm.wake_up(["scheduling"])
+
+
+def wake(llm: Any, tags: list[str] | None = None) -> None:
+    """Wake an engine that sleeps, after PyTorch has given back the memory that it keeps for this process.
+
+    PyTorch keeps what the update's activations took, for later tensors. The engine allocates from the driver, so it would find
+    that memory taken. vLLM gives back what its own process keeps, and the engine may have another one.
+
+    Args:
+        llm: a ``vllm.LLM`` that sleeps.
+        tags: of ``"weights"`` and ``"kv_cache"``, what wakes; ``None``: both.
+    """
+    gc.collect()  # what only cycles hold would stay
+    torch.cuda.empty_cache()
+    llm.wake_up(tags)
 
 
 def reset_prefix_cache(llm: Any) -> None:
@@ -120,14 +139,14 @@ def load_adapter(llm: Any, tensors: Mapping[str, Tensor], config: LoraConfig) ->
     """
     from vllm.lora.request import LoRARequest
 
-    with sync_step("loading the adapter"), shared_directory() as path:
-        # load_inplace: otherwise vLLM keeps the adapter that it has under this id.
-        request = LoRARequest(f"adapter-{next(_loaded)}", _ADAPTER_ID, str(path), load_inplace=True)
+    with sync_step("loading the adapter"):
         # Files also keep the live adapter safe: vLLM scales the lora_B that it is given in place.
         copies = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-        save_file(copies, path / "adapter_model.safetensors")
-        config.save_pretrained(str(path))
-        llm.llm_engine.add_lora(request)
+        with shared_file(copies, "adapter_model.safetensors") as file:
+            # load_inplace: otherwise vLLM keeps the adapter that it has under this id.
+            request = LoRARequest(f"adapter-{next(_loaded)}", _ADAPTER_ID, str(file.parent), load_inplace=True)
+            config.save_pretrained(str(file.parent))
+            llm.llm_engine.add_lora(request)
     # Without load_inplace: every turn would read the files again, which are removed by now.
     return LoRARequest(request.lora_name, _ADAPTER_ID, request.lora_path)
 
@@ -180,19 +199,52 @@ def reload_shared(llm: Any, tensors: NamedTensors) -> None:
     The host must have room for a copy of the weights. All are copied before the engine changes, so only weights that do not fit
     the engine can stop it half way; it must be restarted then.
     """
-    # Not as arguments of an RPC: tensors sent to an engine in another process fail there, and then end it.
-    with sync_step("reloading the weights through shared memory"), shared_directory() as path:
+    with sync_step("reloading the weights through shared memory"):
         # Cloned: safetensors refuses tensors that share memory, such as a tied head and its embedding.
-        save_file({name: tensor.cpu().clone() for name, tensor in tensors}, path / "model.safetensors")
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": str(path)})
+        copies = shared_file({name: tensor.cpu().clone() for name, tensor in tensors}, "model.safetensors")
+        # Not as arguments of an RPC: tensors sent to an engine in another process fail there, and then end it.
+        with copies as file:
+            llm.collective_rpc("reload_weights", kwargs={"weights_path": str(file.parent)})
 
 
 @contextmanager
-def shared_directory() -> Iterator[Path]:
-    """A new directory in shared memory, or where there is none in the usual place for temporary files; removed after."""
-    where = _SHARED_MEMORY if _SHARED_MEMORY.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="torchrl_llm-", dir=where) as path:
-        yield Path(path)
+def shared_file(tensors: dict[str, Tensor], name: str) -> Iterator[Path]:
+    """The file ``name`` with ``tensors``, alone in a new directory that is removed after.
+
+    It lies in shared memory, or, where that has no room (a container has 64 MiB by default), in the usual place for temporary files.
+
+    Raises:
+        WeightSyncError: neither has room.
+    """
+    with ExitStack() as directories:
+        file = _write(tensors, name, directories)
+        del tensors  # the engine reads the file: the host need not hold both
+        yield file
+
+
+def _write(tensors: dict[str, Tensor], name: str, directories: ExitStack) -> Path:
+    size, found = sum(tensor.nbytes for tensor in tensors.values()), []
+    for folder in filter(Path.is_dir, (_SHARED_MEMORY, Path(tempfile.gettempdir()))):
+        free = shutil.disk_usage(folder).free
+        found.append(f"{folder} has {_megabytes(free)} free")
+        if free > size:
+            path = directories.enter_context(tempfile.TemporaryDirectory(prefix="torchrl_llm-", dir=folder))
+            file = Path(path) / name
+            try:
+                save_file(tensors, file)
+                return file
+            # Another process, such as another rank, may have taken the room meanwhile.
+            except (OSError, SafetensorError) as error:
+                found[-1] += f", but writing failed ({error})"
+                file.unlink(missing_ok=True)
+    raise WeightSyncError(
+        f"The engine reads the weights from a file of {_megabytes(size)}, and there is no room for it: {'; '.join(found)}. Give the "
+        "container more shared memory (docker run --shm-size=...), or set TMPDIR to a folder with room."
+    )
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.0f} MB"
 
 
 # Between GPUs.
