@@ -18,6 +18,7 @@ _WHOLE = "`max_model_len`: It bounds the whole context, prompts and responses to
 _ROWS = "Rows are given in Python, build_run(config, make_env=partial(PromptDatasetEnv, rows, reward_fn)); `env_name` names an environment."
 _TURNS = "`max_steps`: It counts turns of training; `max_iterations` counts iterations."
 _LORA = "LoRA's settings are `lora_r`, `lora_alpha` and `lora_targets`; load_actor_critic(lora=LoraConfig(...)) takes any other but a dropout."
+_FLASH = "`attn_implementation`: Leave it out. PyTorch's own attention (sdpa) runs flash attention on a GPU too."
 _NF4 = '`quantization`: It is "nf4" or left out.'
 _ADAMW = "The optimizer is AdamW, with `lr_actor`, `lr_critic`, `weight_decay` and `adam_beta2`."
 _WARMUP = "`warmup_fraction`: It is a share of `max_steps`."
@@ -338,7 +339,7 @@ _AXOLOTL = {
     "val_set_size": "`evaluation_episodes`: Evaluations play tasks of their own.",
     "sample_packing": "`share_prefixes`: What episodes have in common is computed once.",
     "default_system_message": "`system_prompt`",
-    "flash_attention": '`attn_implementation`: Set it to "flash_attention_2".',
+    "flash_attention": _FLASH,
     "saves_per_epoch": _SAVE,
     "evals_per_epoch": _EVERY,
     "wandb_name": _FOLDER,
@@ -354,7 +355,7 @@ _LLAMA_FACTORY = {
     "lora_target": "`lora_targets`",
     "lora_dropout": _LORA,
     "quantization_bit": _NF4,
-    "flash_attn": "`attn_implementation`",
+    "flash_attn": _FLASH,
     "dataset": f"`demonstrations`: It is a file of messages. {_ROWS}",
     "dataset_dir": "`demonstrations`: It is the path of a file of messages.",
     "eval_dataset": "`evaluation_episodes`: Evaluations play tasks of their own.",

@@ -37,7 +37,11 @@ class TestCalls:
 
     @pytest.mark.parametrize("prefixes", [True, False])
     def test_of_an_update_with_recomputation(self, calls, prefixes):
-        window = {"cls": MistralForCausalLM, "config": MistralConfig, "sliding_window": 6}  # whose plain rows have masks too
+        window = {
+            "cls": MistralForCausalLM,
+            "config": MistralConfig,
+            "sliding_window": 6,
+        }  # whose plain rows have masks too
         models = load_actor_critic(make_model(torch.float32, **window), gradient_checkpointing=True)
         scorer = TokenScorer(models.model, prefixes=shared(models.model) if prefixes else None)
         calls.clear()

@@ -78,6 +78,11 @@ class TestRunConfig:
             ({"algo": "LLMREINFORCE", "critic_trunk": "shared"}, "which has a critic"),
             ({"compile": True, "gradient_checkpointing": True}, "exclude each other"),
             ({"quantization": "nf4", "lora_r": 0}, "is for LoRA"),
+            (
+                {"attn_implementation": "flash_attention_2"},
+                "takes no mask, and policy='hf' samples with one: leave it out",
+            ),
+            ({"attn_implementation": "kernels-community/flash-attn2", "collector": "ray"}, "takes no mask"),
             ({"policy": "vllm", "offload_base": True, "lora_r": 0}, "offload_base moves the frozen base of LoRA"),
             ({"policy": "vllm", "offload_base": True, "quantization": "nf4"}, "choose one"),
             ({"offload_base": True}, "offload_base=True does nothing with policy='hf'"),
@@ -106,6 +111,9 @@ class TestRunConfig:
     def test_wrong_settings_are_errors_that_say_what_to_do(self, settings, message):
         with pytest.raises(ValueError, match=message):
             RunConfig(**settings)
+
+    def test_a_vllm_policy_leaves_the_attention_of_updates_open(self):
+        RunConfig(attn_implementation="flash_attention_2", policy="vllm")
 
     def test_a_minibatch_may_hold_part_of_a_group(self):
         assert RunConfig(algo="GRPO", group_size=4, minibatch_size=2).minibatch_size == 2

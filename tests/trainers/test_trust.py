@@ -70,7 +70,6 @@ class TestFolders:
                 {"env_name": "unheard:of", "env_options": {"command": "id"}},
                 """--env-name unheard:of --env-options '{"command": "id"}'""",
             ),
-            ({"attn_implementation": "kernels-community/flash-attn2"}, "--attn-implementation kernels-community/flash"),
             ({"chat_template": "/etc/hostname"}, "--chat-template /etc/hostname"),
         ],
         ids=lambda given: str(given)[:40],
@@ -136,6 +135,11 @@ class TestModels:
         assert main(["eval", str(folder), "--episodes=2"]) == 2
         assert f"whose files ask for the attention {asked!r}" in capsys.readouterr().err
         say(folder, attn_implementation="sdpa")
+        assert main(["eval", str(folder), "--episodes=2"]) == 0
+
+    def test_an_attention_that_takes_no_mask_is_left_out(self, folder):
+        say(folder, attn_implementation="kernels-community/flash-attn2", policy="vllm")
+        assert find_saved_model(folder).config().attn_implementation is None
         assert main(["eval", str(folder), "--episodes=2"]) == 0
 
     def test_a_base_is_fetched_for_who_names_it(self, tmp_path):

@@ -316,7 +316,8 @@ def load_actor_critic(
         entropy: the actor's scorer writes the entropy as well.
         dtype: of the base weights: a torch dtype, its name, or ``"auto"`` (the checkpoint's, as ``None``).
         device: where to put everything.
-        attn_implementation: as in transformers (``"sdpa"``, ``"eager"``, ...); ``None`` takes its default.
+        attn_implementation: as in transformers; ``None`` takes its default, as a rule ``"sdpa"``, which runs flash attention on a
+            GPU where no mask is needed. With any other, rows share nothing; ``HFPolicy`` takes ``"sdpa"`` and ``"eager"``.
         trust_remote_code: run code that comes with the model.
         quantization: ``"nf4"`` keeps the linear layers of the base in 4 bits (QLoRA, https://arxiv.org/abs/2305.14314)
             and computes in ``dtype`` (default bfloat16). Needs ``lora``, a path, and bitsandbytes.

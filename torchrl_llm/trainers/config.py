@@ -256,6 +256,12 @@ class RunConfig(
             yield f"quantization={self.quantization!r} keeps a part of the base on the GPU, which offload_base would move: choose one."
         if self.compile and self.gradient_checkpointing:
             yield "compile and gradient_checkpointing exclude each other: choose one."
+        if self.policy == "hf" and self.attn_implementation not in (None, *settings.ATTENTION):
+            yield (
+                f"attn_implementation={self.attn_implementation!r} takes no mask, and policy='hf' samples with one: leave it out. "
+                "PyTorch's own attention (sdpa), which is the default, runs flash attention on a GPU too, and computes what rows "
+                "share once."
+            )
         if self.quantization is not None and not self.lora_r:
             yield f"quantization={self.quantization!r} is for LoRA: lora_r=0 would train the weights that it rounds."
         # PEFT reads a string as a regular expression of whole module paths, which a bare name never matches.

@@ -25,7 +25,7 @@ from torchrl_llm.trainers.checkpoint_files import verify
 from torchrl_llm.trainers.config import HOW_TO_RUN, RunConfig, SamplingSettings
 from torchrl_llm.trainers.device import choose_device
 from torchrl_llm.trainers.run_folder import MARK
-from torchrl_llm.trainers.settings import FORMATTER, EnvConfig, TemplateConfig, names_of
+from torchrl_llm.trainers.settings import ATTENTION, FORMATTER, EnvConfig, TemplateConfig, names_of
 from torchrl_llm.trainers.settings_file import read_settings, write_settings
 from torchrl_llm.trainers.sources import MODELS, load_model_config, load_tokenizer, model_path
 from torchrl_llm.trainers.trust import check_base, check_kept
@@ -91,6 +91,8 @@ class SavedModel:
         names = OF_THE_MODEL if only_model else (*USED, "collector", *game)
         kept = {name: self.settings[name] for name in names if name in self.settings and name not in changes}
         kept = {name: value for name, value in kept.items() if name not in _NOT_KEPT}
+        if kept.get("attn_implementation") not in ATTENTION:  # of updates beside a vLLM engine: models sample here
+            kept.pop("attn_implementation", None)
         if "model_path" in changes and not self.is_adapter:
             raise ConfigError(f"model_path does nothing with {self.path}, which holds a whole model: leave it out.")
         base = {"model_path": str(self.weights), "lora_r": 0}
@@ -166,7 +168,7 @@ def _checked(settings: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
 
 def for_run(config: RunConfig) -> dict[str, Any]:
     """The settings of a run that hold for each model that it loads beside its own, whatever that one was trained with."""
-    attention = {} if config.attn_implementation is None else {"attn_implementation": config.attn_implementation}
+    attention = {"attn_implementation": config.attn_implementation} if config.attn_implementation in ATTENTION else {}
     return {"device": config.device, "trust_remote_code": config.trust_remote_code, **attention}
 
 

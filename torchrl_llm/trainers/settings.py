@@ -33,6 +33,9 @@ NOTHING_TO_CORRECT = (
 )
 """Of settings with a sampler correction, and of a trainer whose loss has one."""
 
+ATTENTION = ("eager", "sdpa")
+"""PyTorch's own implementations of attention, which take masks; transformers may fetch the code of others."""
+
 MOST_TOKENS = 16_384
 """The largest ``max_tokens`` that is taken where none is given."""
 
@@ -187,7 +190,8 @@ class ModelConfig(Checked):
     """Autocast of the training forward passes; None is that of dtype (the checkpoint's, if "auto") where all weights
     train, else "no". "fp16" needs a GPU."""
     attn_implementation: str | None = None
-    """As in transformers ("sdpa", "eager", "flash_attention_2"); None takes its default."""
+    """"sdpa" or "eager"; None takes transformers' default, as a rule sdpa, which runs flash attention on a GPU where no mask is
+    needed. With policy: vllm also another name of transformers ("flash_attention_2"): rows then share nothing."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
     gradient_checkpointing: bool = False

@@ -14,15 +14,12 @@ from torchrl_llm.options import ConfigError
 from torchrl_llm.smollm2 import smollm2_model_path
 from torchrl_llm.tiny import tiny_model_path
 from torchrl_llm.trainers.config import RunConfig
+from torchrl_llm.trainers.settings import ATTENTION
 
 _T = TypeVar("_T")
 
 MODELS: dict[str, Callable[[], Path]] = {"tiny": tiny_model_path, "smollm2": smollm2_model_path}
 """Names that ``model_path`` takes beside paths and ids, and what finds the folder. A folder of such a name is ``./tiny``."""
-
-
-ATTENTION = ("eager", "sdpa")
-"""PyTorch's own implementations of attention; transformers may fetch the code of others."""
 
 
 def model_path(config: RunConfig) -> str:

@@ -17,7 +17,7 @@ from huggingface_hub.utils import HFValidationError
 
 from torchrl_llm.options import ConfigError
 from torchrl_llm.trainers.settings import is_template
-from torchrl_llm.trainers.sources import ATTENTION, MODELS
+from torchrl_llm.trainers.sources import MODELS
 
 # GEM's games and the worlds of this package compute, and no more. Of GEM's other families, code: and several of rg: execute what
 # the model answers, and the rest load data sets of a hub. python: only says that an environment has to be given.
@@ -63,10 +63,6 @@ def _asked(settings: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]
     # A scripted player of the package has no colon, and a path leads to files that are read as data.
     if isinstance(opponent, str) and ":" in opponent and not Path(opponent).expanduser().exists():
         yield f"the opponent {opponent!r}, which is imported and called", ("opponent",)
-    attention = settings.get("attn_implementation")
-    if attention not in (None, *ATTENTION):
-        yield f"the attention {attention!r}, whose code may be fetched from a hub", ("attn_implementation",)
-
     template = settings.get("chat_template")
     if template is not None and not is_template(str(template)):  # runs keep the text
         yield f"the chat template in the file {template!r}, which is none of its own", ("chat_template",)

@@ -408,8 +408,9 @@ def _check_family(model: nn.Module) -> None:
     implementation = config._attn_implementation
     if implementation not in _ATTENTION:
         raise UnsupportedModelError(
-            f"{name_of(causal)} uses attn_implementation={implementation!r}, which takes no ready-made mask; "
-            f"expected one of {_ATTENTION}. Load the model with attn_implementation='sdpa'."
+            f"{name_of(causal)} uses attn_implementation={implementation!r}, which takes no ready-made mask; HFPolicy expects "
+            "'sdpa' or 'eager'. Load the model with attn_implementation='sdpa', which runs flash attention on a GPU where no mask "
+            "is needed, or sample with a vLLM policy."
         )
 
 
