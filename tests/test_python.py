@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -33,6 +34,17 @@ def needs(python: str, *extras: str) -> list[Requirement]:
 def installed(python: str) -> set[str]:
     """The names of those distributions."""
     return {need.name for need in needs(python)}
+
+
+def imported(*folders: str) -> set[str]:
+    """The first part of each name that the modules in these folders import."""
+    found = set()
+    for path in (path for folder in folders for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            found |= {name.partition(".")[0] for name in names}
+    return found - {""}
 
 
 class TestVersions:
@@ -55,15 +67,20 @@ class TestVersions:
     def test_nothing_imported_is_gone_in_3_13(self):
         gone = "aifc asynchat asyncore audioop cgi cgitb chunk crypt distutils imghdr imp mailcap msilib nis nntplib "
         gone += "ossaudiodev pipes smtpd sndhdr spwd sunau telnetlib uu xdrlib"
-        imported = set()
-        for folder in ("torchrl_llm", "examples", "benchmarks"):
-            for path in (ROOT / folder).rglob("*.py"):
-                for node in ast.walk(ast.parse(path.read_text())):
-                    names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                    names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-                    imported |= {name.partition(".")[0] for name in names}
-        assert "torch" in imported
-        assert not imported & set(gone.split())
+        found = imported("torchrl_llm", "examples", "benchmarks")
+        assert "torch" in found
+        assert not found & set(gone.split())
+
+    def test_everything_imported_is_declared(self):
+        """Not brought by another package: it may leave it out one day, or bring a version that lacks what is used."""
+        extras = {each for lines in PROJECT["optional-dependencies"].values() for each in lines}
+        declared = {canonicalize_name(Requirement(line).name) for line in {*PROJECT["dependencies"], *extras}}
+        # The error of reading a parquet file without it names datasets, which brings it.
+        known = {*sys.stdlib_module_names, "torchrl_llm", "pyarrow"}
+        distributions = {"gem": "gem-llm", "yaml": "pyyaml"}
+        wanted = {canonicalize_name(distributions.get(name, name)) for name in imported("torchrl_llm") - known}
+        assert "torch" in wanted
+        assert not wanted - declared
 
 
 WITHOUT_GEM = """
