@@ -96,6 +96,49 @@ def test_files_and_functions_can_be_read():
     assert sorted(lengths)[int(0.95 * len(lengths))] <= 24
 
 
+def test_private_attributes_are_read_where_they_are_defined():
+    """Or by a class that inherits them."""
+    nodes = {name: [*ast.walk(tree)] for name, tree in modules().items() if "testing" not in name}
+    private = {name: [*filter(_is_private, of)] for name, of in nodes.items()}
+    defined: dict[str, set[str]] = {"_version": {*nodes}}  # of PyTorch's tensors too
+    for name, of in nodes.items():
+        own = {each.name for each in of if isinstance(each, ast.FunctionDef | ast.ClassDef)}
+        own |= {each.attr for each in private[name] if isinstance(each.ctx, ast.Store) and _owner(each) == "self"}
+        for attribute in own:
+            defined.setdefault(attribute, set()).add(name)
+    wrong = [
+        f"{name}, line {each.lineno}: {ast.unparse(each)}"
+        for name, attributes in private.items()
+        for each in attributes
+        if name not in defined.get(each.attr, {name}) and not _is_inherited(each)
+    ]
+    assert not wrong
+
+
+def _is_private(node: ast.AST) -> bool:
+    return isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__")
+
+
+def _is_inherited(node: ast.Attribute) -> bool:
+    """Of ``self``, or of the base class by its name."""
+    return _owner(node) in ("self", "cls", "super()") or _owner(node)[0].isupper()
+
+
+def _owner(node: ast.Attribute) -> str:
+    return ast.unparse(node.value)
+
+
+def test_the_markers_of_thinking_stand_in_one_place():
+    """What templates have in common is found out by trying them; only the default is spelled."""
+    spelled = [
+        name
+        for name, tree in modules().items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and node.value in ("<think>", "</think>")
+    ]
+    assert spelled == ["torchrl_llm.envs.response"] * 2
+
+
 def test_the_picture_is_true():
     """Every file that the page names is there, and every package and file of the first level is on the page."""
     tree = re.search(r"```text\ntorchrl_llm/\n(.*?)```", (ROOT / "docs" / "design.md").read_text(), re.S)[1]

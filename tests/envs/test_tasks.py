@@ -159,7 +159,7 @@ class TestRows:
         again = [self.questions(tokenizer, "rg:base_conversion", stream, divide=False) for stream in STREAMS]
         assert again[0] & again[2]
         env = GEMEnv(["eval:AMC", "math:GSM8K", StopOrGo], tokenizer=tokenizer, stream="test")
-        assert [spec.divide for spec in env._specs] == [False, True, False]
+        assert [spec.divide for spec in env.mixture] == [False, True, False]
 
     def test_rows_are_the_streams_whichever_sampler_it_is(self, tokenizer):
         """A greedy evaluation samples from a choice of tasks, which is not ``TaskSampler``."""

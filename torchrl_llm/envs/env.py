@@ -115,6 +115,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         EnvironmentUnavailableError: at a reset, an environment lacks a package or data; the message says which.
 
     Attributes:
+        mixture: the :class:`~torchrl_llm.envs.EnvSpec` of each environment.
         last_fault: the last of them; ``None``: none failed.
         new_faults: those of the last reset or step.
         extras: name -> ``float`` or ``str`` of the extras that its environments declare (:mod:`~torchrl_llm.envs.extras`).
@@ -175,7 +176,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             for spec in map(resolve_env, sources)
         ]
         self._check_sizes(specs, num_envs, group_size, max_model_len, max_output_tokens)
-        self._specs, self.names = specs, tuple(spec.name for spec in specs)
+        self.mixture, self.names = tuple(specs), tuple(spec.name for spec in specs)
         self.extras = merged_kinds([(spec.name, spec.extras) for spec in specs])
         self.formatter = ChatFormatter(
             tokenizer,
@@ -248,7 +249,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
     @property
     def single_turn(self) -> tuple[bool | None, ...]:
         """Of each environment of the mixture, whether its episodes end with their first response; ``None``: not known."""
-        return tuple(True if self.max_turns == 1 else spec.single_turn for spec in self._specs)
+        return tuple(True if self.max_turns == 1 else spec.single_turn for spec in self.mixture)
 
     @property
     def success_reward(self) -> float:

@@ -35,7 +35,7 @@ def rules_of(env: GEMEnv) -> dict[str, Any]:
     chat_template = formatter.tokenizer.chat_template if formatter.template == "chat" else None
     return {
         "kind": f"{type(env).__module__}:{type(env).__qualname__}",
-        "environments": [[spec.name, fingerprint(spec.make), spec.success_by] for spec in env._specs],
+        "environments": [[spec.name, fingerprint(spec.make), spec.success_by] for spec in env.mixture],
         **{name: getattr(env, name) for name in _LIMITS},
         **{name: getattr(formatter, name) for name in _TEXT},
         "chat_template": chat_template,

@@ -200,7 +200,7 @@ class SlotEpisodes:
     max_turns: int | None
     overflow: Overflow
     _fault_counter: FaultCounter
-    _specs: Sequence[EnvSpec]
+    mixture: tuple[EnvSpec, ...]
     _stream: Stream
     _slots: list[Slot]
     _firsts: tuple[Any, list[int]] = (None, [])
@@ -252,7 +252,7 @@ class SlotEpisodes:
         return Reply(context, task=env.task or NO_TASK)
 
     def _isolated(self, env_id: int, options: tuple[tuple[str, Any], ...]) -> IsolatedEnv:
-        spec = self._specs[env_id]
+        spec = self.mixture[env_id]
         rows = self._stream if spec.divide else None
         return IsolatedEnv(spec.make, spec.name, rows=rows, extras=spec.extras, options=options)
 

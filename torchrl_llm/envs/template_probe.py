@@ -82,8 +82,8 @@ def marker_pairs(source: str, control: Collection[str]) -> list[Pair]:
         for opening in _openings(closing)
         if opening in known or closing in spelled
     }
-    found = sorted(pair for pair in pairs if spelled & {*pair} and pair != ("<think>", "</think>"))
-    return [("<think>", "</think>"), *reversed(found)]
+    found = sorted(pair for pair in pairs if spelled & {*pair} and pair != THINKING)
+    return [THINKING, *reversed(found)]
 
 
 def _openings(closing: str) -> Iterator[str]:
