@@ -78,6 +78,14 @@ class TestErrors:
             ("a.csv", b"a,b\n1,2\n3\n", "a.csv: line 3 has another number of cells"),
             ("a.csv", b'a,b\n"1,2\n', "a.csv: unexpected end of data"),
             ("a.csv", b"a,b\n\xff,1\n", "a.csv: 'utf-8' codec"),
+            (
+                "a.csv",
+                b"a,b\n" + b"x" * 140_000 + b",1\n",
+                "a.csv: line 2 has a cell of more than 131,072 characters.* or a quote that nothing closes. Save such texts as",
+            ),
+            ("a.csv", b"a,b,a\n1,2,3\n", "a.csv: the name 'a' is there twice, and only one value could be kept: rename one"),
+            ("a.jsonl", b'{"a": 1, "a": 2}', "a.jsonl, line 1: the name 'a' is there twice"),
+            ("a.json", b'[{"b": [{"a": 1, "a": 1}]}]', "a.json: the name 'a' is there twice"),
             ("a.parquet", b"PAR1 and then nothing", "a.parquet is no whole parquet file"),
             ("a.parquet", b"a table", "a.parquet is no whole parquet file"),
             (
@@ -94,6 +102,13 @@ class TestErrors:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=message):
             list(read_records(tmp_path / name))
+
+    def test_two_columns_of_one_name_in_parquet(self, tmp_path):
+        pa = pytest.importorskip("pyarrow")
+        table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"])
+        pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "a.parquet")
+        with pytest.raises(ValueError, match=r"a\.parquet: the name 'a' is there twice"):
+            list(read_records(tmp_path / "a.parquet"))
 
     def test_no_file(self, tmp_path):
         with pytest.raises(ValueError, match=r"There is no file 'some/dataset'.*Load what a hub has with datasets"):

@@ -6,7 +6,7 @@ import codecs
 import csv
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ def read_records(path: Path) -> Iterator[tuple[str, Any]]:
     """The place and the value of each record of a file.
 
     A file of JSON has one value to a line, or one array of all. Lines end with a line feed and nothing else: JSON may hold
-    characters at which ``str.splitlines`` splits, such as U+2028. Every cell of a CSV file is text.
+    characters at which ``str.splitlines`` splits, such as U+2028. Every cell of a CSV file is text. No record has two values of
+    one name, of which all but the last would be lost.
 
     Args:
         path: its first bytes decide, and where they are text the end of its name.
@@ -66,22 +67,34 @@ def _from_lines(path: Path, content: bytes) -> Iterator[tuple[str, Any]]:
         if line.strip():
             place = f"{path}, line {number}"
             try:
-                yield place, json.loads(line.decode())
+                yield place, json.loads(line.decode(), object_pairs_hook=_object)
             except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, or beyond what Python reads
                 raise ValueError(f"{place}: {error}; expected one JSON object to a line.") from error
 
 
 def _from_array(path: Path, content: bytes) -> Iterator[tuple[str, Any]]:
     try:
-        values = json.loads(content.decode())
+        values = json.loads(content.decode(), object_pairs_hook=_object)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: {error}; expected one array of objects, or one object to a line.") from error
     yield from ((f"{path}, entry {number}", value) for number, value in enumerate(values, start=1))
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    _check_names([name for name, _ in pairs])
+    return dict(pairs)
+
+
+def _check_names(names: Sequence[str]) -> None:
+    if len({*names}) < len(names):
+        twice = next(name for i, name in enumerate(names) if name in names[:i])
+        raise ValueError(f"the name {twice!r} is there twice, and only one value could be kept: rename one, or leave it out")
+
+
 def _from_csv(path: Path, content: bytes, delimiter: str) -> Iterator[tuple[str, Any]]:
     try:
         lines = csv.DictReader(io.StringIO(content.decode(), newline=""), delimiter=delimiter, strict=True)
+        _check_names(lines.fieldnames or ())
         for record in lines:
             if None in record or None in record.values():
                 raise ValueError(
@@ -89,7 +102,13 @@ def _from_csv(path: Path, content: bytes, delimiter: str) -> Iterator[tuple[str,
                 )
             yield f"{path}, line {lines.line_num}", record
     except (ValueError, csv.Error) as error:
-        raise ValueError(f"{path}: {error}; expected a line of column names, then a line for each row.") from error
+        told = str(error)
+        if told.startswith("field larger than field limit"):
+            told = (
+                f"line {lines.reader.line_num} has a cell of more than {csv.field_size_limit():,} characters, the most that Python's csv "
+                "takes, or a quote that nothing closes. Save such texts as .jsonl or .parquet, or raise csv.field_size_limit"
+            )
+        raise ValueError(f"{path}: {told}; expected a line of column names, then a line for each row.") from error
 
 
 def _from_parquet(path: Path) -> Iterator[tuple[str, Any]]:
@@ -100,7 +119,12 @@ def _from_parquet(path: Path) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{path} needs 'pyarrow', which comes with 'datasets': pip install datasets.") from error
     try:
         with ParquetFile(path) as file:
+            names = file.schema_arrow.names
             rows = [row for batch in file.iter_batches() for row in batch.to_pylist()]
     except (ArrowException, OSError) as error:
         raise ValueError(f"{path} is no whole parquet file: {error}") from error
+    try:
+        _check_names(names)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; expected columns of different names.") from error
     yield from ((f"{path}, row {number}", row) for number, row in enumerate(rows, start=1))
