@@ -25,6 +25,8 @@ DATED = {
     "indented": "  {% if true %}\n  {{ strftime_now('%%d is 100%%, %c %x %X %j %U %H:%M:%S') }}{% endif %}" + BODY,
     "a loop": "{% for m in messages %}{{ strftime_now(m.role[:0] ~ '%Y') }}{% endfor %}" + BODY,
 }
+# Every directive that may stand in a format, put together at run time where it has one flag at most.
+FLAGGED = ["%f", "%^b", "%#Z", "%Ey", "%Od", "%EY", "%10d", "%_5e", "%-^B", "%0e", "%:z", "%+4Y", "%s", "%Q", "%%f", "100%"]
 ASKED = [Message("user", "Guess."), Message("assistant", "5"), Message("user", "Higher.")]
 DAY = datetime.date(2024, 2, 29)
 
@@ -48,6 +50,15 @@ class TestDate:
         set_clock(monkeypatch, datetime.date(2031, 7, 1))
         assert Renderer(tokenizer)(ASKED) != expected
         assert render(ASKED) == expected
+
+    @pytest.mark.parametrize("given", ["the template", "its arguments"])
+    def test_every_directive_comes_out(self, given):
+        spelled = f"{{% set formats = {FLAGGED} %}}" if given == "the template" else ""
+        template = "{% for f in formats %}{{ strftime_now(f) }}|{% endfor %}{{ strftime_now('%' ~ '^' ~ 'a') }}" + BODY
+        kwargs = {"formats": FLAGGED} if given == "its arguments" else {}
+        render = Renderer(byte_tokenizer(chat_template=spelled + template), today=DAY, chat_template_kwargs=kwargs)
+        day = datetime.datetime(DAY.year, DAY.month, DAY.day)
+        assert render(ASKED).partition("<|im_start|>")[0].split("|") == [day.strftime(f) for f in [*FLAGGED, "%^a"]]
 
     @pytest.mark.parametrize("name", DATED)
     def test_it_is_found_out_whether_a_template_shows_it(self, name):

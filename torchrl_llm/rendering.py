@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime
+from string import ascii_letters
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -40,7 +41,7 @@ _SUPPLIED = frozenset(
 )
 _TRIAL = "q0\n0."
 _CLOCK = "strftime_now"
-_DIRECTIVES = "aAbBcCdDeFgGhHIjklmMnpPrRsStTuUVwWxXyYzZ"
+_DIRECTIVE = re.compile(r"%[-_0^#+]*\d*:*[EO]?[A-Za-z]")  # of the C library's strftime, with its flags, width and modifiers
 
 
 class Message(NamedTuple):
@@ -106,7 +107,7 @@ class Renderer:
         self.kwargs = dict(chat_template_kwargs or {})
         self.source = _source(tokenizer, self.kwargs)
         if today is not None and _CLOCK in self.source:
-            self.kwargs["chat_template"] = _clock(today) + self.source
+            self.kwargs["chat_template"] = _clock(today, self.source + str(self.kwargs)) + self.source
         self._system = [Message("system", system_prompt)] if system_prompt is not None else []
         self.parts = False
         self.parts = self._wants_parts()
@@ -174,13 +175,18 @@ class Renderer:
         )
 
 
-def _clock(today: date) -> str:
-    """The definition of ``strftime_now`` for a day that does not end, to stand before a template."""
+def _clock(today: date, spells: str) -> str:
+    """The definition of ``strftime_now`` for a day that does not end, to stand before a template.
+
+    Args:
+        today: the day.
+        spells: text that has the formats in it. What is put together elsewhere is known with one flag at most.
+    """
     # transformers gives templates no other functions than its own, so it is a macro: each directive is replaced by its value. The
     # line break behind it is no part of the template's text, as transformers sets Jinja's trim_blocks.
     now = datetime(today.year, today.month, today.day)
-    spelled = [f"%{flag}{letter}" for flag in "-_" for letter in _DIRECTIVES] + [f"%{letter}" for letter in _DIRECTIVES]
-    values = json.dumps([[each, now.strftime(each)] for each in spelled])
+    spelled = [f"%{flag}{letter}" for flag in ("", *"-_0^#") for letter in ascii_letters] + _DIRECTIVE.findall(spells)
+    values = json.dumps([[each, now.strftime(each)] for each in dict.fromkeys(spelled)])
     return (
         f'{{%- macro {_CLOCK}(format) -%}}{{%- for part in format.split("%%") -%}}{{%- set shown = namespace(text=part) -%}}'
         f"{{%- for each in {values} -%}}{{%- set shown.text = shown.text.replace(each[0], each[1]) -%}}{{%- endfor -%}}"
