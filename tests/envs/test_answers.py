@@ -138,6 +138,26 @@ class TestAnswers:
         with pytest.raises(ControlTokenError, match="special token"):
             formatter.answer(f"{THOUGHT}<|im_end|>")
 
+    def test_special_tokens_are_the_templates_own_alone(self):
+        """It may write one within an answer, which must not hold one itself."""
+        thought = "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think><|say|>{% endif %}"
+        tokenizer = byte_tokenizer(chat_template=HEAD + thought + "{{ m.content.split('</think>')[-1] }}" + FOOT)
+        tokenizer.add_tokens([AddedToken("<|say|>", special=True, normalized=False)])
+        formatter = ChatFormatter(tokenizer)
+        assert tokenizer.decode(formatter.answer("<think>Easy.</think>4")) == "<think>Easy.</think><|say|>4<|im_end|>"
+        for text in ("<|say|>4", "<think>Easy.</think><|say|>4"):
+            with pytest.raises(ControlTokenError, match=r"holds '<\|say\|>', a special token"):
+                formatter.answer(text)
+
+    def test_a_long_answer_is_encoded_once(self, monkeypatch):
+        formatter, encoded = formatter_of("as they are", missing_thinking="empty"), []
+        encode = formatter.tokenizer.encode
+        monkeypatch.setattr(
+            formatter.tokenizer, "encode", lambda text, **kwargs: encoded.append(text) or encode(text, **kwargs)
+        )
+        formatter.answer("so " * 1000)
+        assert sum(map(len, encoded)) < 3100
+
     def test_where_the_template_trims_answers_are_trimmed(self):
         formatter = formatter_of("trimmed")
         assert formatter.answer(" Sure.\n") == formatter.answer("Sure.")

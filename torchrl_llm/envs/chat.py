@@ -193,7 +193,6 @@ class ChatFormatter(Checked):
         self._control = {str(token): token for token in added.values()}
         # The unknown token stands for text without a token of its own; it steers nothing.
         self._control_ids = frozenset(added) - {tokenizer.unk_token_id}
-        self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self._added = token_pattern(self._control)
         self._spaces_text = _puts_space_before_text(tokenizer)
         self._bos: tuple[int, ...] = ()
@@ -204,7 +203,8 @@ class ChatFormatter(Checked):
         self._in_thought = self._form.is_open("")  # where a response begins
         self.template_date = today.isoformat() if self.properties.shows_date else None
         # Tokens that a template writes within answers, such as those around thinking.
-        self._within = {i for i, token in added.items() if any(str(token) in pair for pair in self.properties.pairs)}
+        within = {i for i, token in added.items() if any(str(token) in pair for pair in self.properties.pairs)}
+        self._not_in_answers = frozenset(i for i, token in added.items() if token.special) - within
         self._ends = {role: self._id(frame.end) for role, frame in self.properties.frames.items()}
         ends = [*self._ends.values(), tokenizer.eos_token_id]
         self.end_of_turn_ids: tuple[int, ...] = tuple(dict.fromkeys(end for end in ends if end is not None))
@@ -277,15 +277,18 @@ class ChatFormatter(Checked):
             ValueError: it is no Unicode text: it holds half of a surrogate pair.
         """
         _check_unicode(text)
-        forbidden = self._special_ids - self._within
-        if special := [i for i in self.encode_answer(text) if i in forbidden]:
+        end = self._ends[role]
+        ids = self.encode_answer(self._form(text) + self.properties.frames[role].closing)
+        if not self._not_in_answers.isdisjoint(ids):
+            self._check_answer(text)  # they may be the template's own
+        return (*ids, *(self.end_of_turn_ids[:1] if end is None else (end,)))
+
+    def _check_answer(self, text: str) -> None:
+        if special := [i for i in self.encode_answer(text) if i in self._not_in_answers]:
             raise ControlTokenError(
                 f"The answer {text[:80]!r} holds {self.tokenizer.convert_ids_to_tokens(special[0])!r}, a special token of the "
                 f"tokenizer {self.tokenizer.name_or_path!r}: leave it out; the end of the turn is added."
             )
-        end = self._ends[role]
-        ids = self.encode_answer(self._form(text) + self.properties.frames[role].closing)
-        return (*ids, *(self.end_of_turn_ids[:1] if end is None else (end,)))
 
     def encode_answer(self, text: str) -> tuple[int, ...]:
         """The ids of text that stands where the assistant begins to write, with markup as tokens."""
