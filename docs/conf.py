@@ -138,8 +138,8 @@ PACKAGES = {
     "report": ("curves", "episodes", "run_files"),
     "cli": (),
     "testing": (
-        *("credit_worlds", "enumerable", "environments", "games", "policies", "probes", "simulation", "tabular"),
-        *("tiny", "tokenizers", "worlds"),
+        *("credit_worlds", "enumerable", "environments", "games", "policies", "pretended_gpu", "probes", "simulation"),
+        *("tabular", "tiny", "tokenizers", "worlds"),
     ),
 }
 """Each package of the library, and its modules that are documented by themselves."""

@@ -1,0 +1,179 @@
+"""What PyTorch, accelerate and tensordict say and keep of CUDA devices, replaced while some are pretended."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from tensordict.memmap import MemoryMappedTensor
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from torchrl_llm.testing.pretended_gpu._record import HOST, PretendedGPU, device_of
+
+
+@contextmanager
+def devices(gpu: PretendedGPU) -> Iterator[None]:
+    """``torch.cuda`` and ``torch.Generator``."""
+
+    def empty_cache() -> None:
+        gpu.emptied += 1
+
+    def set_device(device: Any) -> None:
+        gpu.current = gpu.normal(device).index
+
+    @contextmanager
+    def device(wanted: Any) -> Iterator[None]:
+        before = gpu.current
+        if wanted is not None:
+            set_device(wanted)
+        try:
+            yield
+        finally:
+            gpu.current = before
+
+    def allocated(wanted: Any = None) -> int:
+        return gpu.allocated(gpu.normal(wanted).index)
+
+    properties = SimpleNamespace(
+        name="pretended H100", total_memory=gpu.memory, major=9, minor=0, multi_processor_count=132
+    )
+    state = torch.zeros(16, dtype=torch.uint8)
+    says: dict[str, Any] = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda *_, **__: True,
+        "device_count": lambda: gpu.count,
+        "current_device": lambda: gpu.current,
+        "get_device_name": lambda *_: properties.name,
+        "get_device_properties": lambda *_: properties,
+        "get_device_capability": lambda *_: (9, 0),
+        "mem_get_info": lambda wanted=None: (gpu.memory - allocated(wanted), gpu.memory),
+        **dict.fromkeys(
+            ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"), allocated
+        ),
+        "synchronize": lambda *_: gpu.wait("synchronize"),
+        "set_device": set_device,
+        "device": device,
+        "empty_cache": empty_cache,
+        "get_rng_state": lambda *_: state.clone(),
+        "get_rng_state_all": lambda: [state.clone() for _ in range(gpu.count)],
+        "is_current_stream_capturing": lambda: False,
+        **{name: lambda *_, **__: mock.MagicMock() for name in ("Event", "Stream", "current_stream", "default_stream")},
+        "stream": lambda *_: nullcontext(),
+    }
+    nothing: tuple[str, ...] = ("_lazy_init", "init", "ipc_collect", "reset_peak_memory_stats", "manual_seed", "manual_seed_all")
+    nothing += ("set_rng_state", "set_rng_state_all")
+    says |= {name: lambda *_, **__: None for name in nothing}
+    with (
+        mock.patch.multiple(torch.cuda, **says),
+        mock.patch.object(torch, "Generator", _generator(gpu)),
+        mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", _by_device_and_dtype),
+    ):
+        yield
+
+
+def _by_device_and_dtype(lists: list[list[Any]], with_indices: bool = False) -> dict[Any, Any]:
+    """How optimizers and clipping group tensors: by those of the first list; empty lists stay so."""
+    groups: dict[Any, tuple[list[list[Any]], list[int]]] = {}
+    for index, first in enumerate(lists[0]):
+        members, indices = groups.setdefault((device_of(first), first.dtype), ([[] for _ in lists], []))
+        indices.append(index)
+        for group, values in zip(members, lists, strict=True):
+            group.extend(values[index : index + 1])
+    return groups
+
+
+def _generator(gpu: PretendedGPU) -> type:
+    """``torch.Generator`` for devices that are pretended, too."""
+    real = torch.Generator
+
+    class AnyGenerator(type(real)):  # type: ignore[misc]
+        def __instancecheck__(cls, instance: Any) -> bool:
+            return isinstance(instance, real)
+
+    class Generator(real, metaclass=AnyGenerator):  # type: ignore[misc, valid-type]
+        def __new__(cls, device: Any = HOST) -> Any:
+            made = super().__new__(cls)
+            made.pretended = gpu.normal(device)
+            return made
+
+        @property
+        def device(self) -> torch.device:
+            return self.pretended
+
+    return Generator
+
+
+@contextmanager
+def autocast(gpu: PretendedGPU) -> Iterator[None]:
+    """Autocast of "cuda" is that of the CPU, where all is computed; that of "cpu" is only noted."""
+    is_enabled, enable = torch.is_autocast_enabled, torch.set_autocast_enabled
+    get_dtype, set_dtype = torch.get_autocast_dtype, torch.set_autocast_dtype
+    host_dtype, before = [get_dtype("cpu")], get_dtype("cpu")
+
+    def is_autocast_enabled(device: str = "cuda") -> bool:
+        return gpu.host_autocast if device == "cpu" else is_enabled("cpu")
+
+    def set_autocast_enabled(device: str, enabled: bool) -> None:
+        if device == "cpu":
+            gpu.host_autocast = enabled
+        else:
+            enable("cpu", enabled)
+
+    def get_autocast_dtype(device: str) -> torch.dtype:
+        return host_dtype[0] if device == "cpu" else get_dtype("cpu")
+
+    def set_autocast_dtype(device: str, dtype: torch.dtype) -> None:
+        if device == "cpu":
+            host_dtype[0] = dtype
+        else:
+            set_dtype("cpu", dtype)
+
+    replaced: tuple[Any, ...] = (is_autocast_enabled, set_autocast_enabled, get_autocast_dtype, set_autocast_dtype)
+    set_dtype("cpu", torch.float16)  # as it is for CUDA
+    try:
+        with mock.patch.multiple(torch, **{each.__name__: each for each in replaced}):
+            yield
+    finally:
+        set_dtype("cpu", before)
+
+
+@contextmanager
+def accelerate_state() -> Iterator[None]:
+    """accelerate's device and precision, of which a process has one, are put away."""
+    states = PartialState, AcceleratorState, GradientState
+    kept = [{**state._shared_state} for state in states]
+    try:
+        for state in states:
+            state._shared_state.clear()
+        yield
+    finally:
+        for state, values in zip(states, kept, strict=True):
+            state._shared_state.clear()
+            state._shared_state.update(values)
+
+
+@contextmanager
+def memory_maps() -> Iterator[None]:
+    """tensordict's mapped tensors are a subclass, which PyTorch cannot make of a tensor that a dispatch mode has seen."""
+
+    def without_modes(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, **kwargs: Any) -> Any:
+            args = tuple(each.detach().clone() if isinstance(each, Tensor) else each for each in args)
+            with _disable_current_modes(), torch._C.DisableTorchFunction():
+                return make(*args, **kwargs)
+
+        return made
+
+    names = ("from_tensor", "from_filename", "empty", "zeros", "full", "ones", "empty_like")
+    with ExitStack() as patches:
+        for name in names:
+            make = without_modes(getattr(MemoryMappedTensor, name))
+            patches.enter_context(mock.patch.object(MemoryMappedTensor, name, make))
+        yield
