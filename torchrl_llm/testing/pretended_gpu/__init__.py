@@ -43,7 +43,7 @@ __all__ = ["AttentionCall", "DeviceError", "PretendedGPU", "Wait", "pretended_gp
 def pretended_gpu(*, count: int = 1, memory: int = 80 * 2**30, raise_errors: bool = True) -> Iterator[PretendedGPU]:
     """Pretend CUDA devices, H100s, in this thread; yields what is noted of them.
 
-    accelerate's device and precision, of which a process has one, are chosen anew inside, and are what they were afterwards.
+    accelerate's device and precision, of which a process has one, are chosen again inside, and are what they were afterwards.
 
     Args:
         count: number of devices; default 1.

@@ -67,7 +67,14 @@ def devices(gpu: PretendedGPU) -> Iterator[None]:
         **{name: lambda *_, **__: mock.MagicMock() for name in ("Event", "Stream", "current_stream", "default_stream")},
         "stream": lambda *_: nullcontext(),
     }
-    nothing: tuple[str, ...] = ("_lazy_init", "init", "ipc_collect", "reset_peak_memory_stats", "manual_seed", "manual_seed_all")
+    nothing: tuple[str, ...] = (
+        "_lazy_init",
+        "init",
+        "ipc_collect",
+        "reset_peak_memory_stats",
+        "manual_seed",
+        "manual_seed_all",
+    )
     nothing += ("set_rng_state", "set_rng_state_all")
     says |= {name: lambda *_, **__: None for name in nothing}
     with (

@@ -96,7 +96,7 @@ class PretendedGPU:
         return torch.device("cuda", self.current)
 
     def reset(self) -> None:
-        """Begin to count anew; tensors stay where they are."""
+        """Set all counts to zero; tensors stay where they are."""
         for counter in (self.errors, self.waits, self.attention, self.products):
             counter.clear()
         self.launches = self.emptied = 0
