@@ -67,6 +67,14 @@ class TestChoice:
         config = RunConfig(model_path=smollm2, gradient_checkpointing=True)
         assert choose_max_tokens(config, empty_model(config), 8 * GIB) == 16_384
 
+    def test_chunks_of_logits_follow_from_the_kind_of_device_or_the_setting(self, smollm2):
+        def logits(device, **settings):
+            config = RunConfig(model_path=smollm2, max_tokens=16_384, **settings)
+            return memory_estimate(config, empty_model(config), device=torch.device(device))["logits"]
+
+        assert (logits("cpu"), logits("cuda")) == (12 * 2**24, 12 * 2**27)
+        assert logits("cuda", chunk_logits=10**6) == 12 * 10**6
+
     def test_a_trainer_made_by_hand_takes_the_most(self):
         assert TrainerConfig().micro_batch_tokens == 16_384
         assert TrainerConfig(max_tokens=60).micro_batch_tokens == 60
@@ -165,7 +173,7 @@ class TestWarnings:
         for free, warns in ((8 * GIB, False), (4 * GIB, True)):
             monkeypatch.setattr(memory, "free_memory", lambda free=free: free)
             assert with_max_tokens(RunConfig(model_path=smollm2), None, CPU, alone).max_tokens == 4_096
-            assert ("may take 6.3 GiB of memory (max_tokens=4096" in caplog.text) is warns
+            assert ("may take 6.5 GiB of memory (max_tokens=4096" in caplog.text) is warns
         assert "4.0 GiB are free: lower max_model_len" in caplog.text
 
     def test_of_a_family_whose_sizes_are_not_known(self, tmp_path, alone, caplog):

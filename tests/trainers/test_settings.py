@@ -119,6 +119,7 @@ LAW: dict[str, list[Case]] = {
     "gradient_checkpointing": [works(True)],
     "compile": [works(True, run=built)],
     "share_prefixes": [works(False, batch_size=32)],
+    "chunk_logits": [works(400), idle(0)],
     "quantization": [idle("nf4", lora_r=2), idle("nf4")],
     "lora_r": [works(2)],
     "lora_alpha": [works(9, lora_r=2), idle(9)],

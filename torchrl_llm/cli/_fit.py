@@ -171,8 +171,9 @@ def _room(config: RunConfig, length: int) -> str:
 
 
 def _memory(config: RunConfig, model: Any, device: torch.device | None) -> Iterator[Finding]:
-    _, there = trainer_memory(config, device or torch.device("cpu"))
-    sized, finding = _tried("memory", lambda: _sized(config, model, there), lambda _: "")
+    device = device or torch.device("cpu")
+    _, there = trainer_memory(config, device)
+    sized, finding = _tried("memory", lambda: _sized(config, model, there, device), lambda _: "")
     if sized is None:
         yield finding
         return
@@ -186,9 +187,9 @@ def _memory(config: RunConfig, model: Any, device: torch.device | None) -> Itera
     yield Finding("memory", "note" if total > there else "ok", said)  # a bound from above may be reached by no run
 
 
-def _sized(config: RunConfig, model: Any, memory: int) -> tuple[int, dict[str, int]]:
-    tokens = config.max_tokens or choose_max_tokens(config, model, memory)
-    return tokens, memory_estimate(replace(config, max_tokens=tokens), model)
+def _sized(config: RunConfig, model: Any, memory: int, device: torch.device) -> tuple[int, dict[str, int]]:
+    tokens = config.max_tokens or choose_max_tokens(config, model, memory, device=device)
+    return tokens, memory_estimate(replace(config, max_tokens=tokens), model, device=device)
 
 
 def _size(size: float) -> str:

@@ -289,6 +289,7 @@ def load_actor_critic(
     gradient_checkpointing: bool = False,
     compile: bool = False,
     share_prefixes: bool = True,
+    chunk_logits: int | None = None,
     seed: int = 0,
 ) -> ActorCritic:
     """Actor, critic and reference on one base model.
@@ -330,6 +331,7 @@ def load_actor_critic(
             of its own, compiled when it is first used. Not together with ``gradient_checkpointing``.
         share_prefixes: compute what the rows of a batch share once, for models that support it (``enable_prefix_sharing``). Changes
             results by rounding only. Not with ``compile``. Default True.
+        chunk_logits: most logits that a scorer makes at a time; ``None``: 2**27 on CUDA, elsewhere 2**24.
         seed: of the adapters' initialization; the global random generators stay as they are.
 
     Raises:
@@ -387,7 +389,8 @@ def load_actor_critic(
             compile_layers(backbone(each))
     critic_adapter = "critic" if lora is not None and critic is True else adapter
     reference_adapter = "reference" if reference == "adapter" else None
-    score = partial(TokenScorer, actor_model, sampling, adapter=adapter, entropy=entropy, prefixes=sharing)
+    scorer = partial(TokenScorer, sampling=sampling, prefixes=sharing, chunk_logits=chunk_logits)
+    score = partial(scorer, actor_model, adapter=adapter, entropy=entropy)
     values = TurnCritic(critic_model, adapter=critic_adapter, prefixes=sharing) if critic else None
     models = ActorCritic(
         model=actor_model,
@@ -395,9 +398,7 @@ def load_actor_critic(
         actor=score(),
         critic=values,
         joint=score(value_head=values.value_head) if values is not None and critic == "shared" else None,
-        reference=TokenScorer(frozen, sampling, adapter=reference_adapter, frozen=True, prefixes=sharing)
-        if reference
-        else None,
+        reference=scorer(frozen, adapter=reference_adapter, frozen=True) if reference else None,
     )
     if reference == "adapter":
         # PEFT has drawn other factors for it; with init_lora_weights=False it is not even the same function.

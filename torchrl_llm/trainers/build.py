@@ -151,7 +151,7 @@ def load_models(
         sampling=sampling,
         entropy=True,
         device=device,
-        **_given(config, *_MODEL, "gradient_checkpointing", "compile", "share_prefixes", "seed"),
+        **_given(config, *_MODEL, "gradient_checkpointing", "compile", "share_prefixes", "chunk_logits", "seed"),
     )
     if config.init_from is not None:
         models.load_pretrained(

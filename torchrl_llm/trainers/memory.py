@@ -21,6 +21,7 @@ from torchrl_llm.host import free_memory, host_memory
 from torchrl_llm.modules import load_engine
 from torchrl_llm.modules.checks import FAILURES
 from torchrl_llm.modules.lm import embedding_of
+from torchrl_llm.modules.scorer import default_chunk_logits
 from torchrl_llm.options import ConfigError
 from torchrl_llm.trainers.build import has_own_reference, make_lora
 from torchrl_llm.trainers.config import RunConfig
@@ -31,6 +32,8 @@ from torchrl_llm.trainers.teacher import find_teacher
 
 logger = logging.getLogger(__name__)
 
+_CPU = torch.device("cpu")
+
 _TRAINED = 16
 """Bytes of a trained weight: the weight, its gradient and AdamW's two moments, in float32."""
 
@@ -40,8 +43,9 @@ _NF4 = 0.55
 _ROW = 29
 """Bytes of a token of the batch."""
 
-_LOGITS = 2**24
-"""The most logits that a scorer holds at a time, in float32 (``TokenScorer(chunk_logits=...)``)."""
+_LOGIT = 12
+"""Bytes of a logit of the chunk that a scorer works on, at the peak of its backward: log-probs, probabilities and gradient in
+float32 (measured for a head in float32 and in bfloat16)."""
 
 # Numbers that the backward of a layer keeps for each token, in multiples of the hidden size and of the width of the MLP:
 # inputs, queries, keys, values and outputs; the two projections, their activation and its product. For the models of
@@ -62,13 +66,14 @@ def empty_model(config: RunConfig) -> Any:
         return AutoModelForCausalLM.from_config(model_config, **options)
 
 
-def memory_estimate(config: RunConfig, model: Any, *, shards: int = 1) -> dict[str, int]:
+def memory_estimate(config: RunConfig, model: Any, *, shards: int = 1, device: torch.device = _CPU) -> dict[str, int]:
     """Bytes by part, at the peak of an update of one process. An estimate: allocators keep more than is in use.
 
     Args:
         config: the settings; ``max_tokens=None`` counts as 16,384.
         model: :func:`empty_model`.
         shards: processes that share the weights (FSDP2). Each gathers all of them for rollouts and scores.
+        device: of model and training, by whose kind the size of chunks is chosen; default the CPU.
 
     Raises:
         ConfigError: the model's configuration does not say how large its layers are; or there is no such ``teacher``.
@@ -80,10 +85,12 @@ def memory_estimate(config: RunConfig, model: Any, *, shards: int = 1) -> dict[s
         True
     """
     kept = _kept(config, model, shards)
-    return {**kept, **_activations(config, model, config.micro_batch_tokens)}
+    return {**kept, **_activations(config, model, config.micro_batch_tokens, device)}
 
 
-def choose_max_tokens(config: RunConfig, model: Any, memory: int, *, shards: int = 1) -> int:
+def choose_max_tokens(
+    config: RunConfig, model: Any, memory: int, *, shards: int = 1, device: torch.device = _CPU
+) -> int:
     """The ``max_tokens`` of a run that gives none, for the memory that there is.
 
     Args:
@@ -91,7 +98,7 @@ def choose_max_tokens(config: RunConfig, model: Any, memory: int, *, shards: int
         model: :func:`empty_model`.
         memory: bytes that one process may take, in total and not what is free at the moment: two runs of the same command
             on the same machine take the same number, and so end in the same bytes.
-        shards: see :func:`memory_estimate`.
+        shards, device: see :func:`memory_estimate`.
 
     Returns:
         The largest power of two up to 16,384 whose activations and logits are estimated to take at most half of what the other
@@ -108,7 +115,7 @@ def choose_max_tokens(config: RunConfig, model: Any, memory: int, *, shards: int
     """
     room = _SHARE * (memory - sum(_kept(config, model, shards).values()))
     least, tokens = min(config.max_model_len, MOST_TOKENS), MOST_TOKENS
-    while tokens > least and sum(_activations(config, model, tokens).values()) > room:
+    while tokens > least and sum(_activations(config, model, tokens, device).values()) > room:
         tokens //= 2
     return max(tokens, least)
 
@@ -138,8 +145,9 @@ def with_max_tokens(
     needed = 0
     try:
         model = empty_model(config)
-        tokens = known or choose_max_tokens(config, model, total, shards=shards)
-        needed = sum(memory_estimate(replace(config, max_tokens=tokens), model, shards=shards).values())
+        there: dict[str, Any] = {"shards": shards, "device": device}
+        tokens = known or choose_max_tokens(config, model, total, **there)
+        needed = sum(memory_estimate(replace(config, max_tokens=tokens), model, **there).values())
     # A family whose shapes are not known may be trained all the same; what is wrong otherwise is said where it is loaded.
     except (*FAILURES, OSError, ImportError) as error:
         tokens = known or MOST_TOKENS
@@ -212,7 +220,7 @@ def _teacher(config: RunConfig) -> dict[str, int]:
     return {"teacher": int(model.num_parameters() * size)}
 
 
-def _activations(config: RunConfig, model: Any, tokens: int) -> dict[str, int]:
+def _activations(config: RunConfig, model: Any, tokens: int, device: torch.device) -> dict[str, int]:
     text = model.config.get_text_config()
     layers, hidden = _size(text, "num_hidden_layers"), _size(text, "hidden_size")
     layer = _HIDDEN * hidden + _WIDTH * _size(text, "intermediate_size")
@@ -220,9 +228,12 @@ def _activations(config: RunConfig, model: Any, tokens: int) -> dict[str, int]:
     numbers = layers * hidden + layer if config.gradient_checkpointing else layers * layer
     rows = embedding_of(model).shape[0]
     narrow = config.mixed_precision in ("bf16", "fp16") or _bytes(config, model) == 2
+    size = tokens * (2 if narrow else 4)
+    logits = _LOGIT * min(config.chunk_logits or default_chunk_logits(device), tokens * rows)
+    # The backward of the head comes before that of the layers: the one that is recomputed is not there yet.
     return {
-        "activations": tokens * numbers * (2 if narrow else 4),
-        "logits": 4 * min(_LOGITS, tokens * rows),
+        "activations": size * numbers,
+        "logits": max(0, logits - size * layer) if config.gradient_checkpointing else logits,
     }
 
 

@@ -26,7 +26,8 @@ def load_teacher(config: RunConfig, sampling: SamplingConfig) -> TokenScorer:
     loaded = load_saved_model(*find_teacher(config))
     model: Any = loaded.models.model
     sharing = enable_prefix_sharing(model) if config.share_prefixes and not config.compile else None
-    return TokenScorer(model, sampling, adapter=loaded.models.adapter, frozen=True, prefixes=sharing)
+    options: dict[str, Any] = {"prefixes": sharing, "chunk_logits": config.chunk_logits}
+    return TokenScorer(model, sampling, adapter=loaded.models.adapter, frozen=True, **options)
 
 
 def check_teacher(config: RunConfig, tokenizer: Any) -> None:
