@@ -26,7 +26,24 @@ DATED = {
     "a loop": "{% for m in messages %}{{ strftime_now(m.role[:0] ~ '%Y') }}{% endfor %}" + BODY,
 }
 # Every directive that may stand in a format, put together at run time where it has one flag at most.
-FLAGGED = ["%f", "%^b", "%#Z", "%Ey", "%Od", "%EY", "%10d", "%_5e", "%-^B", "%0e", "%:z", "%+4Y", "%s", "%Q", "%%f", "100%"]
+FLAGGED = [
+    "%f",
+    "%^b",
+    "%#Z",
+    "%Ey",
+    "%Od",
+    "%EY",
+    "%10d",
+    "%_5e",
+    "%-^B",
+    "%0e",
+    "%:z",
+    "%+4Y",
+    "%s",
+    "%Q",
+    "%%f",
+    "100%",
+]
 ASKED = [Message("user", "Guess."), Message("assistant", "5"), Message("user", "Higher.")]
 DAY = datetime.date(2024, 2, 29)
 

@@ -41,7 +41,9 @@ _SUPPLIED = frozenset(
 )
 _TRIAL = "q0\n0."
 _CLOCK = "strftime_now"
-_DIRECTIVE = re.compile(r"%[-_0^#+]*\d*:*[EO]?[A-Za-z]")  # of the C library's strftime, with its flags, width and modifiers
+_DIRECTIVE = re.compile(
+    r"%[-_0^#+]*\d*:*[EO]?[A-Za-z]"
+)  # of the C library's strftime, with its flags, width and modifiers
 
 
 class Message(NamedTuple):

@@ -83,7 +83,11 @@ class TestErrors:
                 b"a,b\n" + b"x" * 140_000 + b",1\n",
                 "a.csv: line 2 has a cell of more than 131,072 characters.* or a quote that nothing closes. Save such texts as",
             ),
-            ("a.csv", b"a,b,a\n1,2,3\n", "a.csv: the name 'a' is there twice, and only one value could be kept: rename one"),
+            (
+                "a.csv",
+                b"a,b,a\n1,2,3\n",
+                "a.csv: the name 'a' is there twice, and only one value could be kept: rename one",
+            ),
             ("a.jsonl", b'{"a": 1, "a": 2}', "a.jsonl, line 1: the name 'a' is there twice"),
             ("a.json", b'[{"b": [{"a": 1, "a": 1}]}]', "a.json: the name 'a' is there twice"),
             ("a.parquet", b"PAR1 and then nothing", "a.parquet is no whole parquet file"),

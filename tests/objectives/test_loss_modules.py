@@ -106,6 +106,13 @@ class TestTorchRL:
         ):
             make(**options).make_value_estimator(NoCredit)
 
+    def test_a_subclass_of_no_credit_may_give_some(self):
+        class Own(NoCredit):
+            def estimate(self, tensordict):
+                return super().estimate(tensordict) | {"turn_advantage": tensordict["turn", "reward"]}
+
+        assert isinstance(LLMReinforceLoss(table_actor(), kl_coeff=0.0).make_value_estimator(Own).value_estimator, Own)
+
     def test_a_loss_of_your_own_may_have_a_term_of_its_own(self):
         class Further(LLMReinforceLoss):
             def forward(self, tensordict):

@@ -110,10 +110,19 @@ PARTS = {
         "max_iterations": 2,
         "evaluation_interval": 0,
     },
+    "overlong": {
+        "algo": "GRPO",
+        "dtype": "float64",
+        "dynamic_sampling": 1,
+        "overlong_filter": True,
+        "minibatch_size": None,
+        "max_iterations": 1,
+        "evaluation_interval": 0,
+    },
     "later": {"algo": "LLMREINFORCE", "dtype": "float64", "max_iterations": 1, "evaluation_interval": 0},
     "broken": {"algo": "LLMREINFORCE", "dtype": "float64", "max_iterations": 1, "evaluation_interval": 0},
 }
-"""A run that drops groups, one with a loss of its own whose estimator is chosen after it was built, and one of whose gradients one
+"""A run that drops groups, one that leaves episodes out, one with a loss of its own whose estimator is chosen after it was built, and one of whose gradients one
 is not finite, on the last rank."""
 HALF = {
     "bfloat16": {"algo": "LLMPPO", "dtype": "bfloat16", "max_iterations": 2},
@@ -184,8 +193,24 @@ def choose(out):
     return len(chosen)
 
 
+def learn_from_overlong(out):
+    """The metrics of learning where all that teaches was cut off and is on the first rank, and how far the weights moved."""
+    run = build(out, **PARTS["overlong"])
+    rows = run.trainer.collect(iter(run.trainer.collector))
+    ends = rows[keys.TURN_TERMINATED] | rows[keys.TURN_TRUNCATED]
+    rows[keys.TURN_TERMINATED], rows[keys.TURN_TRUNCATED] = torch.zeros_like(ends), ends
+    before = whole_weights(run.trainer)
+    rows = rows if run.trainer.distributed.is_main else run.trainer.distributed.nonempty(rows[:0], rows)
+    metrics = run.trainer.learn(rows)
+    run.close()
+    moved = [(value - before[name]).abs().max().item() for name, value in whole_weights(run.trainer).items()]
+    return {"metrics": metrics, "moved": max(moved)}
+
+
 def run_parts(out, name):
     """What a run of :data:`PARTS` learned, chose and called."""
+    if name == "overlong":
+        return learn_from_overlong(out / name)
     if name == "dynamic":
         return train(out / name, **PARTS[name]) | {"chosen": choose(out / "choose")}
     kind = BrokenLoss if name == "broken" else CountedLoss

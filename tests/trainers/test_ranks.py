@@ -369,6 +369,11 @@ class TestParts:
         assert [each["dynamic"]["chosen"] for each in (one, *two("ddp"))] == [16, 16, 0]
 
     @BOTH
+    def test_all_episodes_may_be_left_out(self, one, two, how):
+        """Though a rank that had no group to learn from was lent rows, which are not overlong."""
+        assert [each["overlong"] for each in (one, *two(how))] == 3 * [{"metrics": {}, "moved": 0.0}]
+
+    @BOTH
     def test_a_loss_and_an_estimator_of_ones_own(self, one, two, how):
         alone, (first, second) = one["later"], [result["later"] for result in two(how)]
         assert min(each["calls"] for each in (alone, first, second)) >= 4

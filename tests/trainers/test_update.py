@@ -226,15 +226,20 @@ class TestUpdate:
     def test_old_log_probs_are_scored_where_rows_have_none_of_the_sampler(self, tmp_path, settings):
         """As they are where the rows have those of the same weights."""
         results = []
-        for key in (keys.SAMPLE_LOG_PROB, None):
+        for given in ("known", "missing", "nan"):  # the last as in rows of conversations that nobody sampled
             run = build_run(small_config(tmp_path, lr_actor=1e-3, record_interval=1, **settings))
             rows = one_batch(run)
-            metrics = run.trainer.learn(rows if key else rows.exclude(keys.SAMPLE_LOG_PROB))
-            results.append((weights(run), metrics.get("policy/first_turn_entropy")))
-        (known, entropy), (scored, none) = results
-        assert (known - scored).abs().max() < 1e-5
+            if given == "nan":
+                rows[keys.SAMPLE_LOG_PROB][0] = torch.nan
+            metrics = run.trainer.learn(rows.exclude(keys.SAMPLE_LOG_PROB) if given == "missing" else rows)
+            results.append((weights(run), metrics.get("policy/first_turn_entropy"), metrics))
+        (known, entropy, _), *others = results
+        for scored, none, metrics in others:
+            assert (known - scored).abs().max() < 1e-5
+            assert none is None
+            assert metrics["optim/skipped_steps"] == 0
+            assert "policy/log_prob_gap" not in metrics
         assert entropy > 0
-        assert none is None
 
     def test_supervised_learning_needs_none(self, tmp_path):
         run = build_run(small_config(tmp_path, "SFT", record_interval=1))

@@ -88,7 +88,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _check_names(names: Sequence[str]) -> None:
     if len({*names}) < len(names):
         twice = next(name for i, name in enumerate(names) if name in names[:i])
-        raise ValueError(f"the name {twice!r} is there twice, and only one value could be kept: rename one, or leave it out")
+        raise ValueError(
+            f"the name {twice!r} is there twice, and only one value could be kept: rename one, or leave it out"
+        )
 
 
 def _from_csv(path: Path, content: bytes, delimiter: str) -> Iterator[tuple[str, Any]]:

@@ -313,8 +313,9 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
                 f"{type(self).__name__} leaves its KL (kl_coeff={self.kl_coeff}) to the reward, but {name} takes none out "
                 'of it: the KL would be lost. Use kl_in="loss", kl_coeff=0, or a TurnEstimator with a kl_coeff.'
             )
-        credits = not isinstance(self.value_estimator, NoCredit) or self.value_estimator.kl_coeff
-        if not (credits or self.learns_without_credit):
+        # Not isinstance: a subclass may give credit of its own.
+        none = getattr(type(self.value_estimator), "estimate", None) is NoCredit.estimate
+        if none and not (declared.kl_coeff or self.learns_without_credit):
             raise ValueError(
                 f"{name} gives no credit for rewards, and {type(self).__name__} has no KL and no entropy bonus (kl_coeff and "
                 "entropy_coeff are 0): nothing would be learned. Give the KL a weight, or use another estimator."

@@ -205,8 +205,8 @@ class LLMTrainer(TrainerBase):
         """Score, credit and update on rows ``[B]``; then the policy gets the new weights.
 
         Args:
-            batch: whole groups. Where they have no ``"sample_log_prob"``, ratios are taken against the present weights, which are
-                scored first. Scores and credit are written into them, or, where they are on another device than the weights, into
+            batch: whole groups. Where they have no ``"sample_log_prob"``, or rows that nobody sampled (NaN, as in rows of
+                :func:`~torchrl_llm.data.read_transcripts`), ratios are taken against the present weights, which are scored first. Scores and credit are written into them, or, where they are on another device than the weights, into
                 a copy.
             scored: they hold the scores of the present weights already, as :meth:`collect` writes them for dynamic sampling.
 
@@ -225,7 +225,9 @@ class LLMTrainer(TrainerBase):
         self.scorer.credit(batch)
         # After the credit: baselines and normalization count the episodes that are left out.
         kept = batch[~overlong(batch, self.policy.sampling.max_output_tokens)] if self.config.overlong_filter else batch
-        num_kept = self.distributed.all_reduce_sum(kept.shape[0])
+        # Rows that were lent to a rank without any are not among them: they are never overlong.
+        own = self.distributed.own_rows(kept)
+        num_kept = self.distributed.all_reduce_sum(own.shape[0])
         kept = self.distributed.nonempty(kept, batch[: self.rollouts.group_size])
         metrics = {}
         if num_kept:
@@ -234,7 +236,6 @@ class LLMTrainer(TrainerBase):
                 callback.on_batch(self, kept, added)
             # Before the update: a bad one leaves the weights as they were.
             metrics = checked_metrics(added, source="callbacks")
-            own = self.distributed.own_rows(kept)
             metrics |= credit_metrics(self.distributed.all_gather_rows(own, CREDIT_KEYS))
             with self.timer("update"):
                 metrics |= self.update(kept)

@@ -92,9 +92,14 @@ class RowScorer:
                 data.apply_in_micro_batches(loss.critic_network, batch, limit, prefix_cost(loss.critic_network))
 
     def _lacks_log_probs(self, batch: TensorDictBase) -> bool:
-        """Whether ratios are taken and rows have no log-probs to take them against: those of other collectors may not."""
+        """Whether ratios are taken and rows have no log-probs to take them against: those of other collectors may not.
+
+        Those of conversations that nobody sampled are NaN; they are deleted then.
+        """
         name = self.run.loss.tensor_keys.sample_log_prob
-        if name in batch or name not in self.run.loss.in_keys:
+        if name not in self.run.loss.in_keys:
+            return False
+        if not self.run.distributed.all_reduce_max(name not in batch or _has_unknown(batch, batch[name])):
             return False
         loss, needs = self.run.loss, None
         if self.run.config.old_log_probs == "sampler":
@@ -105,6 +110,8 @@ class RowScorer:
             needs = f"{type(loss.value_estimator).__name__} corrects for them: choose another estimator"
         if needs is not None:
             raise KeyError(f"The rows have no {name!r}, the log-probs of the policy that sampled, and {needs}.")
+        if name in batch:
+            batch.del_(name)
         return True
 
     def credit(self, batch: TensorDictBase) -> TensorDictBase:
@@ -282,6 +289,12 @@ class Updater:
         actions = batch[keys.TURN_IDS] >= 0
         gap = (batch[keys.OLD_LOG_PROB] - batch[keys.SAMPLE_LOG_PROB])[actions].abs()
         return {name: self.run.distributed.all_reduce_mean(gap)}
+
+
+def _has_unknown(batch: TensorDictBase, log_prob: Tensor) -> bool:
+    """Whether a row ``[B, L]`` has NaN as the log-prob of each of its action tokens, which were not sampled."""
+    actions = batch[keys.TURN_IDS] >= 0
+    return bool((actions.any(-1) & (log_prob.isnan() | ~actions).all(-1)).any())
 
 
 def _at_start(first_step: Mapping[str, Tensor]) -> dict[str, float]:
