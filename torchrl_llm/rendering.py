@@ -10,9 +10,9 @@ from string import ascii_letters
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta
+from jinja2 import Environment, TemplateError, TemplateSyntaxError, meta, nodes
 
-__all__ = ["ChatTemplateError", "Message", "MissingChatTemplateError", "Renderer"]
+__all__ = ["ChatTemplateError", "Message", "MissingChatTemplateError", "Renderer", "text_constants"]
 
 Role = Literal["user", "tool"]
 
@@ -206,11 +206,33 @@ def _source(tokenizer: Any, kwargs: Mapping[str, Any]) -> str:
     return str(tokenizer.get_chat_template(kwargs.get("chat_template"), tools=kwargs.get("tools")))
 
 
+def text_constants(source: str) -> list[str]:
+    """The texts that a template's expressions hold, each once: among them are those at which it splits messages.
+
+    Examples:
+        >>> text_constants("Hi {{ m.content.split('</' ~ 'plan>')[-1] }}")
+        ['</', '</plan>', 'plan>']
+    """
+    tree, found = _parsed(source), set()
+    for node in () if tree is None else tree.find_all((nodes.Const, nodes.Concat, nodes.Add)):
+        try:
+            value = node.as_const()
+        except nodes.Impossible:
+            continue
+        found |= {value} if isinstance(value, str) else set()
+    return sorted(found)
+
+
 def _variables(source: str) -> set[str]:
     """The names that a template reads and does not set."""
+    tree = _parsed(source)
+    return set() if tree is None else meta.find_undeclared_variables(tree)
+
+
+def _parsed(source: str) -> nodes.Template | None:
     # The one tag that transformers adds marks what an assistant said.
     plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", source)
     try:
-        return meta.find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))
+        return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
     except TemplateSyntaxError:
-        return set()
+        return None

@@ -162,6 +162,52 @@ class TestThinking:
         with pytest.raises(NotAppendOnlyError, match="it drops thinking from earlier answers"):
             ChatFormatter(tokenizer_with(DROPS_CHANNEL, "<|channel>", "<channel|>"))
 
+    @pytest.mark.parametrize("earlier", [True, False])
+    @pytest.mark.parametrize(
+        ("cut", "tokens", "text"),
+        [
+            ("split('[/think]')[-1]", (), "[/think]"),
+            ("split('◁/think▷')[-1]", ("◁think▷", "◁/think▷"), "◁/think▷"),
+            ("split('Final answer:')[-1]", (), "Final answer:"),
+            ("split('</' ~ 'plan' + '>')[-1]", (), "</plan>"),
+            ("split(after)[-1]", (), "So: "),
+            ("split('Thought:')[0]", (), "Thought:"),
+            ("replace('Step by step:', '')", (), "Step by step:"),
+            ("split('\\n')[-1] if m.content.startswith('Thinking') else m.content", (), "Thinking"),
+            ("split('Assistant final')[-1]", ("Assistant final",), "Assistant final"),
+        ],
+    )
+    def test_texts_at_which_the_template_cuts_answers_are_tried(self, cut, tokens, text, earlier):
+        """Whatever it is that the template takes for the end of thinking, or for its beginning."""
+        when = "m.role == 'assistant'" + " and not loop.last" * earlier
+        template = (
+            CHATML.replace("message", "m")
+            .replace("ms", "messages")
+            .replace(
+                "{{ m['content'] }}",
+                f"{{% if {when} %}}{{{{ m.content.{cut} }}}}{{% else %}}{{{{ m.content }}}}{{% endif %}}",
+            )
+        )
+        tokenizer, kwargs = tokenizer_with(template, *tokens, special=False), {"after": "So: "}
+        with pytest.raises(NotAppendOnlyError) as raised:
+            ChatFormatter(tokenizer, chat_template_kwargs=kwargs)
+        assert "it drops thinking from earlier answers" in str(raised.value) or (
+            f"it changes answers with {text!r}: once a message is added, it renders" in str(raised.value)
+        )
+        ChatFormatter(tokenizer, chat_template_kwargs=kwargs, history="append")
+
+    def test_texts_at_which_it_cuts_nothing_are_no_reason(self):
+        """Its own, white space that it strips, control tokens that it takes out of messages."""
+        said = "{{ m.content.strip('\n').replace('<|im_end|>', '') if 'Final answer:' in m.content else m.content.strip('\n') }}"
+        template = CHATML.replace("message", "m").replace("ms", "messages").replace("{{ m['content'] }}", said)
+        ChatFormatter(byte_tokenizer(chat_template="{{ 'System: ' ~ '\n\n# Tools\n' }}" + template))
+
+    def test_markers_in_lower_case_are_a_pair(self):
+        template = CHATML.replace("message['content']", "message['content'].split('[/think]')[-1]")
+        formatter = ChatFormatter(byte_tokenizer(chat_template=template), history="append")
+        assert formatter.properties.thinks == ("[think]", "[/think]")
+        assert formatter.decode(formatter.tokenizer.encode("[think]hm[/think]\n4")).text == "4"
+
     @pytest.mark.parametrize("template", [OPENS, BY_FIELD])
     def test_a_template_that_keeps_what_the_prompt_opened_appends(self, template):
         tokenizer = tokenizer_with(template, "<think>", "</think>", special=False)

@@ -8,8 +8,9 @@ the template's own text off between them:
   with the next message only, it may be another one for each role.
 - *What the generation prompt opens*, such as ``<think>\\n``: its tail, from the first token of a pair that encloses thinking.
 - *Pairs of tokens* that might enclose thinking: all opening and closing ones in the template's source (:func:`marker_pairs`).
+- *Texts* of the template at which it may cut answers, such as "Answer:": all that its expressions hold.
 - *Whether it appends*: an answer is written in the form in which the template itself writes it as the last message (with the
-  thought that the prompt opened, if any), plain and with a thought within each pair. Then messages are added, and the answer must
+  thought that the prompt opened, if any), plain, with a thought within each pair, and with thoughts around each text. Then messages are added, and the answer must
   stay as it is. The thought of the prompt is part of the message's content, or in a field of its own if the template reads it there.
 """
 
@@ -23,7 +24,7 @@ from typing import Literal, NamedTuple
 
 from torchrl_llm.envs.response import THINKING, Pair
 from torchrl_llm.envs.template_properties import Frame, TemplateProperties
-from torchrl_llm.rendering import ChatTemplateError, Message, Renderer
+from torchrl_llm.rendering import ChatTemplateError, Message, Renderer, text_constants
 from torchrl_llm.stops import answer_end, token_pattern
 
 History = Literal["refuse", "append"]
@@ -31,7 +32,7 @@ History = Literal["refuse", "append"]
 _TURNS = 4  # the fewest with two messages between the first and the last, which must be rendered alike
 _THOUGHT = "hm, h0"
 _DROPS = "it drops thinking from earlier answers"
-_MARKER = re.compile(r"<[^<>\s'\"{}%(),]{1,40}>|\[/?[A-Z][A-Z_]+\]|◁[^◁▷\s]{1,40}▷")
+_MARKER = re.compile(r"<[^<>\s'\"{}%(),]{1,40}>|\[/?[A-Z][A-Z_]+\]|\[/[a-z_]+\]|◁[^◁▷\s]{1,40}▷")
 _OPENED_BY = {"end": ("start", "begin"), "close": ("open",), "suffix": ("prefix",)}
 # Fields of a message that servers put thinking into.
 _THINKING_FIELDS = ("reasoning_content", "reasoning", "thinking")
@@ -111,6 +112,13 @@ def _answered(i: int) -> str:
 _QUESTION, _ANSWER, _REPLY = Message("user", _asked(0)), Message("assistant", _answered(0)), Message("user", _asked(1))
 
 
+def _difference(before: str, longer: str) -> tuple[int, str]:
+    """Where a longer rendering differs from the one before, and how, as an error shows it."""
+    at = next((i for i, (a, b) in enumerate(zip(before, longer, strict=False)) if a != b), len(longer))
+    shown = f"once a message is added, it renders {longer[at : at + 50]!r} where {before[at : at + 50]!r} stood before"
+    return at, shown
+
+
 class _Said(NamedTuple):
     """A response, and the message that it is in a conversation."""
 
@@ -129,6 +137,8 @@ class _Probe:
         if rewrites is not None and self.history == "refuse":
             raise self._not_append_only(rewrites)
         first, user = self._frames("user")
+        if self.history == "refuse" and (cuts := self._cuts(field)):
+            raise self._not_append_only(cuts)
         tool = self._tool_frame()
         return TemplateProperties(
             first,
@@ -285,6 +295,33 @@ class _Probe:
                     return self._what_it_rewrites(shorter + said[i].response, longer, _answered(i), pair)
         return None
 
+    def _cuts(self, field: str | None) -> str | None:
+        """What the template does to answers that hold a text of its own, such as "Answer:"; ``None``: nothing."""
+        for text in self._texts:
+            edge = text.strip()  # white space there is another matter: some templates trim answers
+            answer = f"{edge}{_THOUGHT} {text} {_answered(0)} {text} {_THOUGHT}{edge}"
+            try:
+                said = self._said(answer, None, field)
+                followed = self.render([_QUESTION, said.message, _REPLY])
+            except ChatTemplateError:
+                continue
+            before = self._prompt + said.response
+            # A control token is no text that a model writes: a template may take it out of messages.
+            dropped = followed.count(_THOUGHT) < said.response.count(_THOUGHT)
+            if dropped or not (followed.startswith(before) or self.tokens.search(text)):
+                return f"it changes answers with {text!r}: {_difference(before, followed)[1]}"
+        return None
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        """The texts at which the template may cut a message, but for markers of pairs, which are tried as such."""
+        markers = {marker for pair in self._pairs for marker in pair}
+        given = {
+            value for name, value in self.render.kwargs.items() if name != "chat_template" and isinstance(value, str)
+        }
+        texts = sorted({*text_constants(self.render.source), *given})
+        return [text for text in texts if text.strip() and not any(marker in text for marker in markers)]
+
     def _said(self, answer: str, pair: Pair | None, field: str | None) -> _Said:
         """An answer, with a thought within ``pair``, in the form in which the template writes it as the last message."""
         opens, thought = self._opens * bool(self._closes), f"\n{_THOUGHT}\n{{}}\n\n"
@@ -308,10 +345,7 @@ class _Probe:
 
     def _what_it_rewrites(self, before: str, longer: str, answer: str, pair: Pair | None) -> str:
         """The name of what a template does to earlier answers, with what shows it."""
-        at = next((i for i, (a, b) in enumerate(zip(before, longer, strict=False)) if a != b), len(longer))
-        shown = (
-            f"once a message is added, it renders {longer[at : at + 50]!r} where {before[at : at + 50]!r} stood before"
-        )
+        at, shown = _difference(before, longer)
         tail = longer[at:]
         if answer not in longer:
             return shown
