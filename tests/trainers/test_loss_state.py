@@ -1,10 +1,12 @@
 """What a loss and its estimator keep from one iteration to the next belongs to a checkpoint, and continues with the run."""
 
+from collections import deque
 from dataclasses import dataclass
 
 import pytest
 import torch
 from small_runs import small_config, weights
+from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss, ReBN
 from torchrl_llm.trainers import build_run
@@ -56,6 +58,38 @@ class Other(Adaptive):
         super().__post_init__(actor, critic)
         self.scale = torch.ones(3)
         self.make_value_estimator(ReBN)
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class Returns(ReBN):
+    """Keeps all returns that it has seen, in a tensor that grows."""
+
+    def __post_init__(self, value_network):
+        super().__post_init__(value_network)
+        self.seen = torch.zeros(0)
+
+    def get_extra_state(self):
+        return self.seen
+
+    def set_extra_state(self, state):
+        self.seen = state
+
+    def compare(self, tensordict, score, penalty, acted):
+        self.seen = torch.cat([self.seen, score[acted]])
+        return super().compare(tensordict, score, penalty, acted)
+
+
+class Unset(Returns):
+    """It forgot to take what it gave."""
+
+    set_extra_state = torch.nn.Module.set_extra_state
+
+
+class Queue(Returns):
+    """Its state is none that a checkpoint can hold."""
+
+    def get_extra_state(self):
+        return deque(self.seen.tolist())
 
 
 KEPT = ["_value_estimator._extra_state", "_value_estimator.baseline", "scale"]
@@ -140,6 +174,41 @@ class TestState:
         caplog.clear()
         trained(built(tmp_path, 4, **change))
         assert f"{', '.join(KEPT)} begin as new" in caplog.text
+
+
+class TestExtraState:
+    """What ``get_extra_state`` returns may be a tensor of any shape, and whatever else a checkpoint can hold."""
+
+    @staticmethod
+    def run(folder, iterations, kind, **settings):
+        def make_loss(config, models):
+            loss = LLMReinforceLoss(models.actor, **config.loss_options(LLMReinforceLoss))
+            return loss.make_value_estimator(kind)
+
+        return built(folder, iterations, make_loss=make_loss, **settings)
+
+    def test_a_tensor_that_grows_continues(self, tmp_path, caplog):
+        before = trained(self.run(tmp_path, 1, Returns)).trainer.loss.value_estimator.seen
+        resumed = self.run(tmp_path, 2, Returns, **RESUMED)
+        assert resumed.trainer.loss.value_estimator.seen.equal(before)
+        assert len(before) > 0
+        trained(resumed)
+        assert "begin as new" not in caplog.text
+
+    def test_one_that_is_not_set_is_named(self, tmp_path, caplog):
+        trained(self.run(tmp_path, 1, Unset))
+        trained(self.run(tmp_path, 2, Unset, **RESUMED))
+        assert "_value_estimator._extra_state begin as new" in caplog.text
+
+    def test_one_that_cannot_be_saved_is_refused_before_training(self, tmp_path):
+        run = self.run(tmp_path, 1, Queue)
+        with pytest.raises(CheckpointError, match=r"get_extra_state of Queue returns deque\(\[\]\).*lists, tuples and"):
+            run.trainer.train()
+        assert run.trainer.iteration == 0
+        with pytest.raises(CheckpointError, match="get_extra_state of Queue"):
+            run.save_checkpoint(tmp_path / "saved")
+        run = self.run(tmp_path / "unsaved", 1, Queue, save_checkpoints=False, checkpoint_interval=10)
+        assert len(trained(run).trainer.history) == 1
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora_r": 4}, {"critic_trunk": "shared"}])

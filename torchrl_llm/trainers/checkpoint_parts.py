@@ -44,9 +44,13 @@ class State(StateDictCheckpointAdapter):
 
 
 class Held:
-    """Takes the state of a component, to be looked at before anything is changed."""
+    """A state as a component: it takes that of another one, to be looked at before anything is changed."""
 
     state: Any = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+        return self.state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the state."""

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.trainers.base import TrainerBase
+from torchrl_llm.trainers.checkpoint_parts import Held, states_of
 
 logger = logging.getLogger(__name__)
+
+_EXTRA = "_extra_state"
+"""What PyTorch calls the entry of ``get_extra_state`` in a ``state_dict``."""
 
 
 class LossState:
@@ -28,8 +34,14 @@ class LossState:
         self._state: dict[str, Any] = {}
 
     def gather(self) -> None:
-        """Gather the state on the first rank."""
-        self._state = self.run.distributed.full_state(own_state(self.run.loss))
+        """Gather the state on the first rank.
+
+        Raises:
+            CheckpointError: a checkpoint cannot hold what ``get_extra_state`` of a module returns.
+        """
+        own = own_state(self.run.loss)
+        check_extra(self.run.loss, own)
+        self._state = self.run.distributed.full_state(own)
 
     def state_dict(self) -> dict[str, Any]:
         """The state that :meth:`gather` found; empty for the losses of this library."""
@@ -53,14 +65,43 @@ def own_state(loss: TurnPolicyLoss) -> dict[str, Any]:
     return {name: value.detach() if torch.is_tensor(value) else value for name, value in own.items()}
 
 
+def check_extra(loss: TurnPolicyLoss, state: Mapping[str, Any]) -> None:
+    """Refuse an extra state that a checkpoint cannot hold, by the name of its module.
+
+    Raises:
+        CheckpointError: names the module, and what would do.
+    """
+    for name, value in state.items():
+        if not name.endswith(_EXTRA):
+            continue
+        part = Held()
+        part.state = {"extra": value}
+        try:
+            with TemporaryDirectory() as folder:  # what can be saved is for the checkpoint's own code to say
+                states_of(part=part).save(folder)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(
+                f"get_extra_state of {type(_module(loss, name)).__name__} returns {value!r:.80}, which a checkpoint cannot hold "
+                f"({type(error).__name__}: {error}): return numbers, texts and tensors, and lists, tuples and dictionaries of them."
+            ) from error
+
+
+def _module(loss: TurnPolicyLoss, name: str) -> torch.nn.Module:
+    """The module that an entry of the ``state_dict`` is of."""
+    return loss.get_submodule(name.rpartition(".")[0])
+
+
 def _fitting(loss: TurnPolicyLoss, state: Mapping[str, Any]) -> dict[str, Any]:
     """The parts of ``state`` that have a place in ``loss``."""
     own = own_state(loss)
-    return {name: value for name, value in state.items() if name in own and _shape(value) == _shape(own[name])}
+    return {name: value for name, value in state.items() if name in own and _fits(loss, name, value, own[name])}
 
 
-def _shape(value: Any) -> object:
-    return value.shape if torch.is_tensor(value) else None
+def _fits(loss: TurnPolicyLoss, name: str, value: Any, own: Any) -> bool:
+    if not name.endswith(_EXTRA):
+        return getattr(value, "shape", None) == getattr(own, "shape", None)
+    # It may be anything, such as a tensor that grows. A module that does not set it loses it without a word from PyTorch.
+    return type(_module(loss, name)).set_extra_state is not torch.nn.Module.set_extra_state
 
 
 def _load(loss: TurnPolicyLoss, state: Mapping[str, Any]) -> None:
@@ -69,7 +110,13 @@ def _load(loss: TurnPolicyLoss, state: Mapping[str, Any]) -> None:
 
 
 def settle(run: TrainerBase) -> None:
-    """End loading when training begins: an estimator made since then gets its state, and what has no place is named."""
+    """End loading when training begins: an estimator made since then gets its state, and what has no place is named.
+
+    Raises:
+        CheckpointError: see :func:`check_extra`; so that a run does not end with its first checkpoint.
+    """
+    if run.checkpoints is not None:
+        check_extra(run.loss, own_state(run.loss))
     if run.loaded_loss_state is None:
         return
     estimator, state = run.loaded_loss_state
