@@ -75,6 +75,11 @@ LAWS = {
     "SFT": {"algo": "SFT", "dtype": "float64", "demonstrations": "guess_by_half_the_hints", "imitate": "success"},
     "float32": {"algo": "GRPO", "dtype": "float32", "max_iterations": 1, "minibatch_size": None, "epochs": 1},
 }
+VLLM = {
+    "DDP": {"algo": "GRPO", "policy": "vllm", "dtype": "float32", "max_iterations": 2, "evaluation_interval": 0},
+    "FSDP2": {"algo": "GRPO", "policy": "vllm", "dtype": "float32", "max_iterations": 2, "evaluation_interval": 0, "lora_r": 4},
+}
+"""Each process has an engine of its own."""
 REPLAYED = {
     "LLMPPO": {"algo": "LLMPPO", "whiten": True},
     "LLMPPO-LoRA": {"algo": "LLMPPO", "lora_r": 4, "gradient_checkpointing": True},
@@ -321,7 +326,7 @@ def main():
     device = os.environ.get("RANKS_RUN_DEVICE", "cpu")
     COMMON["device"] = None if device == "cuda" else device
     if what == "laws":
-        given = LAWS | {"uneven": UNEVEN, "bfloat16": HALF["LoRA-bfloat16"]}
+        given = LAWS | VLLM | {"uneven": UNEVEN, "bfloat16": HALF["LoRA-bfloat16"]}
         results = {name: train(out / name, **given[name]) for name in names}
     elif what == "replay":
         rows = torch.load(out / "rows.pt", weights_only=False)

@@ -21,7 +21,7 @@ from torchrl_llm.envs import GEMEnv
 from torchrl_llm.objectives import ImitationWeights, ReBN
 from torchrl_llm.record.recording import read_recording
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
-from torchrl_llm.trainers import RunConfig, build, build_run, loggers
+from torchrl_llm.trainers import RunConfig, build, build_run, engines, loggers
 from torchrl_llm.trainers.device import make_accelerator
 
 BASE = {
@@ -251,6 +251,9 @@ class Recorder:
         self.policy = options.get("policy")
         self.calls.append(str(kept | {"at": [each for each in args if isinstance(each, str)]}))
 
+    def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
 
 def engine(config: RunConfig, env: Any) -> Any:
     """What the engine, its weight transfer, or the workers are made with."""
@@ -258,15 +261,16 @@ def engine(config: RunConfig, env: Any) -> Any:
     Recorder.calls = []
     with pytest.MonkeyPatch.context() as patch:
         for name in names:
-            patch.setattr(build, name, type(name, (Recorder,), {}))
+            patch.setattr(engines if name == "VLLMPolicy" else build, name, type(name, (Recorder,), {}))
         tokenizer = load_tiny_tokenizer()
         sampling = config.sampling()
         models = build.load_models(config, tokenizer, sampling, device="cpu")
-        policy, sync = build.make_policy(config, tokenizer, sampling, models)
+        distributed = build.Distributed.of(accelerator := make_accelerator(config))
+        started = engines.start_engine(config, tokenizer, sampling, distributed, accelerator.device)
+        policy, sync = build.make_policy(config, tokenizer, sampling, models, started)
         worker = build._worker_policy(config, tokenizer, sampling, None) if config.policy == "vllm" else None
         if config.collector == "ray":
             game = GEMEnv(Guess, tokenizer=tokenizer)
-            distributed = build.Distributed.of(make_accelerator(config))
             workers = build.worker_options(config, None, tokenizer, sync)
             build.make_collector(config, game, policy, build.make_replay_buffer(config), distributed, **workers)
     offload = build.make_offload(config, models).__name__

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+import ranks_run
 import torch
 from small_runs import small_config, weights
-from waiting import LIMIT
+from test_ranks import difference, results
 
+from torchrl_llm import keys
 from torchrl_llm.trainers import build_run
 from torchrl_llm.weight_update import WeightSyncError
 
 pytest.importorskip("vllm", reason="needs vLLM: run make test-vllm")
 pytestmark = pytest.mark.vllm
 
-ROOT = Path(__file__).parents[2]
 VLLM = {"policy": "vllm", "save_checkpoints": True, "checkpoint_interval": 1}
 
 
@@ -94,19 +91,26 @@ class TestRay:
         assert all(row["policy/parity_gap"] <= 1e-5 for row in history)
 
 
+def said(*batches):
+    """What was sampled, by episode."""
+    rows = [row for each in batches for row in each]
+    return {int(row[keys.EPISODE_ID]): row[keys.TOKENS][row[keys.ATTENTION_MASK]].tolist() for row in rows}
+
+
 @pytest.mark.slow
-class TestSharded:
-    def test_engines_of_two_processes_get_weights_that_are_shared_out(self, tmp_path):
-        config = ROOT / "examples" / "configs"
-        command = [sys.executable, "-m", "accelerate.commands.launch"]
-        command += ["--config_file", str(config / "accelerate_fsdp2.yaml"), str(ROOT / "examples" / "multiturn.py")]
-        command += ["--config", str(config / "tiny_reinforce_llm.yaml"), "--output-dir", str(tmp_path / "run")]
-        command += ["--policy", "vllm", "--lora-r", "4", "--max-iterations", "2", "--batch-size", "32"]
-        command += ["--final-episodes", "16", "--evaluation-episodes", "16"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        for name in ("parity_gap", "log_prob_gap"):
-            (found,) = (tmp_path / "run").rglob(f"{name}.csv")
-            gaps = [float(line.partition(",")[2]) for line in found.read_text().splitlines()]
-            assert len(gaps) == 2
-            assert max(gaps) <= 1e-5
+class TestSeveral:
+    """Two processes, each with an engine, sample and learn what one does."""
+
+    @pytest.mark.parametrize("how", ["ddp", pytest.param("fsdp2", marks=pytest.mark.extra)])
+    def test_they_train_as_one(self, tmp_path, how):
+        first, second = (each[how.upper()] for each in results(tmp_path / "two", "laws", how.upper(), how=how))
+        alone = ranks_run.train(tmp_path / "one", **ranks_run.VLLM[how.upper()])
+        assert [each["ranks"] for each in (alone, first, second)] == [1, 2, 2]
+        assert said(alone["batches"]) == said(first["batches"], second["batches"])
+        assert difference(first["weights"], second["weights"]) == 0
+        # A step of AdamW is 1e-3 at first, also where the gradient is little more than rounding.
+        assert difference(alone["weights"], first["weights"]) <= 5e-4
+        for name in ("optim/grad_norm_actor", "rollout/reward"):
+            assert alone["history"][1][name] == pytest.approx(second["history"][1][name], rel=1e-3)
+        for row in alone["history"] + first["history"] + second["history"]:
+            assert max(row["policy/parity_gap"], row["policy/log_prob_gap"]) <= 1e-5

@@ -41,6 +41,7 @@ from torchrl_llm.stops import response_end_ids
 from torchrl_llm.trainers.config import ConfigError, RunConfig
 from torchrl_llm.trainers.demonstrations import check_player, find_demonstrations, read_demonstrations
 from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.trainers.engines import make_engine, serves_adapter
 from torchrl_llm.trainers.evaluation import evaluate
 from torchrl_llm.trainers.settings import FORMATTER
 from torchrl_llm.trainers.sources import model_path
@@ -51,13 +52,6 @@ _PARITY_LENGTH = 257
 
 _MODEL = ("dtype", "attn_implementation", "trust_remote_code", "quantization")
 """Settings of the model wherever it is loaded by transformers: here and on workers."""
-
-_ENGINE = (
-    *("seed", "max_model_len", "trust_remote_code"),
-    *("tensor_parallel_size", "gpu_memory_utilization", "kv_cache_memory_bytes", "enforce_eager", "prefix_caching"),
-    "sleep_mode",
-)
-"""Settings of vLLM's engine by its own names."""
 
 _ENVIRONMENT = (
     *("num_envs", "max_turns", "max_model_len", "max_output_tokens", "overflow", *FORMATTER),
@@ -164,50 +158,26 @@ def load_models(
 
 
 def make_policy(
-    config: RunConfig, tokenizer: Any, sampling: SamplingConfig, models: ActorCritic
+    config: RunConfig, tokenizer: Any, sampling: SamplingConfig, models: ActorCritic, engine: VLLMPolicy | None
 ) -> tuple[TurnPolicy, EngineWeightSync | RayWeightSync | None]:
     """The policy of this process, and the weight sync of engines that hold weights of their own.
 
     With ``collector="ray"`` those are the workers', and the policy here samples in evaluations only.
+
+    Args:
+        engine: of this process (:func:`~torchrl_llm.trainers.engines.start_engine`), if there is one: it is the policy.
     """
-    policy: TurnPolicy
-    if config.policy == "vllm" and config.collector != "ray":
-        policy = _make_engine(config, tokenizer, sampling)
+    if engine is not None:
         # Level 1: level 2 drops the base weights, which a sync of the adapter does not bring back.
         sync_options: Any = {"method": config.weight_sync or "auto", "sleep_level": 1 if config.sleep_mode else 0}
-        try:
-            return policy, EngineWeightSync(models.model, models.adapter, policy=policy, **sync_options)
-        except BaseException:
-            policy.close()
-            raise
+        return engine, EngineWeightSync(models.model, models.adapter, policy=engine, **sync_options)
     policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed)
     if config.collector != "ray":
         return policy, None
-    merged = True if config.policy == "vllm" and not _serves_adapter(config) else None
+    merged = True if config.policy == "vllm" and not serves_adapter(config) else None
     # An engine needs room for one token after a prompt.
     length = min(_PARITY_LENGTH, config.max_model_len - 1)
     return policy, RayWeightSync(models.model, models.adapter, policy=policy, merged=merged, parity_length=length)
-
-
-def _serves_adapter(config: RunConfig) -> bool:
-    """Whether the engine serves the adapter beside the base model."""
-    # On CPUs vLLM generates faster with merged weights.
-    on_gpu = bool(config.ray_worker_gpus) if config.collector == "ray" else torch.cuda.is_available()
-    return config.lora_r > 0 and (config.weight_sync == "adapter" or (config.weight_sync is None and on_gpu))
-
-
-def _make_engine(config: RunConfig, tokenizer: Any, sampling: SamplingConfig) -> VLLMPolicy:
-    return VLLMPolicy(
-        model_path(config),
-        tokenizer,
-        sampling,
-        dtype=config.engine_dtype or config.dtype,
-        # A slot has one turn in flight at most.
-        max_num_seqs=config.num_envs,
-        max_lora_rank=config.lora_r if _serves_adapter(config) else 0,
-        multiprocess=bool(config.engine_process),
-        **_given(config, *_ENGINE),
-    )
 
 
 def worker_options(
@@ -235,7 +205,7 @@ def _worker_policy(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, 
     # Ray shows what workers print: each would draw its bar into the output of the run.
     disable_progress_bar()
     if config.policy == "vllm":
-        return _make_engine(config, tokenizer, sampling)
+        return make_engine(config, tokenizer, sampling, device=None)
     models = load_actor_critic(
         model_path(config),
         tokenizer=tokenizer,

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import platform
 import warnings
@@ -18,7 +17,6 @@ from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchrl_llm.host import free_memory, host_memory
-from torchrl_llm.modules import load_engine
 from torchrl_llm.modules.checks import FAILURES
 from torchrl_llm.modules.lm import embedding_of
 from torchrl_llm.modules.scorer import default_chunk_logits
@@ -26,6 +24,7 @@ from torchrl_llm.options import ConfigError
 from torchrl_llm.trainers.build import has_own_reference, make_lora
 from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.trainers.engines import engine_share
 from torchrl_llm.trainers.settings import MOST_TOKENS
 from torchrl_llm.trainers.sources import model_path
 from torchrl_llm.trainers.teacher import find_teacher
@@ -180,8 +179,7 @@ def trainer_memory(config: RunConfig, device: torch.device, processes: int = 1) 
     free, total = torch.cuda.mem_get_info(device)
     share = 0.0
     if config.policy == "vllm" and config.collector != "ray" and not config.sleep_mode:
-        default = inspect.signature(load_engine).parameters["gpu_memory_utilization"].default
-        share = config.gpu_memory_utilization or default
+        share = engine_share(config, device)
     return free - int(share * total), total - int(share * total)
 
 

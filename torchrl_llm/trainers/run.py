@@ -32,6 +32,7 @@ from torchrl_llm.trainers.demonstrations import check_demonstrations
 from torchrl_llm.trainers.device import make_accelerator
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.effective_settings import python_settings
+from torchrl_llm.trainers.engines import start_engine
 from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.trainers.granularity import with_granularity
 from torchrl_llm.trainers.health import HealthWatch
@@ -276,16 +277,19 @@ def _build(
             "a mixture."
         )
     sampling = build.make_sampling(config, train_env.formatter)
+    engine = start_engine(config, tokenizer, sampling, distributed, accelerator.device)
+    if engine is not None:
+        opened.callback(engine.close)
     path = None if start is None else start.path
     models = build.load_models(config, tokenizer, sampling, device=accelerator.device, start=path)
-    # Before an engine and workers are started.
+    # Before workers are started.
     loss = (make_loss or build.make_objective)(config, models)
     if not isinstance(loss, TurnPolicyLoss):
         raise ConfigError(f"make_loss(config, models) returned a {type(loss).__name__}; expected a TurnPolicyLoss.")
     for problem in missing_extras(loss.value_estimator, train_env.extras):
         raise ConfigError(problem)
     reference = models.reference if config.teacher is None else load_teacher(config, sampling)
-    policy, weight_sync = build.make_policy(config, tokenizer, sampling, models)
+    policy, weight_sync = build.make_policy(config, tokenizer, sampling, models, engine)
     opened.callback(policy.close)
     if weight_sync is not None:
         opened.callback(weight_sync.close)

@@ -276,9 +276,10 @@ class EngineConfig(Checked):
     engine_dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     """Of the engine's weights; None takes dtype."""
     tensor_parallel_size: Count | None = None
-    """GPUs that share the engine's model."""
+    """GPUs that share the engine's model. With several training processes each has its engine on its own GPU, and this is 1."""
     gpu_memory_utilization: PositiveShare | None = None
-    """The engine's share of the GPU's memory."""
+    """The engine's share of the memory of its GPUs; None takes 0.4 where the trainer is on the same GPU, else 0.9 (on a worker
+    on Ray with a part of a GPU, that part of it)."""
     kv_cache_memory_bytes: Count | None = None
     """Size of the engine's KV cache."""
     enforce_eager: bool | None = None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import random
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,6 +58,7 @@ def load_engine(
     max_model_len: int | None = None,
     max_num_seqs: int = 64,
     tensor_parallel_size: int = 1,
+    device_ids: Sequence[int] | None = None,
     gpu_memory_utilization: float = 0.9,
     kv_cache_memory_bytes: int | None = None,
     prefix_caching: bool = True,
@@ -80,8 +83,9 @@ def load_engine(
         max_model_len: longest episode in tokens; ``None``: the model's own limit.
         max_num_seqs: responses generated at a time.
         tensor_parallel_size: GPUs that share the model.
-        gpu_memory_utilization: share of the GPU's memory for weights and KV cache; lower it where the trainer is on the
-            same GPU.
+        device_ids: these GPUs, as PyTorch numbers them in this process; ``None``: the first ones. Not read on CPUs.
+        gpu_memory_utilization: share of the memory of each GPU for weights and KV cache; lower it where the trainer is on the
+            same GPU. On CPUs not read.
         kv_cache_memory_bytes: size of the KV cache; ``None``: what is left of that share, and on CPUs what
             ``max_num_seqs`` episodes of ``max_model_len`` tokens need.
         prefix_caching: keep the keys and values of earlier turns.
@@ -92,6 +96,9 @@ def load_engine(
         seed: for requests without a seed of their own; :class:`VLLMPolicy` gives each request one.
         trust_remote_code: run code that comes with the model.
         **engine_args: passed to ``vllm.LLM``.
+
+    Raises:
+        ValueError: a GPU has less memory free than its share.
     """
     vllm = import_vllm()
     from vllm.platforms import current_platform
@@ -129,10 +136,56 @@ def load_engine(
         }
     else:
         args |= {"gpu_memory_utilization": gpu_memory_utilization, "kv_cache_memory_bytes": kv_cache_memory_bytes}
+        args |= {} if device_ids is None else {"device_ids": [*device_ids]}
+        _check_memory(device_ids or range(tensor_parallel_size), gpu_memory_utilization)
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess))}
     # Ctrl-C reaches all processes of a terminal: the engine would end before the run is saved.
     with _undisturbed(variables), children_ignore_sigint():
         return vllm.LLM(str(path), **args | engine_args)
+
+
+def release_memory() -> None:
+    """Make PyTorch give the memory back that it keeps of freed tensors: engines allocate from the driver, beside PyTorch."""
+    gc.collect()  # what only cycles hold would stay
+    torch.cuda.empty_cache()
+
+
+def _check_memory(gpus: Iterable[int], share: float) -> None:
+    """Refuse a share that the GPUs have not free; vLLM would say so after it has loaded half of the engine."""
+    if not torch.cuda.is_initialized():
+        return  # nothing here is on a GPU, and asking would open a context there
+    release_memory()
+    for gpu in gpus:
+        check_share(share, *torch.cuda.mem_get_info(gpu), gpu=gpu)
+
+
+def check_share(share: float, free: int, total: int, *, gpu: int = 0) -> None:
+    """Refuse a share of a GPU's memory that is more than is free.
+
+    Args:
+        share: ``gpu_memory_utilization``.
+        free, total: bytes of the GPU's memory.
+        gpu: its number, for the message.
+
+    Raises:
+        ValueError: it is more; the message has the share that would do.
+
+    Examples:
+        >>> check_share(0.4, free=50 * 2**30, total=80 * 2**30)
+        >>> check_share(0.9, free=50 * 2**30, total=80 * 2**30)
+        Traceback (most recent call last):
+            ...
+        ValueError: gpu_memory_utilization is 0.9, 72.0 of the 80.0 GiB of GPU 0, of which 50.0 GiB are free: expected at most 0.6...
+    """
+    if share * total <= free:
+        return
+    # Rounded down, less what the contexts of CUDA and NCCL take before vLLM looks.
+    most = max(0, math.floor(100 * free / total) - 2) / 100
+    raise ValueError(
+        f"gpu_memory_utilization is {share}, {share * total / 2**30:.1f} of the {total / 2**30:.1f} GiB of GPU {gpu}, of which "
+        f"{free / 2**30:.1f} GiB are free: expected at most {most}. Lower it, start the engine before the trainer's model is "
+        "loaded, or end what else is on that GPU."
+    )
 
 
 def _kv_bytes(config: Any, dtype: Dtype) -> int:

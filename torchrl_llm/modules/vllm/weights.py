@@ -7,7 +7,6 @@ again. :mod:`torchrl_llm.weight_update` calls them, :mod:`torchrl_llm.modules.me
 
 from __future__ import annotations
 
-import gc
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -16,13 +15,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import LoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from torchrl_llm.modules.engine import NamedTensors, WeightSyncError, sync_step
+from torchrl_llm.modules.vllm.start import release_memory
 
 METHODS = ("adapter", "reload", "shared_memory", "nccl")
 _ADAPTER_ID = 1
@@ -101,8 +100,7 @@ def wake(llm: Any, tags: list[str] | None = None) -> None:
         llm: a ``vllm.LLM`` that sleeps.
         tags: of ``"weights"`` and ``"kv_cache"``, what wakes; ``None``: both.
     """
-    gc.collect()  # what only cycles hold would stay
-    torch.cuda.empty_cache()
+    release_memory()
     llm.wake_up(tags)
 
 
