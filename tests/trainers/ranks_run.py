@@ -77,7 +77,14 @@ LAWS = {
 }
 VLLM = {
     "DDP": {"algo": "GRPO", "policy": "vllm", "dtype": "float32", "max_iterations": 2, "evaluation_interval": 0},
-    "FSDP2": {"algo": "GRPO", "policy": "vllm", "dtype": "float32", "max_iterations": 2, "evaluation_interval": 0, "lora_r": 4},
+    "FSDP2": {
+        "algo": "GRPO",
+        "policy": "vllm",
+        "dtype": "float32",
+        "max_iterations": 2,
+        "evaluation_interval": 0,
+        "lora_r": 4,
+    },
 }
 """Each process has an engine of its own."""
 REPLAYED = {

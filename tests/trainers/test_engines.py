@@ -52,7 +52,9 @@ class TestShare:
         monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda gpu: (free[gpu] * 2**30, 80 * 2**30))
         start._check_memory([0], 0.8)
-        with pytest.raises(ValueError, match=r"is 0\.5, 40\.0 of the 80\.0 GiB of GPU 1, of which 35\.0 .* at most 0\.41"):
+        with pytest.raises(
+            ValueError, match=r"is 0\.5, 40\.0 of the 80\.0 GiB of GPU 1, of which 35\.0 .* at most 0\.41"
+        ):
             start._check_memory([0, 1], 0.5)
         start._check_memory([0, 1], 0.41)
         assert emptied  # what PyTorch keeps counts as free
