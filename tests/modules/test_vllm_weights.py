@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from torchrl_llm.modules import WeightSyncError
 from torchrl_llm.modules.vllm import weights
+from torchrl_llm.testing.pretended_gpu import pretended_gpu
 
 ADAPTER = {"lora_A": torch.arange(6.0).view(2, 3), "lora_B": torch.ones(3, 2)}
 
@@ -77,31 +78,37 @@ class TestSharedFile:
 
 
 class Sleeper:
-    """Stands for a vLLM engine that sleeps: notes what happens in which order."""
+    """Stands for a vLLM engine that sleeps: notes what happens, and how often PyTorch has given memory back by then."""
 
-    def __init__(self, monkeypatch):
-        self.events, self.llm_engine = [], SimpleNamespace(set_weight_version=lambda _: None)
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: self.events.append("empty"))
+    def __init__(self, gpu):
+        self.gpu, self.events = gpu, []
+        self.llm_engine = SimpleNamespace(set_weight_version=lambda _: None)
+
+    def note(self, event):
+        self.events.append((event, self.gpu.emptied))
 
     def sleep(self, level, mode):
-        self.events.append("pause")
+        self.note("pause")
 
-    def wake_up(self, tags=None):
-        self.events.append(tags)
+    def wake_up(self, tags):
+        self.note(*tags)
 
     def reset_prefix_cache(self, **_):
         return True
 
 
 class TestWake:
-    def test_pytorch_gives_back_what_it_keeps_before_an_engine_allocates(self, monkeypatch):
-        llm = Sleeper(monkeypatch)
-        with weights.paused(llm, 1, asleep=True):
-            llm.events.append("load")
-        assert llm.events == ["empty", ["weights"], "pause", "load", "empty", ["kv_cache"], ["scheduling"]]
+    @pytest.fixture
+    def llm(self):
+        with pretended_gpu() as gpu:
+            yield Sleeper(gpu)
 
-    def test_an_engine_that_does_not_sleep_costs_no_memory_of_the_trainer(self, monkeypatch):
-        llm = Sleeper(monkeypatch)
+    def test_pytorch_gives_back_what_it_keeps_before_an_engine_allocates(self, llm):
+        with weights.paused(llm, 1, asleep=True):
+            llm.note("load")
+        assert llm.events == [("weights", 1), ("pause", 1), ("load", 1), ("kv_cache", 2), ("scheduling", 2)]
+
+    def test_an_engine_that_does_not_sleep_costs_no_memory_of_the_trainer(self, llm):
         with weights.paused(llm, 1):
-            llm.events.append("load")
-        assert llm.events == ["pause", "load", ["scheduling"]]
+            llm.note("load")
+        assert llm.events == [("pause", 0), ("load", 0), ("scheduling", 0)]

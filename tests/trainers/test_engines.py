@@ -105,6 +105,6 @@ def test_the_engine_starts_before_the_model_is_loaded_and_sleeps_meanwhile(tmp_p
     monkeypatch.setattr(engines, "VLLMPolicy", make)
     monkeypatch.setattr(build, "load_models", loaded)
     run = build_run(small_config(tmp_path, policy="vllm", sleep_mode=True))
+    run.close()
     assert asleep == [[True]]
     assert not made[0].asleep, "the first sync has woken it"
-    run.close()
