@@ -123,6 +123,28 @@ class Alone:
     step = Drawn.step
 
 
+class Strict(StopOrGo):
+    """It takes options, and a seed is none of them."""
+
+    def reset(self, **options):
+        if options:
+            raise ValueError(f"unknown options {sorted(options)}")
+        return super().reset(seed=0)
+
+
+class Picky(StopOrGo):
+    """Task 3 is broken."""
+
+    def __init__(self):
+        self.calls = []
+
+    def reset(self, **kwargs):
+        self.calls.append(kwargs["seed"])
+        if kwargs["seed"] == 3:
+            raise ValueError("no task 3")
+        return super().reset(**kwargs)
+
+
 class TestSeeds:
     """The seed of a task reaches an environment through ``**kwargs``; without it each run of one seed has tasks of its own."""
 
@@ -143,6 +165,26 @@ class TestSeeds:
         assert reset_env(Drawn(), 3)[1] is True
         with pytest.raises(KeyError):
             reset_env(Alone(), None)
+
+    def test_one_that_refuses_it_in_its_own_words_gets_none_and_it_is_told(self, tokenizer, caplog):
+        env = GEMEnv(Strict, tokenizer=tokenizer, num_envs=4, max_model_len=256, seed=1)
+        policy = ScriptedPolicy(lambda *_: "x", tokenizer=tokenizer, max_output_tokens=8)
+        rows = TurnCollector(env, policy, batch_size=8).rollout()
+        assert len(rows) == 8
+        told = [each.getMessage() for each in caplog.records]
+        assert (
+            len([each for each in told if "Strict takes no seed (ValueError: unknown options ['seed'])" in each]) == 1
+        )
+        assert not [each for each in told if "failed" in each]
+
+    def test_a_task_that_fails_is_no_seed_that_is_refused(self):
+        env = Picky()
+        with pytest.raises(ValueError, match="no task 3"):
+            reset_env(env, 3)
+        assert reset_env(env, 4)[1] is True
+        with pytest.raises(ValueError, match="no task 3"):  # after a reset with a seed it is not asked again
+            reset_env(env, 3, first=False)
+        assert env.calls == [3, 2, 4, 3]
 
     @pytest.mark.parametrize(
         ("env", "takes"),

@@ -82,6 +82,9 @@ class Returns(ReBN):
 class Unset(Returns):
     """It forgot to take what it gave."""
 
+    def get_extra_state(self):
+        return {"count": len(self.seen)}
+
     set_extra_state = torch.nn.Module.set_extra_state
 
 

@@ -190,7 +190,7 @@ class IsolatedEnv:
         env = self.env or self.make()
         # A reset draws from its task alone, a step continues where the last call left the generators.
         with self._calling(seed):
-            found, self._takes_seed = reset_env(env, seed if self._takes_seed else None)
+            found, self._takes_seed = reset_env(env, seed if self._takes_seed else None, first=self.task is None)
             text, self.message = read_reset(found)
             # Asked for after each reset: a wrapper may make the environment inside only then.
             self.task = task_of(env, text, gem_catalog.hidden_reader(env))
@@ -211,7 +211,7 @@ class IsolatedEnv:
         with self._calling(0), children_ignore_sigint():
             env = self._factory(**dict(self.options))
             gem_catalog.prepare(env, self._name, self._rows)
-        self._takes_seed = takes_seed(env)
+        self._takes_seed = self._takes_seed and takes_seed(env)  # a reset may have found that it takes none
         self._thread_safe = bool(getattr(env, "thread_safe", False))
         self._check_extras(env)
         self.env = env
