@@ -173,7 +173,7 @@ class TestWarnings:
         for free, warns in ((8 * GIB, False), (4 * GIB, True)):
             monkeypatch.setattr(memory, "free_memory", lambda free=free: free)
             assert with_max_tokens(RunConfig(model_path=smollm2), None, CPU, alone).max_tokens == 4_096
-            assert ("may take 6.5 GiB of memory (max_tokens=4096" in caplog.text) is warns
+            assert ("may take 6.6 GiB of memory (max_tokens=4096" in caplog.text) is warns
         assert "4.0 GiB are free: lower max_model_len" in caplog.text
 
     def test_of_a_family_whose_sizes_are_not_known(self, tmp_path, alone, caplog):

@@ -18,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchrl_llm.host import free_memory, host_memory
 from torchrl_llm.modules.checks import FAILURES
+from torchrl_llm.modules.hf._head import packs_head
 from torchrl_llm.modules.lm import embedding_of
 from torchrl_llm.modules.scorer import default_chunk_logits
 from torchrl_llm.options import ConfigError
@@ -83,7 +84,7 @@ def memory_estimate(config: RunConfig, model: Any, *, shards: int = 1, device: t
         >>> memory_estimate(config, model)["trained weights"] == 16 * model.num_parameters()
         True
     """
-    kept = _kept(config, model, shards)
+    kept = _kept(config, model, shards, device)
     return {**kept, **_activations(config, model, config.micro_batch_tokens, device)}
 
 
@@ -112,7 +113,7 @@ def choose_max_tokens(
         >>> [choose_max_tokens(config, model, memory) for memory in (2**24, 2**28, 2**34)]
         [1024, 8192, 16384]
     """
-    room = _SHARE * (memory - sum(_kept(config, model, shards).values()))
+    room = _SHARE * (memory - sum(_kept(config, model, shards, device).values()))
     least, tokens = min(config.max_model_len, MOST_TOKENS), MOST_TOKENS
     while tokens > least and sum(_activations(config, model, tokens, device).values()) > room:
         tokens //= 2
@@ -183,14 +184,14 @@ def trainer_memory(config: RunConfig, device: torch.device, processes: int = 1) 
     return free - int(share * total), total - int(share * total)
 
 
-def _kept(config: RunConfig, model: Any, shards: int) -> dict[str, int]:
+def _kept(config: RunConfig, model: Any, shards: int, device: torch.device) -> dict[str, int]:
     """The parts that do not depend on ``max_tokens``."""
     weights = _weights(config, model)
     if shards > 1:
         gathered = {name: size // 4 if name == "trained weights" else size for name, size in weights.items()}
         weights = {name: size // shards for name, size in weights.items()}
         weights["gathered weights"] = sum(gathered.values())
-    return {**weights, **_contexts(config, model)}
+    return {**weights, **_sampler(config, model, device)}
 
 
 def _weights(config: RunConfig, model: Any) -> dict[str, int]:
@@ -235,7 +236,7 @@ def _activations(config: RunConfig, model: Any, tokens: int, device: torch.devic
     }
 
 
-def _contexts(config: RunConfig, model: Any) -> dict[str, int]:
+def _sampler(config: RunConfig, model: Any, device: torch.device) -> dict[str, int]:
     """At most: contexts and rows are as long as their longest."""
     text = model.config.get_text_config()
     heads, hidden = _size(text, "num_attention_heads"), _size(text, "hidden_size")
@@ -243,9 +244,12 @@ def _contexts(config: RunConfig, model: Any) -> dict[str, int]:
     numbers = 2 * (known["num_key_value_heads"] or heads) * (known["head_dim"] or hidden // heads)
     size = 4 if not config.lora_r else _bytes(config, model)
     cache = _size(text, "num_hidden_layers") * numbers * size * config.num_envs * config.max_model_len
-    # An engine takes its own share of the memory, whatever its contexts need.
-    held = {"keys and values": cache} if config.policy == "hf" else {}
-    return {**held, "rows": _ROW * config.batch_size * config.max_model_len}
+    rows = {"rows": _ROW * config.batch_size * config.max_model_len}
+    if config.policy != "hf":  # an engine takes its own share of the memory, whatever its contexts need
+        return rows
+    head = model.get_output_embeddings().weight
+    packs = packs_head(head.numel(), torch.float32 if size == 4 else torch.float16, device)
+    return {"keys and values": cache, **({"packed head": head.numel() * size} if packs else {}), **rows}
 
 
 def _size(text: Any, name: str) -> int:

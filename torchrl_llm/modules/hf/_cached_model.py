@@ -26,6 +26,7 @@ from torchrl_llm.modules.checks import (
     unusual_layers,
 )
 from torchrl_llm.modules.engine import ContextLengthError
+from torchrl_llm.modules.hf._head import sampling_head
 from torchrl_llm.modules.hf._kv_cache import SlotCache
 from torchrl_llm.modules.kernels import attention_kernels
 from torchrl_llm.modules.prefix_attention import ATTENTION
@@ -92,7 +93,7 @@ class CachedModel:
     def drop(self) -> None:
         """Drop all contexts and free their memory."""
         self.cache.drop()
-        self._fingerprint = self._fused = None
+        self._fingerprint = self._fused = self._logits = None
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -107,12 +108,13 @@ class CachedModel:
                 use_adapter(self.model, self.adapter),
                 attention_kernels(),
             ):
-                self._backbone, self._logits = lm.backbone(self.model), lm.logits_function(self.model)
+                self._backbone = lm.backbone(self.model)
                 self._cache_argument = lm.cache_argument(self._backbone)
                 # A forward of the scorer may have left dynamic RoPE at the scaling of a longer input.
                 lm.reset_ropes(self._backbone)
-                # Before fusing: stale weights drop the fused layers too.
+                # Before fusing and packing: stale weights drop the fused layers and the packed head too.
                 self._drop_if_stale()
+                self._logits = self._logits or sampling_head(self.model)
                 self._fused = self._fused or FusedLora(self.model, adapter=self.adapter)
                 with self._fused.in_place():
                     yield

@@ -1,0 +1,155 @@
+"""CPU-seconds of the parts of a rollout in this process, before a change and after it: in turns, in processes of their own.
+
+    git worktree add /tmp/before COMMIT
+    OMP_NUM_THREADS=1 python benchmarks/sampling.py --before /tmp/before --pairs 9
+    OMP_NUM_THREADS=1 python benchmarks/sampling.py --before /tmp/before --pairs 9 --cases draw-64x65536 draw-64x152064
+
+Prints one JSON object: for each case the medians of both sides, the median of the pairs' ratios (before over after: above 1 is
+faster), and an interval, which is that of all pairs but the lowest and the highest.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from report import machine
+from tensordict import TensorDict
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from torchrl_llm import keys
+from torchrl_llm.envs import GEMEnv
+from torchrl_llm.modules import HFPolicy, SamplingConfig
+from torchrl_llm.modules.sampling import draw
+from torchrl_llm.testing.tiny import load_tiny_tokenizer
+
+Work = Callable[[], object]
+
+
+def drawing(rows: int, vocabulary: int) -> Work:
+    """One token of each row, from logits that are there."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, vocabulary, generator=generator) * 2
+    uniform = torch.rand(rows, dtype=torch.float64, generator=generator)
+    return lambda: draw(logits, uniform)
+
+
+def turn(rows: int, tokens: int, **shape: int) -> Work:
+    """A turn of ``rows`` slots, after a prompt of 20 tokens that they share, with a random Qwen2."""
+    config = Qwen2Config(bos_token_id=None, eos_token_id=0, tie_word_embeddings=True, **shape)
+    model = Qwen2ForCausalLM(config).eval()
+    policy = HFPolicy(model, load_tiny_tokenizer(), SamplingConfig(max_output_tokens=tokens, stop_ids=()))
+    prompts = {"prompt": torch.arange(20).repeat(rows, 1), "prompt_length": torch.full((rows, 1), 20)}
+    column = torch.arange(rows).unsqueeze(1)
+    batch = TensorDict({"tokens": prompts, keys.TURN: column * 0, keys.EPISODE_ID: column}, [rows])
+    return lambda: policy(batch.clone())
+
+
+class Counts:
+    """Ten turns of which each answers with a short text."""
+
+    def reset(self, seed: int | None = None) -> tuple[str, dict]:
+        """The first text."""
+        self.turn = 0
+        return "Count to ten.", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict]:
+        """The next one."""
+        self.turn += 1
+        return f"That was {self.turn}.", 0.0, self.turn == 10, False, {}
+
+
+def episodes(slots: int) -> Work:
+    """Ten turns of every slot, with responses that are there: what an environment costs around the environment itself."""
+    env = GEMEnv(Counts, tokenizer=load_tiny_tokenizer(), num_envs=slots, max_model_len=512, max_output_tokens=4)
+    answer = torch.tensor([[5, 6, 7, env.formatter.end_of_turn_ids[0]]]).repeat(slots, 1)
+
+    def play() -> None:
+        now = env.reset()
+        for _ in range(10):
+            now[keys.RESPONSE], now[keys.RESPONSE_MASK] = answer, torch.ones_like(answer, dtype=torch.bool)
+            _, now = env.step_and_maybe_reset(now)
+
+    return play
+
+
+SMOLLM2 = {
+    "vocab_size": 49_152, "hidden_size": 576, "intermediate_size": 1_536, "num_hidden_layers": 30,
+    "num_attention_heads": 9, "num_key_value_heads": 3,
+}  # fmt: skip
+SMALL = {
+    "vocab_size": 2_048, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+CASES: dict[str, Callable[[], Work]] = {
+    "draw-64x65536": lambda: drawing(64, 65_536),
+    "draw-64x152064": lambda: drawing(64, 152_064),
+    "turn-32x16-smollm2": lambda: turn(32, 16, **SMOLLM2),
+    "turn-32x32-small": lambda: turn(32, 32, **SMALL),
+    "episodes-32": lambda: episodes(32),
+}
+
+
+def measure(name: str, repeats: int = 3) -> float:
+    """The least CPU-seconds of a case; the first run is not counted."""
+    work = CASES[name]()
+    work()
+    seconds = []
+    for _ in range(repeats):
+        start = time.process_time()
+        work()
+        seconds.append(time.process_time() - start)
+    return min(seconds)
+
+
+def in_process(checkout: Path, cases: list[str]) -> dict[str, float]:
+    """:func:`measure` of a checkout's package, by this file."""
+    command = [sys.executable, __file__, "--measure", "--cases", *cases]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(checkout)}, capture_output=True, text=True, check=True
+    )
+    return json.loads(done.stdout)
+
+
+def compared(before: list[float], after: list[float]) -> dict[str, float | list[float]]:
+    """Medians, and the ratio of pairs with its interval."""
+    ratios = sorted(b / a for b, a in zip(before, after, strict=True))
+    inner = ratios[1:-1] if len(ratios) > 2 else ratios
+    return {
+        "before_s": round(statistics.median(before), 5),
+        "after_s": round(statistics.median(after), 5),
+        "ratio": round(statistics.median(ratios), 3),
+        "interval": [round(inner[0], 3), round(inner[-1], 3)],
+    }
+
+
+def main() -> None:
+    """Measure the cases of both checkouts in turns."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, help="a checkout of the commit to compare with")
+    parser.add_argument("--pairs", type=int, default=9, help="default 9")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default all")
+    parser.add_argument("--measure", action="store_true", help="print the seconds of this package alone")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.measure or args.before is None:
+        print(json.dumps({name: measure(name) for name in args.cases}))
+        return
+    sides = {"before": args.before.resolve(), "after": Path(__file__).resolve().parents[1]}
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    for pair in range(args.pairs):
+        for side in sorted(sides, reverse=bool(pair % 2)):
+            found[side].append(in_process(sides[side], args.cases))
+    rounds = {name: [[each[name] for each in found[side]] for side in ("before", "after")] for name in args.cases}
+    result = {name: compared(*seconds) for name, seconds in rounds.items()}
+    print(json.dumps({"machine": machine(), "pairs": args.pairs} | result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
