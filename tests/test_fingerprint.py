@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -21,6 +22,38 @@ class Env(Base):
     def step(self, words={words}): return self.won()
 print(fingerprint([partial(Env, {{"b": 1, "a": {{"x", "y", "z"}}}}), lambda: Env]))
 """
+
+
+MODULE = """
+import torch
+import helpers
+STEP, WORDS, calls = {step!r}, {words}, 0
+def won(length): return length >= STEP and deeper(length)
+def deeper(length): return length and won(length - 1) and WORDS
+class Env:
+    pays = {pays!r}
+    spent = 0
+    def step(self, action):
+        global calls
+        calls += 1
+        Env.spent += 1
+        return [torch.tensor(each) for each in action if won(len(each))] and helpers.paid(self.pays)
+def make(): return Env()
+"""
+HELPERS = """
+FACTOR = {factor!r}
+def paid(amount): return amount * FACTOR
+"""
+
+
+def module(**changed):
+    """A script's module, whose code finds values and functions by their names."""
+    given = {"step": 3, "words": (), "pays": 1.0, "factor": 2} | changed
+    helpers, script = ModuleType("helpers"), ModuleType("script")
+    exec(HELPERS.format(**given), vars(helpers))
+    sys.modules["helpers"] = helpers
+    exec(MODULE.format(**given), vars(script))
+    return script
 
 
 def printed(seed=0, comment="", step="3", words="()"):
@@ -78,6 +111,29 @@ class TestFingerprint:
         before = fingerprint(make)
         make()
         assert fingerprint(make) == before == fingerprint(counter(3))
+
+    @pytest.mark.parametrize("name", ["make", "Env"])
+    @pytest.mark.parametrize("changed", [{"step": 4}, {"words": (1,)}, {"pays": 0.5}, {"factor": 3}])
+    def test_what_code_finds_by_a_name_counts(self, name, changed, monkeypatch):
+        monkeypatch.setitem(sys.modules, "helpers", None)
+        one, again, other = (getattr(module(**each), name) for each in ({}, {}, changed))
+        assert fingerprint(one) == fingerprint(again) != fingerprint(other)
+
+    def test_what_code_assigns_is_its_memory(self, monkeypatch):
+        monkeypatch.setitem(sys.modules, "helpers", None)
+        script = module()
+        before = fingerprint(script.make)
+        script.make().step(["long enough"])
+        assert (script.calls, script.Env.spent) == (1, 1)
+        assert fingerprint(script.make) == before
+
+    def test_functions_that_call_each_other_are_read_once_each(self):
+        names = [f"f{i}" for i in range(24)]  # along all paths it would take for ever
+        called = ", ".join(names)
+        source = "".join(f"@around\ndef {name}(): return [{called}]\n" for name in names)
+        script = ModuleType("script")
+        exec("def around(f):\n    return lambda: f()\n" + source, vars(script))
+        assert fingerprint(script.f0) == fingerprint(script.f0) != fingerprint(script.f1)
 
     def test_a_function_that_holds_itself(self):
         def again(times):

@@ -6,18 +6,23 @@ these objects do the same. That cannot be decided, so names, arguments and code 
 
 from __future__ import annotations
 
+import dis
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
-from types import CodeType, FunctionType, MethodType, NoneType
+from types import CodeType, FunctionType, MethodType, ModuleType, NoneType
 from typing import Any
 
 _PLAIN = (str, bytes, bool, int, float, NoneType)
+_KEPT = (*_PLAIN, tuple, type, FunctionType, partial)
+"""What counts of the values that code finds by a name. Lists and other objects may be its memory, and change with each call."""
+_LISTED = -1
+"""Among the ids of outer objects: code that is not installed is listed elsewhere, and named here."""
 
 
 def fingerprint(part: Any) -> str:
@@ -26,10 +31,10 @@ def fingerprint(part: Any) -> str:
     It is a hash and no text, because arguments may be secrets, such as the key of a server.
 
     Functions and classes have their names; partials, dataclasses, lists and mappings what they hold. Code that is not installed,
-    such as that of a script, counts too, for it may change under the same name: its instructions, those of base classes, and
-    the plain values that a function has as defaults or from the function around it. Comments do not count, another version
-    of Python does. Of other objects the class counts alone, for their state may change while they are used. An object with a
-    method ``fingerprint() -> str`` speaks for itself.
+    such as that of a script, counts too, for it may change under the same name: its instructions, those of base classes and of what
+    it finds by a name, and the plain values that it finds as defaults, in the function around it, in its class or in its module,
+    but for those that code there assigns. Comments do not count, another version of Python does. Of other objects the class counts
+    alone, for their state may change while they are used. An object with a method ``fingerprint() -> str`` speaks for itself.
 
     Args:
         part: any object.
@@ -64,7 +69,7 @@ def _text(part: Any, outer: tuple[int, ...]) -> str:
     if isinstance(part, MethodType):
         return f"{_text(part.__self__, outer)}.{part.__name__}"
     if isinstance(part, type | FunctionType):
-        return _name(part) + _own_code(part, outer)
+        return _name(part) + ("" if _LISTED in outer else _own_code(part, outer))
     if isinstance(part, Mapping):
         return f"{{{', '.join(sorted(f'{_text(key, outer)}: {_text(value, outer)}' for key, value in part.items()))}}}"
     if isinstance(part, list | tuple | set | frozenset):
@@ -95,10 +100,70 @@ def _name(part: Any) -> str:
 
 
 def _own_code(part: type | FunctionType, outer: tuple[int, ...]) -> str:
-    """The code of a function, or of all methods of a class, as far as it is not installed."""
-    holders: list[Any] = [part] if isinstance(part, FunctionType) else [*part.__mro__]
-    parts = [_function(each, outer) for holder in holders if not _is_installed(holder) for each in _functions(holder)]
-    return "".join(f" {each}" for each in parts)
+    """The code of a function, or of all methods of a class, as far as it is not installed, and that which it reaches."""
+    return "".join(f" {_members(each, (*outer, _LISTED))}" for each in _reached(part))
+
+
+def _reached(part: Any) -> list[Any]:
+    """The classes and functions that are not installed, from this one on by what their code finds; each once."""
+    found: list[Any] = []
+    waiting = [part]
+    while waiting:
+        for each in _with_bases(waiting.pop(0)):
+            if not _is_installed(each) and all(each is not other for other in found):
+                found.append(each)
+                values = [*_found(each).values(), *(value for f in _functions(each) for value in _given(f))]
+                waiting += [own for value in values for own in _held(value)]
+    return found
+
+
+def _with_bases(part: Any) -> tuple[Any, ...]:
+    return part.__mro__ if isinstance(part, type) else (part,)
+
+
+def _held(value: Any) -> Iterator[Any]:
+    """The classes and functions in a value."""
+    if isinstance(value, partial):
+        value = (value.func, *value.args, *value.keywords.values())
+    if isinstance(value, Mapping):
+        value = tuple(value.values())
+    if isinstance(value, tuple | list):
+        for each in value:
+            yield from _held(each)
+    elif not isinstance(value, _PLAIN):
+        value = getattr(value, "__dict__", {}).get("__wrapped__", value) if not isinstance(value, type) else value
+        yield value if isinstance(value, type | FunctionType) else type(value)
+
+
+def _found(part: Any) -> dict[str, Any]:
+    """Names and values that the code of a function, or of the methods of a class, finds in its module, and in other modules there."""
+    found: dict[str, Any] = {}
+    for function in _functions(part):
+        around = function.__globals__
+        values = {name: around[name] for name in _names(function.__code__, "LOAD_GLOBAL") if name in around}
+        modules = [
+            each for each in values.values() if isinstance(each, ModuleType) and not _is_installed_module(each.__name__)
+        ]
+        for module in modules:
+            inside = _names(function.__code__, "LOAD_ATTR", "LOAD_METHOD") & vars(module).keys() - _assigned(
+                vars(module)
+            )
+            values |= {f"{module.__name__}.{name}": vars(module)[name] for name in inside}
+        assigned = _assigned(around) if values else frozenset()
+        found |= {name: value for name, value in values.items() if name not in assigned and not name.startswith("__")}
+    return {name: found[name] for name in sorted(found) if isinstance(found[name], _KEPT)}
+
+
+def _members(part: Any, outer: tuple[int, ...]) -> str:
+    """What a function, or a class, does by itself: its code, and the values that it finds."""
+    functions = _functions(part)
+    found = _found(part)
+    if isinstance(part, type):
+        assigned = {name for each in functions for name in _names(each.__code__, "STORE_ATTR")}
+        own = {name: value for name, value in vars(part).items() if not name.startswith("__") and name not in assigned}
+        found |= {f"self.{name}": own[name] for name in sorted(own) if isinstance(own[name], _PLAIN)}
+    values = [f"{name}={_text(value, outer)}" for name, value in found.items()]
+    return " ".join([*(_function(each, outer) for each in functions), *values])
 
 
 def _functions(holder: Any) -> list[FunctionType]:
@@ -111,11 +176,29 @@ def _functions(holder: Any) -> list[FunctionType]:
 
 
 def _function(function: FunctionType, outer: tuple[int, ...]) -> str:
+    return f"{function.__qualname__} {_code(function.__code__)} {_text(_given(function), outer)}"
+
+
+def _given(function: FunctionType) -> list[Any]:
+    """What a function has as defaults, and from the function around it."""
     cells = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    # Not lists and other objects: they may be a function's memory, and change with each call.
-    kept = [each for each in cells if isinstance(each, (*_PLAIN, tuple, type, FunctionType, partial))]
-    given = [*(function.__defaults__ or ()), *kept, function.__kwdefaults__ or {}]
-    return f"{function.__qualname__} {_code(function.__code__)} {_text(given, outer)}"
+    kept = [each for each in cells if isinstance(each, _KEPT)]
+    return [*(function.__defaults__ or ()), *kept, function.__kwdefaults__ or {}]
+
+
+def _assigned(around: Mapping[str, Any]) -> frozenset[str]:
+    """The names of a module that a function of it assigns: its memory, such as a count of calls."""
+    own = [each for each in [*around.values()] if isinstance(each, type | FunctionType)]
+    functions = [each for part in own if part.__module__ == around.get("__name__") for each in _functions(part)]
+    return frozenset().union(*(_names(each.__code__, "STORE_GLOBAL", "DELETE_GLOBAL") for each in functions))
+
+
+@cache
+def _names(code: CodeType, *instructions: str) -> frozenset[str]:
+    """The names that a code object, and those in it, read or assign by these instructions."""
+    own = {each.argval for each in dis.get_instructions(code) if each.opname in instructions}
+    inner = (_names(each, *instructions) for each in code.co_consts if isinstance(each, CodeType))
+    return frozenset(own).union(*inner)
 
 
 def _is_filled(cell: Any) -> bool:
@@ -133,9 +216,12 @@ def _code(code: CodeType) -> str:
 
 def _is_installed(part: Any) -> bool:
     """Whether a class or function has a name of its own in Python, in an installed package or in this one."""
-    name = part.__module__ or ""
     if "<" in part.__qualname__:  # a lambda, or local to a function: others have the same name
         return False
+    return _is_installed_module(part.__module__ or "")
+
+
+def _is_installed_module(name: str) -> bool:
     if name.partition(".")[0] in (*sys.stdlib_module_names, "torchrl_llm") and name != "__main__":
         return True
     file = getattr(sys.modules.get(name), "__file__", None)

@@ -23,12 +23,12 @@ QUICK = {"lr_actor": 0.05, "final_episodes": 32, "batch_size": 16, "record_inter
 class Picky(StopOrGo):
     """Answers "what?" with a penalty, and has no board at the seeds ``bad``."""
 
-    bad, greeting = frozenset(), "Say stop or go on."
+    bad, texts = frozenset(), {"greeting": "Say stop or go on."}
 
     def reset(self, seed=None):
         if seed in self.bad:
             raise RuntimeError("no board")
-        return self.greeting, {}
+        return self.texts["greeting"], {}
 
     def step(self, action):
         if "what" in action:
@@ -116,7 +116,7 @@ class TestEvaluation:
     def test_an_environment_that_gives_other_tasks_than_before_is_no_pair(self, result_of, monkeypatch):
         """Other data or code behind the same names, or one that does not follow its seed."""
         before = result_of(stop)
-        monkeypatch.setattr(Picky, "greeting", "Say stop.")
+        monkeypatch.setitem(Picky.texts, "greeting", "Say stop.")
         after = result_of(stop)
         assert before.task_digest == after.task_digest
         with pytest.raises(ValueError, match="None of 8 episodes began alike"):

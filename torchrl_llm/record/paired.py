@@ -9,7 +9,7 @@ from typing import Any
 
 from torchrl_llm.record.evaluation import Evaluation
 
-OTHER_GAMES = "The evaluations before and after are of different games, for settings were changed in between: their difference is not what was learned."
+OTHER_GAMES = "The evaluations before and after are of different games, for settings or code were changed in between: their difference is not what was learned."
 """What reports say where the two evaluations of a run are not comparable."""
 
 _FAILED = "-" * 8
