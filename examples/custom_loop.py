@@ -17,7 +17,7 @@ from torchrl_llm import keys
 from torchrl_llm.data import TurnsToSequence, micro_batches
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, enable_prefix_sharing
-from torchrl_llm.objectives import LLMReinforceLoss, total, write_loss_weights
+from torchrl_llm.objectives import LLMReinforceLoss, clipped_step, total, write_loss_weights
 from torchrl_llm.testing.tiny import tiny_model_path
 
 NUM_ENVS = 128
@@ -75,9 +75,7 @@ def main(iterations: int = 100, lr: float = 1e-3, seed: int = 0) -> list[float]:
             for _ in range(EPOCHS):
                 for part in micro_batches(batch, MAX_TOKENS, scorer.prefix_cost):
                     total(loss(part)).backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
+                clipped_step(optimizer, max_norm=1.0)
             policy.weights_changed()
             win_rates.append(batch[keys.TURN_SUCCESS].any(-1).float().mean().item())
             print(f"iteration {iteration:3d}  episodes {len(batch)}  win rate {win_rates[-1]:.3f}", flush=True)

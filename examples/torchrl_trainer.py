@@ -18,7 +18,7 @@ from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.data import micro_batches
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig, load_actor_critic
-from torchrl_llm.objectives import LLMPPOLoss, merge, total, write_loss_weights
+from torchrl_llm.objectives import LLMPPOLoss, clipped_step, merge, total, write_loss_weights
 from torchrl_llm.testing.tiny import tiny_model_path
 
 CONVERSATIONS = 128
@@ -36,10 +36,7 @@ class TurnStepper(OptimizationStepper):
         for part in micro_batches(write_loss_weights(sub_batch, trainer.loss_module), self.max_tokens):
             outputs.append(trainer.loss_module(part))
             total(outputs[-1]).backward()
-        for group in trainer.optimizer.param_groups:
-            torch.nn.utils.clip_grad_norm_(group["params"], trainer.clip_norm)
-        trainer.optimizer.step()
-        trainer.optimizer.zero_grad()
+        clipped_step(trainer.optimizer, trainer.clip_norm)
         return merge(outputs)
 
 

@@ -43,6 +43,23 @@ def keep_models(script, monkeypatch) -> list:
     return kept
 
 
+def break_first_gradient(script, monkeypatch) -> None:
+    """The first loss of the script has a gradient of NaN: the derivative of the root at 0 is infinite, times 0."""
+    calls, total = [], script.total
+
+    def broken(losses):
+        calls.append(losses)
+        loss = total(losses)
+        return loss + 0.0 * (loss * 0.0).sqrt() if len(calls) == 1 else loss
+
+    monkeypatch.setattr(script, "total", broken)
+
+
+def finite(model) -> bool:
+    """Whether all weights are numbers."""
+    return all(parameter.isfinite().all() for parameter in model.parameters())
+
+
 def trained(model) -> bool:
     """Whether each tensor of the shipped model's copy has changed."""
     pairs = zip(load_tiny_model().parameters(), model.parameters(), strict=True)
@@ -112,6 +129,16 @@ class TestCustomLoop:
         assert len(script.main(iterations=2)) == 2
         assert trained(models[0])
 
+    def test_a_gradient_that_is_not_finite_takes_no_step(self, monkeypatch, caplog):
+        script = load(EXAMPLES / "custom_loop.py")
+        monkeypatch.setattr(script, "NUM_ENVS", 16)
+        models = keep_models(script, monkeypatch)
+        break_first_gradient(script, monkeypatch)
+        script.main(iterations=1)
+        assert finite(models[0])
+        assert trained(models[0])
+        assert caplog.text.count("an optimizer step is left out") == 1
+
     @pytest.mark.extra
     def test_learns(self):
         win_rates = load(EXAMPLES / "custom_loop.py").main(iterations=30)
@@ -172,3 +199,13 @@ class TestTorchRLTrainer:
         models = keep_models(script, monkeypatch)
         assert len(script.main(iterations=2)) == 2
         assert trained(models[0])
+
+    def test_a_gradient_that_is_not_finite_takes_no_step(self, monkeypatch, caplog):
+        script = load(EXAMPLES / "torchrl_trainer.py")
+        monkeypatch.setattr(script, "CONVERSATIONS", 16)
+        models = keep_models(script, monkeypatch)
+        break_first_gradient(script, monkeypatch)
+        script.main(iterations=1)
+        assert finite(models[0])
+        assert trained(models[0])
+        assert caplog.text.count("an optimizer step is left out") == 1

@@ -23,6 +23,7 @@ from torchrl_llm.objectives.micro_batches import merge, total, write_loss_weight
 from torchrl_llm.objectives.ppo import LLMPPOLoss
 from torchrl_llm.objectives.reinforce import LLMReinforceLoss
 from torchrl_llm.objectives.sft import LLMSFTLoss
+from torchrl_llm.objectives.steps import clipped_step
 
 __all__ = [
     "CriticEstimator",
@@ -41,6 +42,7 @@ __all__ = [
     "TurnPolicyLoss",
     "TurnVTrace",
     "TurnVine",
+    "clipped_step",
     "functional",
     "merge",
     "total",

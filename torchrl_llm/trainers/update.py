@@ -13,6 +13,7 @@ from torchrl.objectives.value import ValueEstimatorBase
 from torchrl_llm import data, keys
 from torchrl_llm.modules.positions import prefix_cost
 from torchrl_llm.objectives import TurnEstimator, total, write_loss_weights
+from torchrl_llm.objectives.steps import clip_gradients
 from torchrl_llm.record.metrics import loss_metric
 from torchrl_llm.trainers.base import TrainerBase
 from torchrl_llm.trainers.distributed import check_accumulation
@@ -271,11 +272,8 @@ class Updater:
                 parameter.grad = None
         # Once for all groups: a gradient scaler refuses to unscale twice.
         self.run.accelerator.unscale_gradients(self.run.optimizer)
-        norms = {}
-        for name, group in zip(GROUPS, self.run.optimizer.param_groups, strict=False):
-            norm = torch.nn.utils.clip_grad_norm_(group["params"], self.run.config.max_grad_norm)
-            norms[f"optim/grad_norm_{name}"] = full_on_cpu(norm)
-        return norms
+        norms = clip_gradients(self.run.optimizer, self.run.config.max_grad_norm)
+        return {f"optim/grad_norm_{name}": full_on_cpu(norm) for name, norm in zip(GROUPS, norms, strict=False)}
 
     def log_prob_gap(self, batch: TensorDictBase, first_step: Mapping[str, Tensor]) -> dict[str, float]:
         """The mean difference of the log-probs of scorer and sampler before the update; nothing for a loss without ratios."""
