@@ -12,6 +12,7 @@ from test_sleep import Sleeper
 from torchrl_llm.modules.vllm import start
 from torchrl_llm.testing.tiny import load_tiny_model
 from torchrl_llm.trainers import ConfigError, RunConfig, build, build_run, engines
+from torchrl_llm.trainers.checkpoint_parts import config_changes
 from torchrl_llm.trainers.memory import trainer_memory
 
 ONE, TWO = SimpleNamespace(world_size=1), SimpleNamespace(world_size=2)
@@ -89,6 +90,36 @@ class TestGPUs:
     @pytest.mark.parametrize("settings", [{"policy": "hf"}, {"policy": "vllm", "collector": "ray"}])
     def test_nothing_starts_where_the_policy_is_elsewhere(self, settings):
         assert engines.start_engine(RunConfig(**settings), None, None, ONE, torch.device("cpu")) is None
+
+
+class TestSlots:
+    """How many environments run side by side where no number is given."""
+
+    @pytest.mark.parametrize(
+        ("settings", "processes", "expected"),
+        [
+            ({"policy": "hf", "batch_size": 512}, 1, 16),
+            ({"policy": "hf", "batch_size": 96, "group_size": 12, "algo": "GRPO"}, 1, 12),
+            ({"batch_size": 64}, 1, 64),
+            ({"batch_size": 1024}, 1, 256),
+            ({"batch_size": 1024}, 8, 128),
+            ({"batch_size": 1200, "group_size": 12, "algo": "GRPO"}, 1, 252),
+            ({"batch_size": 128, "collector": "ray", "ray_workers": 4}, 2, 16),
+            ({"batch_size": 16, "group_size": 16, "algo": "GRPO", "collector": "ray"}, 1, 16),
+        ],
+    )
+    def test_an_engine_gets_as_many_as_there_are_episodes(self, settings, processes, expected):
+        config = RunConfig(**{"policy": "vllm"} | settings)
+        pair = SimpleNamespace(world_size=processes)
+        assert build.with_num_envs(config, None, pair).num_envs == expected
+        assert config.slots == config.default_num_envs(1)
+
+    def test_a_given_number_counts_and_a_resumed_run_keeps_its_own(self):
+        given, accepted = config_of(num_envs=8), config_of(accept_changes=["num_envs"], resume=True)
+        assert build.with_num_envs(given, {"num_envs": 16}, ONE) is given
+        assert build.with_num_envs(config_of(), {"num_envs": 16}, ONE).num_envs == 16
+        assert build.with_num_envs(accepted, {"num_envs": 16}, ONE).num_envs == 32
+        assert not config_changes({"num_envs": 16}, {"num_envs": config_of().num_envs})
 
 
 def test_the_engine_starts_before_the_model_is_loaded_and_sleeps_meanwhile(tmp_path, monkeypatch):

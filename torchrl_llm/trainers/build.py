@@ -5,7 +5,7 @@ The parts are plain TorchRL; :func:`~torchrl_llm.trainers.build_run` puts them t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -54,7 +54,7 @@ _MODEL = ("dtype", "attn_implementation", "trust_remote_code", "quantization")
 """Settings of the model wherever it is loaded by transformers: here and on workers."""
 
 _ENVIRONMENT = (
-    *("num_envs", "max_turns", "max_model_len", "max_output_tokens", "overflow", *FORMATTER),
+    *("max_turns", "max_model_len", "max_output_tokens", "overflow", *FORMATTER),
     *("seed", "max_faults", "success_reward"),
 )
 """Settings of every environment of a run."""
@@ -295,6 +295,14 @@ def make_replay_buffer(config: RunConfig) -> ReplayBuffer:
     return ReplayBuffer(storage=storage, transform=TurnsToSequence(), batch_size=config.batch_size)
 
 
+def with_num_envs(config: RunConfig, saved: Mapping[str, Any] | None, distributed: Distributed) -> RunConfig:
+    """The settings with a number of ``num_envs``: the given one, that of the checkpoint ``saved``, or the default."""
+    if config.num_envs is not None:
+        return config
+    known = None if saved is None or "num_envs" in config.accept_changes else saved.get("num_envs")
+    return replace(config, num_envs=known or config.default_num_envs(distributed.world_size))
+
+
 def make_environment(
     config: RunConfig, tokenizer: Any, make: Callable[..., GEMEnv], *, stream: Stream, group_size: int = 1, **shard: int
 ) -> GEMEnv:
@@ -308,7 +316,7 @@ def make_environment(
         options = {"step_timeout": STEP_TIMEOUT} | options  # evaluation allows what training allows
     if config.collector == "self_play":
         group_size = config.group_size  # the players of a game, in evaluations too
-    return make(tokenizer=tokenizer, group_size=group_size, stream=stream, **shard, **options)
+    return make(tokenizer=tokenizer, num_envs=config.slots, group_size=group_size, stream=stream, **shard, **options)
 
 
 def check_environment(config: RunConfig, env: Any, make_env: Any) -> None:

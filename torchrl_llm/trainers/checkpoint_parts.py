@@ -247,7 +247,7 @@ def config_changes(
     """The settings that differ: name -> (saved, present). A setting that only one of them has counts as ``None``.
 
     ``max_tokens=None`` differs from no number: one was chosen when the saved run was built, and ``build_run`` takes it again. So it
-    is with ``template_date=None``.
+    is with ``num_envs`` and ``template_date``.
     ``granularity="auto"`` is compared by its meaning, when the environment is known.
 
     Examples:
@@ -256,7 +256,7 @@ def config_changes(
         >>> config_changes({"max_tokens": 4096}, {"max_tokens": None})
         {}
     """
-    decided_later = {"max_tokens": None, "template_date": None, "granularity": "auto"}
+    decided_later = {"max_tokens": None, "num_envs": None, "template_date": None, "granularity": "auto"}
     same = [*ignore, *(name for name, value in decided_later.items() if present.get(name) == value)]
     names = [name for name in {**saved, **present} if name not in same]
     return {name: (saved.get(name), present.get(name)) for name in names if saved.get(name) != present.get(name)}

@@ -66,6 +66,9 @@ def shown_default(name: str, algo: Algorithm | None = None) -> str:
 _FOR_THIS_START = ("resume", "resume_from", "accept_changes", "overwrite")
 """Settings about the start of a run. They are not saved, because a saved file is read by a later start."""
 
+_MOST_SLOTS = 256
+"""Environments of a process by default where vLLM samples, as in other systems: its step takes about as long for 256 as for 16."""
+
 PYTHON_PARTS = ("env", "make_env", "make_loss")
 """Arguments of ``build_run`` that a run depends on as on its settings; ``accept_changes`` may name them too."""
 
@@ -193,8 +196,8 @@ class RunConfig(
         group, length = self.group_size, self.max_output_tokens
         if self.batch_size % group:
             yield f"batch_size={self.batch_size} is not a multiple of group_size={group}, and a group must not be cut: use one."
-        if self.num_envs % (begun := max(1, group // (1 + self.tree_branches))):  # at a time; trees are continued later
-            yield f"num_envs={self.num_envs} is not a multiple of {begun}, the episodes of a group that begin together: use one."
+        if self.slots % self._begun:
+            yield f"num_envs={self.num_envs} is not a multiple of {self._begun}, the episodes of a group that begin together: use one."
         for given, name in ((self.dynamic_sampling, "dynamic_sampling"), (self.algo == "GRPO", "GRPO")):
             if given and group < 2:
                 yield f"{name} compares the episodes of one task: group_size={group}, expected at least 2."
@@ -377,6 +380,30 @@ class RunConfig(
         if not (isinstance(found, type) and issubclass(found, objectives.TurnEstimator)):
             raise ConfigError(f"estimator={self.estimator!r} is {found!r}; expected a subclass of TurnEstimator.")
         return found
+
+    @property
+    def slots(self) -> int:
+        """``num_envs``, or, where none is given and none was chosen, that of a run of one process."""
+        return self.num_envs or self.default_num_envs()
+
+    def default_num_envs(self, processes: int = 1) -> int:
+        """The environments of each training process (of its workers on Ray, of each) where ``num_envs`` is not given.
+
+        Args:
+            processes: training processes.
+
+        Examples:
+            >>> RunConfig().default_num_envs(), RunConfig(policy="vllm", batch_size=128).default_num_envs(processes=2)
+            (16, 64)
+        """
+        workers = (self.ray_workers or 2) if self.collector == "ray" else 1
+        most = min(_MOST_SLOTS, self.batch_size // (processes * workers)) if self.policy == "vllm" else 16
+        return most - most % self._begun or self._begun
+
+    @property
+    def _begun(self) -> int:
+        """The episodes of a group that begin together: trees are continued later."""
+        return max(1, self.group_size // (1 + self.tree_branches))
 
     @property
     def has_reference(self) -> bool:

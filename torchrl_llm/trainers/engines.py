@@ -65,7 +65,7 @@ def make_engine(
         sampling,
         dtype=config.engine_dtype or config.dtype,
         # A slot has one turn in flight at most.
-        max_num_seqs=config.num_envs,
+        max_num_seqs=config.slots,
         max_lora_rank=config.lora_r if serves_adapter(config) else 0,
         multiprocess=bool(config.engine_process),
         gpu_memory_utilization=engine_share(config, device),

@@ -243,7 +243,7 @@ def _sampler(config: RunConfig, model: Any, device: torch.device) -> dict[str, i
     known = {name: getattr(text, name, None) for name in ("num_key_value_heads", "head_dim")}  # families differ
     numbers = 2 * (known["num_key_value_heads"] or heads) * (known["head_dim"] or hidden // heads)
     size = 4 if not config.lora_r else _bytes(config, model)
-    cache = _size(text, "num_hidden_layers") * numbers * size * config.num_envs * config.max_model_len
+    cache = _size(text, "num_hidden_layers") * numbers * size * config.slots * config.max_model_len
     rows = {"rows": _ROW * config.batch_size * config.max_model_len}
     if config.policy != "hf":  # an engine takes its own share of the memory, whatever its contexts need
         return rows

@@ -260,6 +260,7 @@ def _build(
     check_length(config, config.max_model_len)
     check_teacher(config, tokenizer)
     saved = None if start is None else start.manifest["metadata"]["config"]
+    config = build.with_num_envs(config, saved, distributed)
     config = with_max_tokens(config, saved, accelerator.device, distributed)
     config = with_template_date(config, saved, tokenizer, distributed)
     shard = {"worker": distributed.rank, "num_workers": distributed.world_size} if distributed.world_size > 1 else {}

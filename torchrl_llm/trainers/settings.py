@@ -256,8 +256,9 @@ class EnvConfig(TemplateConfig):
     adaptive_mixture: bool = False
     """Sample the environments of a mixture more often that are won about half of the time: env_weights count times p
     (1 - p) + 0.05 for a recent success rate p, which changes between batches."""
-    num_envs: Count = 16
-    """Environments that run side by side, in each process and in each of its workers on Ray."""
+    num_envs: Count | None = None
+    """Environments that run side by side, in each process and in each of its workers on Ray. None takes 16, and with policy="vllm",
+    which generates for many at a time, as many as it collects episodes of a batch, up to 256. A resumed run keeps its number."""
     max_turns: Count | None = None
     """Our own cap on turns (truncation); None leaves it to the environment."""
     max_model_len: Count = 1024
