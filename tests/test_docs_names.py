@@ -45,7 +45,9 @@ OTHERS = {
         "frames_per_batch reset_at_each_iter set_keys step_and_maybe_reset update_policy_weights_ use_mp priority_weight "
         "RayCollector RayLLMCollector RayReplayBuffer"
     ),
-    "of PyTorch": "requires_grad log_softmax register_buffer get_extra_state gloo spawn torchrun",
+    "of PyTorch": (
+        "requires_grad log_softmax register_buffer get_extra_state set_extra_state gloo spawn torchrun scaled_dot_product_attention"
+    ),
     "of accelerate": (
         "fsdp_activation_checkpointing fsdp_cpu_ram_efficient_loading fsdp_offload_params fsdp_transformer_layer_cls_to_wrap "
         "machine_rank main_process_ip main_process_port num_machines num_processes"
@@ -54,7 +56,10 @@ OTHERS = {
     "of vLLM": "LLM",
     "of AgileRL": "ReasoningGym",
     "of GEM, MCP and its data": "register MCPTool NLTK_DATA rg sandbox_type",
-    "of Python, pip, shells and systems": "copytree wraps no-deps PATH NO_COLOR PYTHONHASHSEED TRACKIO_DIR WANDB_MODE tcsh zsh python3 j",
+    "of Python, pip, shells and systems": (
+        "copytree wraps no-deps PATH NO_COLOR PYTHONHASHSEED TMPDIR TRACKIO_DIR WANDB_MODE tcsh zsh python3 j"
+    ),
+    "of Docker": "shm-size",
     "of argument parsers": "print-schema",
     "of an example on the page": "here there SMALL evaluation/elo",
     "of metrics that other tools add": "policy/step rollout/step",
