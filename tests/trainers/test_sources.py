@@ -19,6 +19,10 @@ class TestPaths:
             ({"model_path": "/no/such/model"}, "model_path is '/no/such/model': there is no such folder."),
             ({"model_path": "./nosuch"}, "model_path is './nosuch': there is no such folder."),
             ({"model_path": "no-such-org/no-such-model"}, "no model of a hub or cache that can be reached"),
+            (
+                {"model_path": "nosuch", "lora_r": 0},
+                "model_path is 'nosuch', which is no folder that transformers can load",
+            ),
             ({"model_path": "tiny", "tokenizer_path": "/nowhere"}, "tokenizer_path is '/nowhere'"),
             ({"model_path": "tiny", "init_from": "/nowhere"}, "init_from is '/nowhere': there is no such folder."),
         ],

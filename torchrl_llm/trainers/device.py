@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, is_initialized
-from transformers import AutoConfig
 
 from torchrl_llm.trainers.config import ConfigError, RunConfig
-from torchrl_llm.trainers.sources import model_path
+from torchrl_llm.trainers.sources import load_model_config
 
 _AUTOCAST = {"bfloat16": "bf16", "float16": "fp16"}
 """A dtype's name in accelerate."""
@@ -68,5 +67,5 @@ def _mixed_precision(config: RunConfig) -> str:
         return config.mixed_precision or "no"
     dtype: object = config.dtype
     if dtype == "auto":
-        dtype = AutoConfig.from_pretrained(model_path(config), trust_remote_code=config.trust_remote_code).dtype
+        dtype = load_model_config(config).dtype
     return _AUTOCAST.get(str(dtype).removeprefix("torch."), "no")
