@@ -5,9 +5,12 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+from functools import partial
 
 import cloudpickle
 import pytest
+import torch
+import yaml
 from tokenizers import AddedToken
 
 from torchrl_llm.collectors import SelfPlayCollector, TurnCollector
@@ -289,13 +292,26 @@ class TestResponses:
         [
             copy.copy,
             copy.deepcopy,
-            *(lambda each, n=n: pickle.loads(pickle.dumps(each, n)) for n in (2, 5)),
+            *(lambda each, n=n: pickle.loads(pickle.dumps(each, n)) for n in range(pickle.HIGHEST_PROTOCOL + 1)),
             lambda each: cloudpickle.loads(cloudpickle.dumps(each)),
         ],
     )
     def test_it_is_passed_on_whole(self, passed):
         response = passed(Response(THOUGHT, text="4"))
         assert (type(response), response, response.text) == (Response, THOUGHT, "4")
+
+    def test_it_is_stored_as_a_string(self, tmp_path):
+        rows = {"completion": Response(THOUGHT, text="4"), "yes": Response("yes")}
+        for dump in (
+            yaml.safe_dump,
+            yaml.dump,
+            partial(yaml.dump, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper)),
+        ):
+            assert dump(rows) == yaml.safe_dump({"completion": THOUGHT, "yes": "yes"})
+            assert yaml.safe_load(dump(rows)) == {"completion": THOUGHT, "yes": "yes"}
+        torch.save(rows, tmp_path / "rows.pt")
+        kept = torch.load(tmp_path / "rows.pt", weights_only=True)
+        assert (kept["completion"], kept["completion"].text) == (THOUGHT, "4")
 
     def test_it_is_a_string_like_others(self):
         response = Response(THOUGHT, text="4")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
+
+import torch
+import yaml
 
 Pair = tuple[str, str]
 """An opening and a closing marker, such as ``("<think>", "</think>")``."""
@@ -15,7 +18,8 @@ class Response(str):
 
     As a string it is the whole response, without the token that ended it. It begins with the thought that the chat template
     opened for the assistant, if it did (``<think>\\n``), so that a rule about ``<think>...</think>`` sees both tags. It compares,
-    slices, and is pickled and written to JSON as any string; parts of it are plain strings.
+    slices, and is written to JSON and YAML as any string; parts of it are plain strings. Pickles and copies keep both, and
+    ``torch.load(weights_only=True)`` reads them where this package is imported.
 
     Text environments, reward functions and games get it. Of one made by hand, ``text`` is the whole text unless it is given.
 
@@ -40,6 +44,20 @@ class Response(str):
         # str() of a response, for itself, would be a response.
         made.text = str.__str__(made) if text is None else text
         return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _response, (str.__str__(self), self.text)
+
+
+def _response(whole: str, text: str) -> Response:
+    return Response(whole, text=text)
+
+
+# They refuse every subclass of str that they are not told of.
+torch.serialization.add_safe_globals([_response])
+for _dumper in ("SafeDumper", "Dumper", "CSafeDumper", "CDumper"):  # the last two are missing where PyYAML has no C
+    if hasattr(yaml, _dumper):
+        getattr(yaml, _dumper).add_representer(Response, lambda dumper, text: dumper.represent_str(str.__str__(text)))
 
 
 def text_behind_thinking(response: str, markers: Pair = THINKING, *, opened: bool = False) -> str:
