@@ -261,6 +261,20 @@ class TestThinking:
 # ---------------------------------------------------------------------- given answers
 
 
+def spaced_tokenizer(scheme, corpus):
+    """A SentencePiece tokenizer, which puts a space before text that is encoded by itself."""
+    tokens = ("<unk>", "<|im_start|>", "<|im_end|>")
+    backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    special = [AddedToken(token, special=True, normalized=False) for token in tokens]
+    options = {"special_tokens": special, "initial_alphabet": [*string.printable, "▁"], "show_progress": False}
+    backend.train_from_iterator([corpus] * 3, trainers.BpeTrainer(vocab_size=400, **options))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<|im_end|>", unk_token="<unk>", chat_template=CHATML
+    )
+
+
 class TestGivenAnswers:
     TRIMS = "{% for m in messages %}<|im_start|>{{ m.role }}\n\n{{ m.content | trim }}<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n\n{% endif %}"
 
@@ -283,19 +297,7 @@ class TestGivenAnswers:
 
     @pytest.fixture(params=["first", "always"])
     def spacing(self, request):
-        """A SentencePiece tokenizer, which puts a space before text that is encoded by itself."""
-        backend = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=request.param, split=False)
-        backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
-        special = [AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<|im_start|>", "<|im_end|>")]
-        alphabet = [*string.printable, "▁"]
-        trainer = trainers.BpeTrainer(
-            vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-        )
-        backend.train_from_iterator(["user assistant it is so"] * 3, trainer)
-        return PreTrainedTokenizerFast(
-            tokenizer_object=backend, eos_token="<|im_end|>", unk_token="<unk>", chat_template=CHATML
-        )
+        return spaced_tokenizer(request.param, "user assistant it is so")
 
     def test_no_space_is_put_before_them(self, spacing):
         conversation = as_messages("2 + 3?", "5", "It is?", "It is so")
@@ -312,6 +314,19 @@ class TestGivenAnswers:
     def test_nor_before_raw_feedback(self, spacing, message):
         ids = ChatFormatter(spacing, template="raw").feedback(spacing.encode("so"), message)
         assert spacing.decode(ids, clean_up_tokenization_spaces=False) == f"\n{message}\n"
+
+    @pytest.mark.parametrize("scheme", ["first", "always"])
+    def test_whatever_the_vocabulary_merges(self, scheme):
+        """A letter and a line break are one token here: in raw feedback, and where a template opens answers by text alone."""
+        tokenizer = spaced_tokenizer(scheme, "ba\nca\nda\nt:\n\nu:\n\n")
+        ids = ChatFormatter(tokenizer, template="raw").feedback(tokenizer.encode("so"), "it is so")
+        told = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+        tokenizer.chat_template = (
+            "{% for m in messages %}{{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
+            "{% if add_generation_prompt %}assistant:\n{% endif %}"
+        )
+        answer = tokenizer.decode(ChatFormatter(tokenizer).answer("\nit is so"), clean_up_tokenization_spaces=False)
+        assert (told, answer) == ("\nit is so\n", "\nit is so<|im_end|>")
 
 
 # ---------------------------------------------------------------------- roles and errors

@@ -35,6 +35,7 @@ CHATML = (
 """A chat template that is append-only, for tokenizers with the tokens ``<|im_start|>`` and ``<|im_end|>``."""
 
 _SOME_TEXT = "a"  # what feedback stands behind, where it matters that it is text
+_IN_NO_TOKEN = "\ue000"  # of the private use area: no vocabulary has it in a longer token
 
 
 class ControlTokenError(ValueError):
@@ -111,9 +112,12 @@ def _puts_space_before_text(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _encode_behind(encode: Callable[[str], Sequence[int]], before: str, text: str) -> Sequence[int]:
-    """The ids of ``text`` where it stands behind ``before``; by itself, if the two merge."""
-    start, whole = encode(before), encode(before + text)
-    return whole[len(start) :] if whole[: len(start)] == start else encode(text)
+    """The ids of ``text`` where it stands behind ``before``; if the two merge, behind other text, with which nothing does."""
+    for other in (before, _IN_NO_TOKEN):
+        start, whole = encode(other), encode(other + text)
+        if whole[: len(start)] == start:
+            return whole[len(start) :]
+    return encode(text)
 
 
 class ChatFormatter(Checked):
