@@ -61,7 +61,7 @@ def search(output: Path, scheduler: str, seed: int) -> dict[str, Any]:
         base=folder / "base.yaml", output_dir=folder / "search", scheduler=scheduler, seed=seed, **SEARCH
     )
     start = time.perf_counter()
-    found = report_best(tuning, summary(tuning, tune(tuning, resume=True)), print)
+    found = report_best(tuning, summary(tuning, tune(tuning, resume=True, trust=True)), print)
     trials, best = found["trials"], found["best"]
     result = {
         "scheduler": scheduler,

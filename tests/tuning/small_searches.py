@@ -45,4 +45,4 @@ if __name__ == "__main__":
     tuning = small_search(
         Path(sys.argv[1]), **{name: yaml.safe_load(v) for name, v in (a.split("=") for a in sys.argv[2:])}
     )
-    report_best(tuning, summary(tuning, tune(tuning, resume=True)), print)
+    report_best(tuning, summary(tuning, tune(tuning, resume=True, trust=True)), print)

@@ -107,10 +107,10 @@ class TestRandomSearch:
         assert numbers(tmp_path, "00000", "00001") == numbers(random_search, "00000", "00001")
 
     def test_another_search_is_not_resumed(self, random_search):
-        with pytest.raises(ConfigError, match="holds a search already: --resume"):
+        with pytest.raises(ConfigError, match="holds a search already: --resume --trust"):
             tune(small_search(random_search, scheduler="random", generations=3))
         with pytest.raises(ConfigError, match="generations was 3, is 4"):
-            tune(small_search(random_search, scheduler="random", generations=4), resume=True)
+            tune(small_search(random_search, scheduler="random", generations=4), resume=True, trust=True)
 
 
 class TestPopulation:

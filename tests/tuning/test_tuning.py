@@ -185,6 +185,21 @@ class TestResults:
 
 
 class TestCommand:
+    def test_pickles_of_a_folder_are_read_where_a_flag_says_so(self, tmp_path, capsys):
+        tuning, ran = small_search(tmp_path), tmp_path / "ran"
+        state = tuning.output_dir / "ray" / "search"
+        state.mkdir(parents=True)
+        (state / "tuner.pkl").write_bytes(b"cpathlib\nPath.touch\n(cpathlib\nPath\n(V%s\ntRtR." % str(ran).encode())
+        (tuning.output_dir / "tuning.json").write_text(json.dumps(identity(tuning), default=str))
+        with pytest.raises(
+            ConfigError, match=r"from pickles there, which can run any code: if the folder is your own, add"
+        ):
+            tune(tuning, resume=True)
+        given = ["--base", str(tuning.base), "--space", yaml.safe_dump(SPACE, default_flow_style=True), "--resume"]
+        assert main(["tune", *given, "--episodes", "16", "--output-dir", str(tuning.output_dir)]) == 2
+        assert "add --trust" in capsys.readouterr().err
+        assert not ran.exists()
+
     def test_needs_the_extra(self, tmp_path, monkeypatch, capsys):
         monkeypatch.setitem(sys.modules, "ray.tune", None)
         with pytest.raises(MissingExtraError, match=r"Tuning needs 'ray': pip install 'torchrl-llm\[tune\]'"):

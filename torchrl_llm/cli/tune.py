@@ -1,7 +1,7 @@
 """Search settings of a run on Ray Tune: a population (PBT), early stopping (ASHA) or random search.
 
     torchrl-llm tune --config examples/configs/tuning_tiny.yaml --output-dir runs/tuning
-    torchrl-llm tune --config examples/configs/tuning_tiny.yaml --output-dir runs/tuning --resume
+    torchrl-llm tune --config examples/configs/tuning_tiny.yaml --output-dir runs/tuning --resume --trust
 
 A trial is an ordinary run in OUTPUT_DIR/trials, with the settings of base and values drawn from space. At the end there is a
 table of the trials, tuning.json, and the report of the best one: its page, and an evaluation on tasks that nothing else uses.
@@ -33,7 +33,13 @@ def add_arguments(parser: ArgumentParser) -> None:
         "--resume",
         action="store_true",
         default=False,
-        help="continue the search in output_dir, which has to be your own: Ray Tune keeps pickles there",
+        help="continue the search in output_dir, or start it",
+    )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        default=False,
+        help="output_dir is your own: with --resume Ray Tune reads pickles there, which can run any code",
     )
     parser.add_argument("--address", help="of a Ray cluster, such as auto (default: a Ray on this machine)")
     parser.add_argument("--json", action="store_true", default=False, help="print tuning.json, and all else to stderr")
@@ -56,10 +62,10 @@ def run(arguments: Namespace) -> int:
         tuning = TuningConfig(**given)
     disable_progress_bar()
     tell = partial(say, stderr=bool(arguments.json))
-    grid = tune(tuning, resume=arguments.resume, address=getattr(arguments, "address", None))
+    grid = tune(tuning, resume=arguments.resume, trust=arguments.trust, address=getattr(arguments, "address", None))
     trials = summary(tuning, grid)
     if any(not each["finished"] and each["error"] is None for each in trials):
-        tell(f"The search in {tuning.output_dir} was stopped: the same command with --resume continues it.")
+        tell(f"The search in {tuning.output_dir} was stopped: the same command with --resume --trust continues it.")
         raise KeyboardInterrupt
     found = report_best(tuning, trials, tell)
     if arguments.json:

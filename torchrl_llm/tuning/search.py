@@ -43,12 +43,14 @@ def import_tune() -> Any:
     return import_extra("ray.tune", extra="tune", what="Tuning")
 
 
-def tune(tuning: TuningConfig, *, resume: bool = False, address: str | None = None) -> Any:
+def tune(tuning: TuningConfig, *, resume: bool = False, trust: bool = False, address: str | None = None) -> Any:
     """Run the search, or continue one that was stopped or killed.
 
     Args:
         tuning: what is searched.
         resume: continue the search in ``tuning.output_dir``; if there is none, start it.
+        trust: the search in ``tuning.output_dir`` is one's own, so that its pickles may be read, which can run any code. Ray Tune
+            keeps what it knows in no other form.
         address: of a Ray cluster, such as ``"auto"``; ``None``: a Ray of this process alone, or the one that it has started.
 
     Returns:
@@ -56,14 +58,20 @@ def tune(tuning: TuningConfig, *, resume: bool = False, address: str | None = No
 
     Raises:
         MissingExtraError: Ray Tune is not installed.
-        ConfigError: the folder holds another search, or the machines have too little for one trial.
+        ConfigError: the folder holds another search, or one that is to be resumed without trust, or the machines have too little
+            for one trial.
     """
-    ray_tune, place = import_tune(), tuning.output_dir / _STATE / _NAME
-    found = tuning.output_dir / FILE
+    place, found = tuning.output_dir / _STATE / _NAME, tuning.output_dir / FILE
+    if resume and place.exists() and not trust:
+        raise ConfigError(
+            f"Ray Tune continues the search in {tuning.output_dir} from pickles there, which can run any code: if the folder is your "
+            "own, add --trust (in Python, tune(..., trust=True)). To search again, choose another output_dir."
+        )
+    ray_tune = import_tune()
     if found.exists():
         if not resume:
             raise ConfigError(
-                f"{tuning.output_dir} holds a search already: --resume continues it, or choose another output_dir."
+                f"{tuning.output_dir} holds a search already: --resume --trust continues it, or choose another output_dir."
             )
         check_same(tuning, json.loads(found.read_text()))
     with _running_ray(tuning, address), _seeded(tuning.seed):
