@@ -8,8 +8,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from torchrl_llm.modules.adapters import AdapterError, enable_gradient_checkpointing, use_adapter
+from torchrl_llm.modules import load_actor_critic
+from torchrl_llm.modules.adapters import AdapterError, adapter_layers, enable_gradient_checkpointing, use_adapter
 from torchrl_llm.modules.lm import hidden_states, lm_logits
+from torchrl_llm.testing.tiny import tiny_model_path
 
 
 def tiny_qwen2(*, seed: int = 0, dtype: torch.dtype = torch.float64, **config) -> Qwen2ForCausalLM:
@@ -208,3 +210,27 @@ class TestGradientCheckpointing:
         for name, grad in expected.items():
             assert grad.abs().max() > 0
             torch.testing.assert_close(actual[name], grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.extra)])
+def test_autocast_is_not_undone_by_casts_to_float32(compile):
+    """PEFT casts the inputs of adapters to float32, and autocast back: the same results, at a cost."""
+    results, kept = [], []
+    for cast in (True, False):
+        lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        models = load_actor_critic(tiny_model_path(), lora=lora, dtype="bfloat16", compile=compile)
+        for layer in adapter_layers(models.model):
+            layer.cast_input_dtype_enabled = cast or layer.cast_input_dtype_enabled
+        sizes: dict[int, torch.UntypedStorage] = {}
+        hooks = torch.autograd.graph.saved_tensors_hooks(
+            lambda x, sizes=sizes: sizes.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage()) and x,
+            lambda x: x,
+        )
+        tokens = torch.arange(3, 67).view(1, -1)
+        with torch.autocast("cpu", torch.bfloat16), use_adapter(models.model, "actor"), hooks:
+            hidden = hidden_states(models.model, tokens)
+        hidden.float().square().sum().backward()
+        results.append([hidden.detach(), *(p.grad for p in models.actor_parameters())])
+        kept.append(sum(storage.nbytes() for storage in sizes.values()))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert kept[1] < kept[0] or compile

@@ -9,10 +9,13 @@ import pytest
 import torch
 from accelerate import Accelerator
 from small_runs import EVERY_ALGORITHM, small_config, weights
-from transformers import LlamaConfig, MambaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
 
+from torchrl_llm.modules import load_actor_critic, use_adapter
+from torchrl_llm.modules.lm import hidden_states
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 from torchrl_llm.trainers import ConfigError, RunConfig, TrainerConfig, build_run, memory
+from torchrl_llm.trainers.build import make_lora
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.memory import choose_max_tokens, empty_model, memory_estimate, with_max_tokens
 
@@ -184,6 +187,38 @@ class TestWarnings:
 
 
 class TestEstimate:
+    @pytest.mark.parametrize(
+        ("dtype", "precision"), [("float32", "no"), ("bfloat16", "no"), ("bfloat16", "bf16"), ("float32", "bf16")]
+    )
+    def test_of_activations_is_near_what_a_backward_keeps(self, tmp_path, dtype, precision):
+        """Of adapters on all linear layers; PEFT's casts to float32 were not counted."""
+        tokens, layers = 512, 2
+        LlamaConfig(
+            vocab_size=64, hidden_size=192, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=1,
+            intermediate_size=1_024, dtype="float32",
+        ).save_pretrained(tmp_path)  # fmt: skip
+        config = RunConfig(
+            model_path=str(tmp_path), dtype=dtype, mixed_precision=precision, max_tokens=tokens, lora_r=4
+        )
+        shapes = empty_model(config)
+        parts = memory_estimate(config, shapes)
+        model = AutoModelForCausalLM.from_config(shapes.config, dtype=getattr(torch, dtype))
+        models = load_actor_critic(model, lora=make_lora(config))
+        weights, kept = {p.data_ptr() for p in models.model.parameters()}, {}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                kept[storage.data_ptr()] = storage  # which stays, so that no other has its place
+            return tensor
+
+        enabled = precision == "bf16"
+        hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled), hooks, use_adapter(models.model, "actor"):
+            hidden_states(models.model, torch.ones(1, tokens, dtype=torch.int64))
+        estimated = parts["activations"] + parts.get("weights in half precision", 0)
+        assert sum(storage.nbytes() for storage in kept.values()) == pytest.approx(estimated, rel=0.15)
+
     def test_asked_twice_it_is_the_same_and_draws_nothing(self, smollm2):
         config, before = RunConfig(model_path=smollm2), torch.get_rng_state()
         model = empty_model(config)

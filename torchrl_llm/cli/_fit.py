@@ -23,7 +23,7 @@ from torchrl_llm.trainers.demonstrations import (
     find_demonstrations,
     read_demonstrations,
 )
-from torchrl_llm.trainers.device import make_accelerator
+from torchrl_llm.trainers.device import make_accelerator, make_numerics
 from torchrl_llm.trainers.memory import choose_max_tokens, empty_model, memory_estimate, trainer_memory
 from torchrl_llm.trainers.sources import check_length, load_tokenizer
 from torchrl_llm.trainers.teacher import check_teacher
@@ -49,7 +49,7 @@ def devices() -> Iterator[Finding]:
 
 def fit(config: RunConfig) -> Iterator[Finding]:
     """The checks of the settings, in the order in which a run meets them; after one that fails, those that need it are left out."""
-    device, finding = _tried("device", lambda: make_accelerator(config).device, lambda found: f"{found} is used")
+    device, finding = _tried("device", lambda: _device(config), lambda found: f"{found} is used")
     yield finding
     yield from _engine(config)
     tokenizer, finding = _tried("tokenizer", lambda: load_tokenizer(config), _vocabulary)
@@ -155,6 +155,12 @@ def _stops(config: RunConfig, env: GEMEnv) -> Finding:
         return Finding("stop ids", "fails", f"{strange} are no tokens")
     names = ", ".join(f"{env.formatter.tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in stops)
     return Finding("stop ids", "ok", f"a response ends at {names}")
+
+
+def _device(config: RunConfig) -> torch.device:
+    device = make_accelerator(config).device
+    make_numerics(config, device)  # which may be refused there
+    return device
 
 
 def _longest_prompt(env: GEMEnv) -> int:

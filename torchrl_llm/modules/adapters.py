@@ -244,6 +244,19 @@ def check_adapter(model: nn.Module, adapter: str | None) -> list[Any]:
 # Adding adapters.
 
 
+class _OutsideAutocast:
+    """Whether PEFT casts the input of an adapter to the adapter's dtype, asked in each forward.
+
+    Autocast would cast it back: two passes over each input, whose float32 copy the backward would keep.
+    """
+
+    def __bool__(self) -> bool:
+        return not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"))
+
+
+_OUTSIDE_AUTOCAST = _OutsideAutocast()
+
+
 def add_adapters(base: nn.Module, lora: LoraConfig, names: Sequence[str], *, seed: int) -> Any:
     """``base`` as a ``PeftModel`` with one adapter per name, the first one active; all but ``reference`` train.
 
@@ -262,6 +275,8 @@ def add_adapters(base: nn.Module, lora: LoraConfig, names: Sequence[str], *, see
             model: Any = get_peft_model(base, copy.deepcopy(lora), adapter_name=names[0])
             for name in names[1:]:
                 model.add_adapter(name, copy.deepcopy(lora))
+        for layer in adapter_layers(model):
+            layer.cast_input_dtype_enabled = _OUTSIDE_AUTOCAST
         # PEFT lets the active adapter train, and switches the others off.
         model.set_requires_grad([name for name in names if name != "reference"], True)
         # Some targets fail in a forward only: the routers of Llama4 and PhiMoE return tuples, which LoRA cannot add to.

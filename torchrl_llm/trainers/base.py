@@ -29,6 +29,7 @@ from torchrl_llm.options import ConfigError
 from torchrl_llm.record import Timer
 from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.trainers.numerics import Numerics
 from torchrl_llm.trainers.schedule import GROUPS, LearningRateSchedule
 from torchrl_llm.trainers.settings import NOTHING_TO_CORRECT, TrainerConfig
 from torchrl_llm.trainers.trained_tasks import read_state, state_of
@@ -128,12 +129,13 @@ class TrainerBase:
         accelerator: Accelerator | None = None,
         seen_tasks: SeenTasks | None = None,
         offload: Callable[[], AbstractContextManager[None]] = nullcontext,
+        numerics: Numerics | None = None,
     ) -> None:
         self.collector, self.replay_buffer, self.policy, self.loss = collector, replay_buffer, policy, loss
         self.config, self.reference, self.weight_sync = config, reference, weight_sync
         self.evaluator, self.checkpoints = evaluator, checkpoints
         self.loggers, self.callbacks = tuple(loggers), tuple(callbacks)
-        self.offload = offload
+        self.offload, self.numerics = offload, numerics or Numerics()
         _warn_of_half_weights(optimizer)
         self.accelerator = accelerator or Accelerator()
         self.distributed = Distributed.of(self.accelerator)

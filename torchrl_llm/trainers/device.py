@@ -1,16 +1,21 @@
-"""Device and precision that a run trains with: :func:`make_accelerator`."""
+"""Device and precision that a run trains with: :func:`make_accelerator`, :func:`make_numerics`."""
 
 from __future__ import annotations
+
+import os
 
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, is_initialized
 
 from torchrl_llm.trainers.config import ConfigError, RunConfig
+from torchrl_llm.trainers.numerics import Numerics
 from torchrl_llm.trainers.sources import load_model_config
 
 _AUTOCAST = {"bfloat16": "bf16", "float16": "fp16"}
 """A dtype's name in accelerate."""
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def make_accelerator(config: RunConfig) -> Accelerator:
@@ -20,7 +25,8 @@ def make_accelerator(config: RunConfig) -> Accelerator:
         ConfigError: accelerate chose another device than ``config.device``; or its device has no such precision; or an earlier run
             of this process had another one.
     """
-    device, precision = choose_device(config), _mixed_precision(config)
+    device = choose_device(config)
+    precision = mixed_precision(config, device)
     if (
         precision == "fp16" and device.type == "cpu"
     ):  # accelerate takes it, computes in float32, and says that it is fp16
@@ -57,15 +63,43 @@ def choose_device(config: RunConfig) -> torch.device:
     return chosen
 
 
-def _mixed_precision(config: RunConfig) -> str:
+def make_numerics(config: RunConfig, device: torch.device) -> Numerics:
+    """Those of a run's settings: on CUDA float32 products are of "high" precision, unless the settings say otherwise.
+
+    Raises:
+        ConfigError: ``deterministic`` on CUDA without the environment variable that cuBLAS needs for it.
+    """
+    on_gpu = device.type == "cuda"
+    if config.deterministic and on_gpu and os.environ.get(_CUBLAS) not in (":4096:8", ":16:8"):
+        raise ConfigError(
+            f"deterministic=True on {device}: cuBLAS repeats its results only if {_CUBLAS} was set before CUDA was first used. Start "
+            f"the run with {_CUBLAS}=:4096:8."
+        )
+    precision = config.float32_matmul_precision or ("high" if on_gpu else None)
+    return Numerics(float32_matmul_precision=precision, deterministic=config.deterministic)
+
+
+def mixed_precision(config: RunConfig, device: torch.device, checkpoint: torch.dtype | None = None) -> str:
     """The autocast of the forward passes of training, as accelerate names it.
 
     Where all weights train, they are kept in float32 (:func:`~torchrl_llm.modules.load_actor_critic`), and ``config.dtype`` says
-    in what they compute.
+    in what they compute. Adapters on a base in bfloat16 are float32. Without autocast so are all their products, and the units
+    of a GPU for bfloat16, which are many times as fast, stand idle.
+
+    Args:
+        config: the settings.
+        device: of training.
+        checkpoint: the dtype of the model's files; default: it is looked up if it matters.
     """
-    if config.mixed_precision is not None or config.lora_r:
-        return config.mixed_precision or "no"
+    if config.mixed_precision is not None:
+        return str(config.mixed_precision)
+    if config.lora_r and device.type != "cuda":
+        return "no"
     dtype: object = config.dtype
-    if dtype == "auto":
-        dtype = load_model_config(config).dtype
-    return _AUTOCAST.get(str(dtype).removeprefix("torch."), "no")
+    if dtype == "auto" and config.quantization is not None:
+        dtype = "bfloat16"  # what 4 bits are computed in
+    elif dtype == "auto":
+        dtype = checkpoint or load_model_config(config).dtype
+    found = _AUTOCAST.get(str(dtype).removeprefix("torch."), "no")
+    # float16 would need a gradient scaler.
+    return "no" if config.lora_r and found == "fp16" else found

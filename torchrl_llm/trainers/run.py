@@ -29,7 +29,7 @@ from torchrl_llm.trainers.checkpoint_files import verify
 from torchrl_llm.trainers.checkpoint_parts import Optimizer, names_of_parts, read_states
 from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.demonstrations import check_demonstrations
-from torchrl_llm.trainers.device import make_accelerator
+from torchrl_llm.trainers.device import make_accelerator, make_numerics
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.effective_settings import python_settings
 from torchrl_llm.trainers.engines import start_engine
@@ -249,6 +249,7 @@ def _build(
 ) -> Run:
     """:func:`build_run`; ``opened`` closes what it opens, and is empty when all is well."""
     accelerator = make_accelerator(config)
+    numerics = make_numerics(config, accelerator.device)
     distributed = Distributed.of(accelerator)
     build.check_sharding(config, distributed)
     folder = RunFolder(config)
@@ -341,6 +342,7 @@ def _build(
         accelerator=accelerator,
         seen_tasks=seen_tasks,
         offload=build.make_offload(config, models),
+        numerics=numerics,
     )
     opened.callback(trainer.close)
     if start is not None:

@@ -188,7 +188,13 @@ class ModelConfig(Checked):
     choice is an error."""
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     """Autocast of the training forward passes; None is that of dtype (the checkpoint's, if "auto") where all weights
-    train, else "no". "fp16" needs a GPU."""
+    train, "bf16" on a GPU for LoRA on a base in bfloat16, else "no". "fp16" needs a GPU."""
+    float32_matmul_precision: Literal["highest", "high", "medium"] | None = None
+    """Of float32 products while the run works, as in PyTorch; None is "high" on a GPU (TF32: 10 bits of each factor), and
+    elsewhere leaves it as it is."""
+    deterministic: bool = False
+    """Score and update with torch.use_deterministic_algorithms, so that a GPU repeats its results bit by bit, at a cost in speed.
+    There it needs the environment variable CUBLAS_WORKSPACE_CONFIG=:4096:8."""
     attn_implementation: str | None = None
     """"sdpa" or "eager"; None takes transformers' default, as a rule sdpa, which runs flash attention on a GPU where no mask is
     needed. With policy: vllm also another name of transformers ("flash_attention_2"): rows then share nothing."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import cached_property
 
 import torch
@@ -54,6 +54,7 @@ class LLMTrainer(TrainerBase):
             reference are moved to its device, in place, so that a policy with the same weights samples there too.
         offload: entered while episodes are collected or evaluated by an engine with weights of its own, as no forward runs here
             then (:meth:`~torchrl_llm.modules.ActorCritic.offload_base`); by default nothing is moved.
+        numerics: what PyTorch is set to meanwhile, for the whole process; None leaves it as it is.
         seen_tasks: collects the tasks of training, for :func:`~torchrl_llm.trainers.evaluate`; None makes an empty one.
 
     The attributes are those of :class:`~torchrl_llm.trainers.base.TrainerBase` and the parts, which are read-only, because other
@@ -110,7 +111,13 @@ class LLMTrainer(TrainerBase):
         self.check_options()  # again: the estimator may be another
         resume = "resume=True and else the same settings, without overwrite and resume_from"
         # They end from right to left: the run is saved before the collector shuts down, and the handlers go last.
-        with catch_signals(resume), closing(self), self._end_watched(), self.saver.saved_if_interrupted():
+        with (
+            catch_signals(resume),
+            self.numerics.products(),
+            closing(self),
+            self._end_watched(),
+            self.saver.saved_if_interrupted(),
+        ):
             for callback in self.callbacks:
                 callback.on_start(self)
             run_begins()
@@ -165,9 +172,12 @@ class LLMTrainer(TrainerBase):
             self.replay_buffer.empty(empty_write_count=False)
         return batch
 
-    def policy_weights(self, *, here: bool = True) -> AbstractContextManager[None]:
+    @contextmanager
+    def policy_weights(self, *, here: bool = True) -> Iterator[None]:
         """Inside, a policy that samples ``here`` from the trained model has its full weights; where none does, they are offloaded."""
-        return self.distributed.gathered_parameters() if here and not self.policy.owns_weights else self.offload()
+        full = here and not self.policy.owns_weights
+        with self.numerics.products(), self.distributed.gathered_parameters() if full else self.offload():
+            yield
 
     def iterate(self, batch: TensorDictBase) -> dict[str, float]:
         """One iteration on the rows that :meth:`collect` returned: choose, score, credit, update; returns its metrics."""
@@ -251,7 +261,8 @@ class LLMTrainer(TrainerBase):
 
         A step that reaches ``config.target_kl`` is the last.
         """
-        return self.updater.update(self._on_device(batch))
+        with self.numerics.learning():
+            return self.updater.update(self._on_device(batch))
 
     def _on_device(self, rows: TensorDictBase) -> TensorDictBase:
         # Not rows.to(), which copies rows that name no device, and the caller's would stay without credit.

@@ -74,7 +74,7 @@ class RowScorer:
     @contextmanager
     def _scoring(self) -> Iterator[None]:
         """The training's device and precision, timed."""
-        with self.run.timer("score"), self.run.accelerator.autocast():
+        with self.run.timer("score"), self.run.numerics.learning(), self.run.accelerator.autocast():
             yield
 
     @torch.no_grad()
