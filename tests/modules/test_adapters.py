@@ -212,13 +212,12 @@ class TestGradientCheckpointing:
             torch.testing.assert_close(actual[name], grad, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.extra)])
-def test_autocast_is_not_undone_by_casts_to_float32(compile):
+def test_autocast_is_not_undone_by_casts_to_float32():
     """PEFT casts the inputs of adapters to float32, and autocast back: the same results, at a cost."""
     results, kept = [], []
     for cast in (True, False):
         lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-        models = load_actor_critic(tiny_model_path(), lora=lora, dtype="bfloat16", compile=compile)
+        models = load_actor_critic(tiny_model_path(), lora=lora, dtype="bfloat16")
         for layer in adapter_layers(models.model):
             layer.cast_input_dtype_enabled = cast or layer.cast_input_dtype_enabled
         sizes: dict[int, torch.UntypedStorage] = {}
@@ -233,4 +232,4 @@ def test_autocast_is_not_undone_by_casts_to_float32(compile):
         results.append([hidden.detach(), *(p.grad for p in models.actor_parameters())])
         kept.append(sum(storage.nbytes() for storage in sizes.values()))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert kept[1] < kept[0] or compile
+    assert kept[1] < kept[0]

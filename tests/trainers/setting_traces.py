@@ -299,7 +299,7 @@ def fresh_state(config: RunConfig, env: Any) -> Any:
 def switched(config: RunConfig, env: Any) -> Any:
     """PyTorch's switches in the forwards of a run: what they change in the numbers depends on the machine."""
     run, found = build_run(config, env=env), set()
-    run.models.model.register_forward_pre_hook(
+    run.models.model.model.layers[0].self_attn.register_forward_pre_hook(
         lambda *_: found.add((torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()))
     )
     try:

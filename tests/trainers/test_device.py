@@ -3,8 +3,11 @@
 import pytest
 import torch
 from accelerate import Accelerator
+from small_runs import one_batch, small_config
 
-from torchrl_llm.trainers import ConfigError
+from torchrl_llm.testing.pretended_gpu import pretended_gpu
+from torchrl_llm.testing.probes import ALGORITHMS, ConstantAnswer, solve
+from torchrl_llm.trainers import ConfigError, build_run
 from torchrl_llm.trainers.distributed import Distributed
 
 
@@ -42,3 +45,23 @@ class TestPrepare:
             self.prepare(Elsewhere(cpu=True), loss, spread)
         with pytest.raises(ConfigError, match=r"Weights are on meta, but the trainer's rows are on cpu"):
             self.prepare(Accelerator(cpu=True), loss, torch.nn.Linear(2, 2, device="meta"))
+
+
+class TestOnAGPU:
+    """Pretended: an operation that mixes devices raises."""
+
+    def test_a_trainer_made_by_hand_of_models_of_the_host(self):
+        class Short(ConstantAnswer):
+            iterations = 1
+
+        with pretended_gpu():
+            solve(Short, ALGORITHMS["LLMPPO"])
+
+    def test_rows_of_the_host_are_learned_from(self, tmp_path):
+        with pretended_gpu():
+            run = build_run(small_config(tmp_path, "LLMPPO", device=None))
+            rows = one_batch(run).cpu()
+            run.trainer.learn(rows)
+            assert all(parameter.is_cuda for parameter in run.models.actor_parameters())
+            assert "advantage" not in rows
+            run.close()

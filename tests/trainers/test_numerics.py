@@ -15,6 +15,11 @@ def switches():
     return torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
 
 
+def attention_of(model):
+    """A module that every forward runs."""
+    return model.model.layers[0].self_attn
+
+
 class Switches(Callback):
     """Notes them in a rollout, and in an optimizer step."""
 
@@ -22,8 +27,8 @@ class Switches(Callback):
         self.found = {}
 
     def on_start(self, trainer):
-        trainer.policy.model.register_forward_pre_hook(
-            lambda *_: self.found.setdefault("learns" if torch.is_grad_enabled() else "samples", switches())
+        attention_of(trainer.policy.model).register_forward_pre_hook(
+            lambda *_: self.found.setdefault("learns" if torch.is_grad_enabled() else "samples", switches()) and None
         )
 
 
@@ -42,7 +47,7 @@ class TestNumerics:
     def test_a_step_by_hand_has_them_and_an_error_leaves_none(self, tmp_path):
         run = build_run(small_config(tmp_path, deterministic=True))
         rows, found = one_batch(run), []
-        run.models.model.register_forward_pre_hook(lambda *_: found.append(switches()))
+        attention_of(run.models.model).register_forward_pre_hook(lambda *_: found.append(switches()))
         run.trainer.learn(rows)
         assert set(found) == {("highest", True)}
         assert switches() == ("highest", False)

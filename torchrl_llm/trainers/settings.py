@@ -400,8 +400,8 @@ class OutputConfig(Checked):
     export_merged: bool = False
     """Write the trained actor as one whole model to output_dir/merged at the end."""
     resume: bool = False
-    """Continue the newest checkpoint in output_dir, in the same bytes as if the run had never stopped; from the
-    start if there is none."""
+    """Continue the newest checkpoint in output_dir, on a CPU in the same bytes as if the run had never stopped; from
+    the start if there is none."""
     resume_from: Path | None = None
     """The checkpoint to continue, instead of the newest; newer ones are moved aside."""
     accept_changes: list[str] = field(default_factory=list)

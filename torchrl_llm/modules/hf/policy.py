@@ -41,7 +41,8 @@ class HFPolicy(TurnPolicy):
     """Samples responses from a transformers causal language model, in this process.
 
     Exact and stateless to the caller: ids depend on the weights, the prompt and ``(seed, episode_id, turn)``; never on
-    the neighbors in the batch, the slot, or what was generated before. Keys and values are kept by slot, so that a turn
+    the neighbors in the batch, the slot, or what was generated before, but for rounding: a GPU chooses the order of its sums by
+    the shape of the batch, and near a tie another token may follow. Keys and values are kept by slot, so that a turn
     computes only the tokens which the slot has not seen; a cached token is used only where the prompt agrees with it.
     Equal prompts (the members of a group) are computed once, and so is a prefix that another slot holds.
 

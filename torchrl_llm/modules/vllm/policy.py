@@ -45,7 +45,7 @@ class VLLMPolicy(TurnPolicy):
     """Samples responses with a vLLM engine.
 
     The same keys and the same meaning as :class:`~torchrl_llm.modules.HFPolicy`: ids depend on the weights, the prompt
-    and ``(seed, episode_id, turn)``, never on the neighbors in the batch; log-probs are those of the sampled distribution,
+    and ``(seed, episode_id, turn)``, never on the neighbors in the batch, but for rounding; log-probs are those of the sampled distribution,
     in float32; nothing comes from the model's ``generation_config`` but its list of end tokens. The noise is vLLM's own, so
     the two policies sample different responses from the same distribution. Three differences: with greedy decoding the
     log-prob is that at temperature 1 and without truncation; ``min_p`` is applied before ``top_k`` and ``top_p``; temperatures
