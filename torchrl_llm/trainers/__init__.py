@@ -12,6 +12,7 @@ from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.evaluation import evaluate
 from torchrl_llm.trainers.health import HealthWatch
+from torchrl_llm.trainers.numerics import Numerics
 from torchrl_llm.trainers.opponents import Match, play_match
 from torchrl_llm.trainers.recorder import RolloutRecorder
 from torchrl_llm.trainers.report import run_and_report
@@ -29,6 +30,7 @@ __all__ = [
     "Interrupted",
     "LLMTrainer",
     "Match",
+    "Numerics",
     "ProgressBar",
     "RolloutRecorder",
     "Run",
