@@ -232,8 +232,6 @@ class RunConfig(
             yield f"adaptive_mixture adapts between batches, and max_staleness={stale} leaves none between them: choose one."
         if stale and self.sleep_mode:
             yield f"max_staleness={stale} samples during updates, and sleep_mode stops the engine for them: choose one."
-        if stale and self.deterministic:
-            yield f"max_staleness={stale} samples during updates, and no two such runs are equal: leave deterministic=True out."
         if self.weight_sync == "adapter" and not self.lora_r:
             yield "weight_sync='adapter' sends an adapter, and lora_r=0 has none: leave it out."
         if self.collector == "ray" and self.demonstrations is not None:

@@ -67,8 +67,14 @@ def make_numerics(config: RunConfig, device: torch.device) -> Numerics:
     """Those of a run's settings: on CUDA float32 products are of "high" precision, unless the settings say otherwise.
 
     Raises:
-        ConfigError: ``deterministic`` on CUDA without the environment variable that cuBLAS needs for it.
+        ConfigError: ``deterministic`` on CUDA without the environment variable that cuBLAS needs for it; or in a run that samples
+            during updates.
     """
+    if config.deterministic and config.max_staleness:
+        raise ConfigError(
+            f"deterministic=True with max_staleness={config.max_staleness}, which samples during updates, so that no two runs are equal: "
+            "leave one of them out."
+        )
     on_gpu = device.type == "cuda"
     if config.deterministic and on_gpu and os.environ.get(_CUBLAS) not in (":4096:8", ":16:8"):
         raise ConfigError(
