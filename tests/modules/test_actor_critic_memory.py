@@ -8,6 +8,7 @@ from peft import LoraConfig
 from tiny_actor_critic import LORA, make_model, make_rows, outputs, perturb
 
 from torchrl_llm.modules import WeightsError, load_actor_critic
+from torchrl_llm.testing.pretended_gpu import pretended_gpu
 
 
 @pytest.fixture(params=["lora", "full"])
@@ -103,6 +104,15 @@ class TestOffload:
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
     def test_on_cuda_the_base_leaves_and_comes_back(self):
+        self.base_leaves_and_comes_back()
+
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+    def test_on_a_pretended_gpu_too(self):
+        with pretended_gpu():
+            self.base_leaves_and_comes_back()
+
+    @torch.no_grad()  # a graph would keep views of the base
+    def base_leaves_and_comes_back(self):
         lora = LoraConfig(**LORA)
         models = load_actor_critic(make_model(), lora=lora, critic=True, reference="adapter", device="cuda")
         rows = make_rows().to("cuda")

@@ -96,6 +96,13 @@ class TestPlaces:
         with torch.device("cuda"):
             assert torch.arange(3).is_cuda
 
+    def test_the_meta_device_is_as_it_was(self, gpu):
+        x = torch.ones(2, device="cuda")
+        with torch.device("meta"):
+            assert torch.tensor([]).device == torch.zeros(2).device == torch.device("meta")
+        assert x.to("meta").device == torch.empty_like(x, device="meta").device == torch.device("meta")
+        assert torch.empty_like(torch.empty(2, device="meta"), device="cuda").is_cuda
+
     def test_gradients_and_the_state_of_an_optimizer(self, gpu):
         layer = nn.Linear(3, 1, device="cuda")
         optimizer = torch.optim.AdamW(layer.parameters())

@@ -123,8 +123,12 @@ class Functions(TorchFunctionMode):
     def make_of_data(self, func: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
         """``torch.tensor`` and its kin: data of the host are copied to the device."""
         source = device_of(data) if isinstance(data, Tensor) else HOST
-        device = self.gpu.normal(kwargs.pop("device", None) or source)
+        device = self.gpu.normal(kwargs.get("device") or source)
+        if device.type == "cuda":
+            kwargs["device"] = HOST
         made = func(data, *args, **kwargs)
+        if device.type not in ("cpu", "cuda"):
+            return made
         if not _same_memory(made, data):
             self.gpu.put(made, source)
         return self.copy(made, device, lambda tensor: tensor, blocking=True)
