@@ -112,7 +112,7 @@ test: $(VENV)/.test ## run the tests, an instance of every law and the doctests 
 test-all: $(VENV)/.test ## run all tests that need neither vLLM nor Ray nor a GPU (under 16 minutes)
 	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "$(USUAL)"
 
-test-faults: $(VENV)/.test ## plant 20 faults, one at a time; the tests must find each (about 10 minutes)
+test-faults: $(VENV)/.test ## plant 38 faults, one at a time; the tests must find each (about 20 minutes)
 	$(RUN) $(BIN)/python tests/planted_faults.py
 
 # What make test runs, without the doctests of the modules and what takes more than ten seconds.

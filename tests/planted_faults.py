@@ -191,6 +191,84 @@ FAULTS = {
         "finite = log_probs",
         "tests/modules/test_scorer.py",
     ),
+    "an index is made on the host": Fault(
+        "modules/positions.py",
+        "places = torch.arange(mask.shape[1], device=mask.device)",
+        "places = torch.arange(mask.shape[1])",
+        "tests/gpu_laws/test_laws.py",
+    ),
+    "noise stays on the host": Fault(
+        "modules/hf/policy.py",
+        "self._noise = None if noise is None else noise.to(device)",
+        "self._noise = noise",
+        "tests/gpu_laws/test_laws.py",
+    ),
+    "an index of the cache is made on the host": Fault(
+        "modules/hf/_kv_cache.py",
+        "head = torch.arange(heads, device=storage.device)",
+        "head = torch.arange(heads)",
+        "tests/gpu_laws/test_laws.py",
+    ),
+    "numpy reads a tensor of the device": Fault(
+        "modules/prefix_attention.py",
+        "plan_prefixes(tokens.cpu().numpy(), lengths.cpu().numpy()",
+        "plan_prefixes(tokens.numpy(), lengths.numpy()",
+        "tests/gpu_laws/test_laws.py",
+    ),
+    "a generator of the host draws on the device": Fault(
+        "data/batching.py",
+        "torch.randperm(count, generator=generator)",
+        "torch.randperm(count, generator=generator, device=batch.device)",
+        "tests/gpu_laws/test_laws.py",
+    ),
+    "autocast is that of the host": Fault(
+        "trainers/update.py",
+        "with self.run.accelerator.autocast():",
+        'with torch.autocast("cpu", dtype=torch.bfloat16):',
+        "tests/gpu_laws/test_laws.py",
+    ),
+    "the value head stays on the host": Fault(
+        "modules/critic.py",
+        "nn.Linear, width, 1, dtype=dtype, device=weight.device",
+        "nn.Linear, width, 1, dtype=dtype",
+        "tests/modules/test_actor_critic_memory.py::TestOffload",
+    ),
+    "each token waits for the device": Fault(
+        "modules/hf/policy.py",
+        "        self._index += 1\n",
+        "        self._index += 1\n        ids.tolist()\n",
+        "tests/gpu_laws/test_laws.py",
+    ),
+    "rows stay on the host": Fault(
+        "trainers/trainer.py",
+        "        batch = self._on_device(batch)\n",
+        "",
+        "tests/gpu_laws/test_laws.py",
+    ),
+    "the index of turns is made on the host": Fault(
+        "objectives/functional/turns.py",
+        "position = torch.arange(length, device=turn_ids.device)",
+        "position = torch.arange(length)",
+        "tests/gpu_laws/test_laws.py",
+    ),
+    "ids that are held back stay on the host": Fault(
+        "modules/scorer.py",
+        "ids = torch.tensor(self.held_back, dtype=torch.int64, device=targets.device)",
+        "ids = torch.tensor(self.held_back, dtype=torch.int64)",
+        "tests/gpu_laws/test_laws.py",
+    ),
+    "cuDNN is left on": Fault(
+        "modules/kernels.py",
+        "cuda.enable_cudnn_sdp(False)",
+        "cuda.enable_cudnn_sdp(_found[0])",
+        "tests/gpu_laws/test_laws.py",
+    ),
+    "PyTorch keeps its memory when an engine wakes": Fault(
+        "modules/vllm/start.py",
+        "    gc.collect()  # what only cycles hold would stay\n    torch.cuda.empty_cache()\n",
+        "    gc.collect()\n",
+        "tests/modules/test_vllm_weights.py",
+    ),
 }
 """What was wrong once, or could be, and looks right in shape."""
 

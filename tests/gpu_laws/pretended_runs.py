@@ -44,8 +44,9 @@ def run_of(folder: Path, *, layers: int = 2, env: Any = Rated, **settings: Any) 
         "max_output_tokens": 6, "min_output_tokens": 6, "max_iterations": 1, "lr_actor": 1e-3, "evaluation_interval": 0,
         "final_episodes": 4, "save_checkpoints": False, "record_interval": 0, "progress": False, "overwrite": True,
     }  # fmt: skip
+    played = {"make_env": settings.pop("make_env")} if "make_env" in settings else {} if env is None else {"env": env}
     given = defaults | {"model_path": model_of(folder, layers=layers), "output_dir": folder / "run"} | settings
-    return build_run(RunConfig(**given), **{} if env is None else {"env": env})
+    return build_run(RunConfig(**given), **played)
 
 
 def iterate(run: Run) -> None:

@@ -34,11 +34,11 @@ def shared(monkeypatch):
 
 
 def test_an_iteration_mixes_no_devices(tmp_path, shared):
-    """Actor, critic and reference, two optimizer steps on shuffled rows, in mixed precision."""
+    """Actor, critic and reference, two optimizer steps on shuffled rows of the host, in mixed precision."""
     with pretended_gpu() as gpu:
         run = run_of(tmp_path, dtype="float32", mixed_precision="bf16", group_size=4, minibatch_size=2, env=Long)
         before = [parameter.clone() for parameter in run.models.actor_parameters()]
-        iterate(run)
+        run.trainer.learn(run.trainer.collect(iter(run.trainer.collector)).cpu())
         after = run.models.actor_parameters()
         run.close()
     assert not gpu.errors

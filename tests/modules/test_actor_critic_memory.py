@@ -116,7 +116,7 @@ class TestOffload:
         lora = LoraConfig(**LORA)
         models = load_actor_critic(make_model(), lora=lora, critic=True, reference="adapter", device="cuda")
         rows = make_rows().to("cuda")
-        expected = models.actor(rows.clone())["log_prob"]
+        expected, values = models.actor(rows.clone())["log_prob"], models.critic(rows.clone())["state_value"]
         trained, before = models.actor_parameters() + models.critic_parameters(), torch.cuda.memory_allocated()
         size = sum(p.nbytes for p in models.base_parameters())
         with models.offload_base():
@@ -124,4 +124,5 @@ class TestOffload:
             assert all(p.device.type == "cuda" for p in trained)
             assert torch.cuda.memory_allocated() <= before - size
         assert all(p.device.type == "cuda" for p in models.base_parameters())
-        assert torch.equal(models.actor(rows)["log_prob"], expected)
+        assert torch.equal(models.actor(rows.clone())["log_prob"], expected)
+        assert torch.equal(models.critic(rows)["state_value"], values)
