@@ -251,12 +251,6 @@ FAULTS = {
         "position = torch.arange(length)",
         "tests/gpu_laws/test_laws.py",
     ),
-    "ids that are held back stay on the host": Fault(
-        "modules/scorer.py",
-        "ids = torch.tensor(self.held_back, dtype=torch.int64, device=targets.device)",
-        "ids = torch.tensor(self.held_back, dtype=torch.int64)",
-        "tests/gpu_laws/test_laws.py",
-    ),
     "cuDNN is left on": Fault(
         "modules/kernels.py",
         "cuda.enable_cudnn_sdp(False)",

@@ -45,7 +45,6 @@ class TestPlaces:
             lambda x: torch.full_like(torch.ones(2), 3.0, device="cuda"),
             lambda x: torch.ones(2).to("cuda"),
             lambda x: torch.as_tensor(x),
-            lambda x: torch.tensor(x.detach()),
             lambda x: torch.as_tensor(torch.ones(2), dtype=torch.float64, device=x.device),
             lambda x: torch.ones(2).to(0, torch.float64),
             lambda x: torch.ones(2).to(x),
