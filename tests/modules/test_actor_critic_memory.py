@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pytest
 import torch
 from peft import LoraConfig
 from tiny_actor_critic import LORA, make_model, make_rows, outputs, perturb
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrl_llm.modules import WeightsError, load_actor_critic
+from torchrl_llm.modules._base import load_base
 from torchrl_llm.testing.pretended_gpu import pretended_gpu
 
 
@@ -30,6 +34,25 @@ class TestMasterWeights:
         make_model().save_pretrained(tmp_path)
         models = load_actor_critic(tmp_path, dtype="bfloat16")
         assert all(x.equal(models.model.state_dict()[name]) for name, x in make_model().state_dict().items())
+
+    def test_they_are_widened_on_their_device(self, tmp_path):
+        """Each process of a machine would hold a float32 copy on the host; until then they share the mapped file."""
+        make_model().bfloat16().save_pretrained(tmp_path)
+
+        class Casts(TorchDispatchMode):
+            found: ClassVar[set[str]] = set()
+
+            def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+                kwargs = kwargs or {}
+                widens = kwargs.get("dtype") is torch.float32 and getattr(args[0], "dtype", None) is torch.bfloat16
+                if widens:
+                    self.found.add(args[0].device.type)
+                return operation(*args, **kwargs)
+
+        with Casts():
+            base = load_base(tmp_path, device="meta", master_weights=True)
+        assert {parameter.dtype for parameter in base.parameters()} == {torch.float32}
+        assert Casts.found == {"meta"}
 
     def test_not_where_nothing_or_only_adapters_train(self, caplog):
         models = load_actor_critic(make_model(), dtype="bfloat16", master_weights=False)

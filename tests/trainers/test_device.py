@@ -3,12 +3,13 @@
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
 from small_runs import one_batch, small_config
 
 from torchrl_llm.testing.pretended_gpu import pretended_gpu
 from torchrl_llm.testing.probes import ALGORITHMS, ConstantAnswer, solve
 from torchrl_llm.trainers import ConfigError, build_run
-from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.trainers.distributed import FSDP2, Distributed
 
 
 class Elsewhere(Accelerator):
@@ -65,3 +66,24 @@ class TestOnAGPU:
             assert all(parameter.is_cuda for parameter in run.models.actor_parameters())
             assert "advantage" not in rows
             run.close()
+
+    def test_weights_that_will_be_sharded_are_loaded_on_the_host(self, tmp_path, monkeypatch):
+        """Whole float32 models were on every GPU before they were sharded."""
+        places = {}
+
+        class Sharding(Distributed):
+            """As FSDP2 of one process, but for the sharding."""
+
+            def prepare(self, loss, optimizer, *others):
+                modules = (loss, *others)
+                places["before"] = {parameter.device.type for each in modules for parameter in each.parameters()}
+                return super().prepare(loss, optimizer, *others)
+
+        with pretended_gpu():
+            sharded = FSDP2(Accelerator(), FullyShardedDataParallelPlugin(fsdp_version=2))
+            assert (sharded.device.type, sharded.load_device.type) == ("cuda", "cpu")
+            distributed = Sharding(sharded.accelerator)
+            distributed.load_device = sharded.load_device
+            monkeypatch.setattr(Distributed, "of", staticmethod(lambda accelerator: distributed))
+            build_run(small_config(tmp_path, "LLMPPO", device=None, kl_coeff=0.1)).close()
+        assert places["before"] == {"cpu"}

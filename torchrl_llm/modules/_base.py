@@ -69,14 +69,17 @@ def load_base(
             lm.set_attn_implementation(attn_implementation)
         if precision is not None:
             lm.to(precision)
+    # transformers refuses to move quantized weights; they were read to their device. Moved before they are widened: the processes of
+    # a machine then share the mapped file, and none holds float32 weights on the host.
+    if device is not None and quantization is None:
+        lm = lm.to(device)
     if master_weights:
         _widen(lm)
     for module in lm.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):  # bitsandbytes' kernel for inference on a CPU has no gradient
             module.support_avx512bf16_for_cpu = False
     disable_randomness(lm)
-    # transformers refuses to move quantized weights; they were read to their device.
-    return lm.eval() if device is None or quantization is not None else lm.to(device).eval()
+    return lm.eval()
 
 
 def unmap_weights(model: nn.Module) -> None:

@@ -45,6 +45,7 @@ class Distributed:
 
     Attributes:
         device: of this process's rows and weights, with its index.
+        load_device: where models are loaded before :meth:`prepare`.
         rank: this process, 0-based.
         world_size: number of processes.
         is_main: whether this is rank 0, which logs and saves.
@@ -67,6 +68,7 @@ class Distributed:
     def __init__(self, accelerator: Accelerator) -> None:
         check_accumulation(accelerator)
         self.accelerator, self.device = accelerator, device_of(accelerator)
+        self.load_device = self.device
         self.rank, self.world_size = accelerator.process_index, accelerator.num_processes
         self.is_main = accelerator.is_main_process
 
@@ -281,6 +283,8 @@ class FSDP2(Several):
         super().__init__(accelerator)
         check_plugin(plugin)
         self._plugin = plugin
+        # Sharding moves one block at a time to the device, which may have no room for all weights in float32.
+        self.load_device = torch.device("cpu")
 
     def prepare(self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module) -> Prepared:
         # Sharding replaces the parameters that the optimizer was made with.

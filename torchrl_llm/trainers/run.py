@@ -283,7 +283,7 @@ def _build(
     if engine is not None:
         opened.callback(engine.close)
     path = None if start is None else start.path
-    models = build.load_models(config, tokenizer, sampling, device=accelerator.device, start=path)
+    models = build.load_models(config, tokenizer, sampling, device=distributed.load_device, start=path)
     # Before workers are started.
     loss = (make_loss or build.make_objective)(config, models)
     if not isinstance(loss, TurnPolicyLoss):
