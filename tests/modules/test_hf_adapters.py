@@ -104,10 +104,40 @@ class TestAdapters:
         hook.remove()
         same(play(policy, self.rows), play(make_policy(model, adapter="actor"), self.rows))
 
-    def test_half_precision_and_large_layers_are_not_fused(self, model):
-        assert not FusedLora(model, adapter="actor", max_bytes=1)._places
-        assert FusedLora(model, adapter="actor")._places
-        assert not FusedLora(copy.deepcopy(model).bfloat16(), adapter="actor")._places
+    def test_large_layers_keep_their_factors_apart(self, model):
+        kinds = lambda **options: {type(place[-1]) for place in FusedLora(model, adapter="actor", **options)._places}  # noqa: E731
+        assert kinds() == {torch.nn.Linear}
+        assert torch.nn.Linear not in kinds(max_bytes=1)
+        hidden = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            for _, _, layer, plain in FusedLora(model, adapter="actor", max_bytes=1)._places:
+                torch.testing.assert_close(plain(hidden), layer(hidden), rtol=0, atol=1e-5)
+                torch.testing.assert_close(plain(hidden[0]), layer(hidden[0]), rtol=0, atol=1e-5)
+
+    def test_half_precision_rounds_no_change_away(self):
+        # A change of 2**-13 in weights of 1 is a thirty-second of what bfloat16 can add to them.
+        lora = LoraConfig(r=1, lora_alpha=1, target_modules=["0"])
+        model = get_peft_model(torch.nn.Sequential(torch.nn.Linear(8, 4, bias=False)), lora, adapter_name="actor")
+        layer = model.base_model.model[0]
+        layer.base_layer.weight.data.fill_(1.0)
+        layer.base_layer.to(torch.bfloat16)
+        layer.lora_A["actor"].weight.data.fill_(1.0)[:, ::2] = -1.0
+        layer.lora_B["actor"].weight.data.fill_(2.0**-13)
+        with torch.no_grad():
+            ((_, _, _, plain),) = FusedLora(model, adapter="actor")._places
+            x = torch.tensor([[-1.0, 1.0] * 4], dtype=torch.bfloat16)  # which the weights alone sum up to 0
+            assert plain(x).tolist() == layer(x).tolist() == [[2.0**-10] * 4]
+
+    def test_half_precision_samples_with_the_adapter_within_the_parity_bound(self, model):
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data.to(torch.float32 if "lora" in name else torch.bfloat16)
+        policy = make_policy(model, adapter="actor")
+        assert not policy.logprobs_match_trainer
+        ids, log_probs = play(policy, self.rows)
+        model.set_adapter("actor")
+        for row, response, found in zip(self.rows, ids, log_probs, strict=True):
+            expected = teacher_forced(model, row, response).log_softmax(-1)[range(8), response]
+            assert (found - expected).abs().mean() < 0.1
 
     def test_unknown_adapter(self, model):
         with pytest.raises(AdapterError, match="no adapter 'critic'"):

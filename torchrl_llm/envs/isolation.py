@@ -98,6 +98,12 @@ def kept_global_rng(*, for_envs: bool = False) -> Iterator[_Loan]:
                 _lending.notify()
 
 
+def _own_loan() -> _Loan | None:
+    """The loan of this thread inside which only environments draw: entering it again, at each call, changes nothing."""
+    loan = _loan
+    return loan if loan is not None and loan.for_envs and loan.thread == threading.get_ident() else None
+
+
 def revoke_global_rng(thread: int) -> bool:
     """Take the global generators from a thread that hangs, and restore them as it found them.
 
@@ -233,7 +239,8 @@ class IsolatedEnv:
     def _calling(self, seed: int | None = None) -> Iterator[None]:
         """Around a call of the environment: its generators are the global ones, from ``seed`` or from where they were."""
         isolated, process = not self._thread_safe, os.getpid()
-        with kept_global_rng(for_envs=True) if isolated else nullcontext() as loan:
+        lent = _own_loan() if isolated else None
+        with kept_global_rng(for_envs=True) if isolated and lent is None else nullcontext(lent) as loan:
             start = self.busy_since = time.monotonic()
             if isolated:
                 self._swap_in(seed)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
@@ -67,22 +68,26 @@ def observation_of(slots: Sequence[Slot], prompt: Tensor, extras: ExtraKinds, *,
         keys.ENV_ID: [slot.task_spec.env_id for slot in slots],
         keys.TASK_ID: [slot.task_id for slot in slots],
         keys.STOP_REASON: [slot.stop_reason for slot in slots],
-        keys.SUCCESS: [slot.stop_reason == StopReason.WON for slot in slots],
     }
     if slides:
         values[keys.SEGMENT] = [slot.segment for slot in slots]
-    columns: dict[Any, Tensor] = {key: torch.tensor(column).unsqueeze(-1) for key, column in values.items()}
+    # One array of all: a tensor of a list takes longer than the rest, and by itself each of them would be one.
+    table = torch.from_numpy(np.array([*values.values()], np.int64)).unsqueeze(-1)
+    columns: dict[Any, Tensor] = dict(zip(values, table.unbind(), strict=True))
+    columns[keys.SUCCESS] = columns[keys.STOP_REASON] == StopReason.WON
     for name, kind in extras.items():
         column = [slot.extras.values.get(name, BLANKS[kind]) for slot in slots]
         columns[keys.extra(name)] = torch.tensor(column, dtype=_DTYPES[kind]).unsqueeze(-1)
-    # A copy as well: slots write on in `prompt`, and a collector keeps what it was given.
-    return columns | {keys.PROMPT: prompt.masked_fill(columns[keys.PROMPT_LENGTH] == 0, 0)}
+    context = prompt.clone()  # slots write on in `prompt`, and a collector keeps what it was given
+    if idle := [i for i, slot in enumerate(slots) if slot.length == 0]:
+        context[idle] = 0
+    return columns | {keys.PROMPT: context}
 
 
 def done_of(slots: Sequence[Slot]) -> dict[Any, Tensor]:
     """Whether the episodes of ``slots`` are over, and how: ``[N, 1]`` each."""
-    done = torch.tensor([slot.finished for slot in slots]).unsqueeze(-1)
-    terminated = torch.tensor([slot.stop_reason in TERMINATED for slot in slots]).unsqueeze(-1)
+    flags = np.array([(slot.finished, slot.stop_reason in TERMINATED) for slot in slots])
+    done, terminated = torch.from_numpy(flags.T.copy()).unsqueeze(-1).unbind()
     return {keys.DONE: done, keys.TERMINATED: terminated, keys.TRUNCATED: done & ~terminated}
 
 

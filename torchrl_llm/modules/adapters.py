@@ -18,7 +18,7 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import Linear, LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from torchrl_llm.modules.checks import FAILURES, run_once
@@ -345,18 +345,19 @@ def _check_lora(base: nn.Module, lora: LoraConfig) -> None:
 
 
 class FusedLora:
-    """Replaces a model's LoRA layers by linear layers with weight ``W + scaling * B @ A``, for forwards that train nothing.
+    """Replaces a model's LoRA layers by plain ones, for forwards that train nothing.
 
-    A small model spends more time in dispatching LoRA's extra operations than in computing them.
+    PEFT's layers spend more time in calls, and on a GPU in launches, than in computing. A small float32 model gets one linear
+    layer for each, with the weight ``W + scaling * B @ A``. In half precision that sum would round small changes away, and for
+    a large model its copies would be large: there a product with each factor is added to the one with W, in the dtype of W.
 
-    Neither parameters nor LoRA layers are touched: modules are exchanged inside :meth:`in_place` and put back. Only what
-    is the same computation up to float32 rounding is exchanged: plain LoRA on float32 ``nn.Linear`` layers, and no more
-    than ``max_bytes`` of weights, for on large layers the extra operations cost little and the copies much.
+    Neither parameters nor LoRA layers are touched: modules are exchanged inside :meth:`in_place` and put back. Only what is the
+    same computation up to rounding is exchanged: plain LoRA on ``nn.Linear`` layers.
 
     Args:
         model: any module.
         adapter: the adapter to fuse; ``None``: the layers without adapters.
-        max_bytes: most memory for fused weights; above it nothing is exchanged.
+        max_bytes: most memory for fused weights; above it the factors stay apart.
     """
 
     def __init__(self, model: nn.Module, *, adapter: str | None, max_bytes: int = _MAX_FUSED_BYTES) -> None:
@@ -366,8 +367,15 @@ class FusedLora:
             for name, layer in parent.named_children()
             if isinstance(layer, Linear) and _is_plain(layer, adapter)
         ]
-        size = sum(layer.base_layer.weight.nbytes for _, _, layer in places if adapter in layer.lora_A)
-        self._places = [(*place, _fused(place[-1], adapter)) for place in places] if size <= max_bytes else []
+        weights = [layer.base_layer.weight for _, _, layer in places if adapter in layer.lora_A]
+        merges = (
+            all(each.dtype == torch.float32 for each in weights) and sum(each.nbytes for each in weights) <= max_bytes
+        )
+        replace = _merged if merges else _LowRank
+        self._places = [
+            (*place, replace(place[-1], adapter) if adapter in place[-1].lora_A else place[-1].base_layer)
+            for place in places
+        ]
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -381,22 +389,41 @@ class FusedLora:
                 setattr(parent, name, layer)
 
 
+_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
 def _is_plain(layer: Any, adapter: str | None) -> bool:
     base = layer.base_layer
-    if layer.merged or type(base) is not nn.Linear or base.weight.dtype != torch.float32:
+    if layer.merged or type(base) is not nn.Linear or base.weight.dtype not in _FUSED_DTYPES:
         return False
     if adapter not in layer.lora_A:
         return True
     plain = adapter not in layer.lora_variant and not layer.lora_bias[adapter]
-    return plain and layer.lora_A[adapter].weight.dtype == torch.float32
+    return plain and layer.lora_A[adapter].weight.dtype in (torch.float32, base.weight.dtype)
 
 
-def _fused(layer: Any, adapter: str | None) -> nn.Module:
+def _merged(layer: Any, adapter: str | None) -> nn.Module:
     base = layer.base_layer
-    if adapter not in layer.lora_A:
-        return base
     # On the meta device no memory is allocated, and no first weights are drawn from the global generator.
     fused = nn.Linear(base.in_features, base.out_features, bias=False, device="meta")
     fused.weight = nn.Parameter(base.weight.detach() + layer.get_delta_weight(adapter).detach(), requires_grad=False)
     fused.bias = base.bias
     return fused.eval()
+
+
+class _LowRank(nn.Module):
+    """A linear layer and its adapter in three products, the factors in the dtype of the layer. For forwards without a graph."""
+
+    def __init__(self, layer: Any, adapter: str | None) -> None:
+        super().__init__()
+        base, scaling = layer.base_layer, layer.scaling[adapter]
+        dtype = base.weight.dtype
+        self.base = base
+        self.down = layer.lora_A[adapter].weight.detach().to(dtype)
+        self.up = (layer.lora_B[adapter].weight.detach() * scaling).to(dtype).T
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.base(x)
+        # Into the output of the layer, which nobody else has.
+        out.view(-1, out.shape[-1]).addmm_(nn.functional.linear(x, self.down).flatten(0, -2), self.up)
+        return out

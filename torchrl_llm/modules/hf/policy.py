@@ -55,8 +55,9 @@ class HFPolicy(TurnPolicy):
     parameters' identities, version counters and a few sampled elements with those of the last call. Without the notice, only
     a change that misses all sampled elements is overlooked.
 
-    Small float32 LoRA layers (up to 64 MiB in all) are fused with their base layers for the time of a turn, without
-    touching the model's parameters. Keys and values take ``slots * tokens`` of memory until :meth:`drop_cache`.
+    For the time of a turn LoRA layers are replaced by plain ones, without touching the model's parameters: small float32 ones
+    (up to 64 MiB in all) are fused with their base layers, others add the products with the adapter's factors, in the dtype of
+    the base. Keys and values take ``slots * tokens`` of memory until :meth:`drop_cache`.
 
     Args:
         model: a causal language model of transformers with attention layers only (``sdpa`` or ``eager``), or a
