@@ -96,6 +96,8 @@ class TestRunConfig:
             ({"collector": "ray", "ray_worker_gpus": -1}, "ray_worker_gpus is -1"),
             ({"collector": "ray", "policy": "vllm", "sleep_mode": True}, "sleep_mode shares a GPU"),
             ({"collector": "ray", "policy": "vllm", "weight_sync": "nccl"}, "needs the engine here"),
+            ({"policy": "vllm", "weight_sync": "ipc", "engine_process": False}, "engine_process=False: leave it out"),
+            ({"policy": "vllm", "weight_sync": "nccl", "sleep_mode": True}, "engine on other GPUs.* choose one"),
             ({"sleep_mode": True}, "sleep_mode=True does nothing with policy='hf'"),
             ({"max_staleness": 1}, "max_staleness=1 does nothing with collector='turn'"),
             ({"collector": "async", "max_staleness": -1}, "at least 0"),

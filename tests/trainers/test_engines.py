@@ -41,7 +41,9 @@ class TestShare:
         place = None if device is None else torch.device(device)
         assert engines.engine_share(config_of(**settings), place) == pytest.approx(expected)
 
-    @pytest.mark.parametrize(("settings", "trainers"), [({}, 0.6), ({"sleep_mode": True}, 1.0)])
+    @pytest.mark.parametrize(
+        ("settings", "trainers"), [({}, 0.6), ({"sleep_mode": True}, 1.0), ({"weight_sync": "nccl"}, 1.0)]
+    )
     def test_the_trainer_counts_with_the_rest(self, monkeypatch, settings, trainers):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (900, 1000))
         _, total = trainer_memory(config_of(**settings), torch.device("cuda", 0))
@@ -69,6 +71,7 @@ class TestGPUs:
             ("cuda:1", {}, [1]),
             ("cuda:7", {"engine_process": True}, [7]),
             ("cuda", {"tensor_parallel_size": 4}, [0, 1, 2, 3]),
+            ("cuda", {"weight_sync": "nccl", "tensor_parallel_size": 2}, [1, 2]),
             ("cpu", {}, None),
             (None, {"collector": "ray"}, None),
         ],
@@ -81,7 +84,14 @@ class TestGPUs:
         given = []
         monkeypatch.setattr(engines, "VLLMPolicy", lambda *_, **options: given.append(options))
         engines.start_engine(config_of(model_path="tiny"), None, None, TWO, torch.device("cuda", 1))
-        assert [(each["device_ids"], each["gpu_memory_utilization"]) for each in given] == [([1], 0.4)]
+        engines.start_engine(config_of(model_path="tiny", weight_sync="nccl"), None, None, TWO, torch.device("cuda", 1))
+        engines.start_engine(config_of(model_path="tiny", weight_sync="ipc"), None, None, TWO, torch.device("cuda", 1))
+        names = ("device_ids", "gpu_memory_utilization", "weight_transfer", "multiprocess")
+        assert [[each[name] for name in names] for each in given] == [
+            [[1], 0.4, None, False],
+            [[3], 0.9, "nccl", True],  # after the trainers' GPUs
+            [[1], 0.4, "ipc", True],
+        ]
 
     def test_engines_of_several_processes_on_several_gpus_are_refused(self):
         with pytest.raises(ConfigError, match=r"tensor_parallel_size is 2.*2 training processes.*expected 1"):

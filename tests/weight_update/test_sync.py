@@ -282,7 +282,8 @@ class TestChoice:
             ({"device": "cpu"}, {}, "reload"),
             ({"device": "cpu", "in_process": False}, {}, "shared_memory"),
             ({"backend": "nccl"}, {}, "nccl"),
-            ({"backend": "ipc"}, {}, "adapter"),
+            ({"backend": "ipc"}, {}, "ipc"),
+            ({"backend": "sharded_rdt"}, {}, "adapter"),
         ],
     )
     def test_is_the_fastest_correct_one(self, setup, fields, expected):
@@ -419,12 +420,9 @@ class TestOnGPUs:
             policy.close()
 
     @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL knows a GPU once")
-    def test_nccl(self, words, monkeypatch):
-        from vllm.config import WeightTransferConfig
-
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,0")  # the engine's process takes the other GPU
+    def test_nccl(self, words):
         sampling = SamplingConfig(max_output_tokens=12, temperature=0.7, stop_ids=())
-        config = {"multiprocess": True, "weight_transfer_config": WeightTransferConfig(backend="nccl")}
+        config = {"multiprocess": True, "weight_transfer": "nccl", "device_ids": [1]}
         policy = VLLMPolicy(tiny_model_path(), words, sampling, dtype="bfloat16", max_model_len=256, **config)
         models = make_models(tiny_model_path())
         models.model.to("cuda")

@@ -35,6 +35,7 @@ from torchrl_llm.envs import ChatFormatter, EnvSpec, GEMEnv, SeenTasks, SelfPlay
 from torchrl_llm.envs.tasks import Stream
 from torchrl_llm.modules import ActorCritic, HFPolicy, PlayerPolicy, TurnPolicy, VLLMPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
+from torchrl_llm.modules.vllm.weights import TRANSFERS
 from torchrl_llm.modules.weights import holds_adapter
 from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.stops import response_end_ids
@@ -75,7 +76,7 @@ def _given(config: RunConfig, *names: str, **renamed: str) -> dict[str, Any]:
 def check_sharding(config: RunConfig, distributed: Distributed) -> None:
     """Refuse settings that do not work with sharded weights (FSDP2)."""
     instead = {
-        "weight_sync": (config.weight_sync == "nccl", "another, or DDP"),
+        "weight_sync": (config.weight_sync in TRANSFERS, "another, or DDP"),
         "quantization": (config.quantization is not None, "None, or DDP"),
         "compile": (config.compile, "false, or DDP"),
         "offload_base": (config.offload_base, "false, or DDP"),

@@ -171,6 +171,7 @@ class RunConfig(
         yield from wrong_settings.wrong_self_play(self) if self.collector == "self_play" else ()
         yield from wrong_settings.wrong_branches(self)
         yield from wrong_settings.wrong_trees(self)
+        yield from wrong_settings.wrong_engine(self)
         yield from self._wrong_model()
 
     def _wrong_changes(self) -> Iterator[str]:
@@ -230,10 +231,6 @@ class RunConfig(
             yield settings.NOTHING_TO_CORRECT
         if stale and self.adaptive_mixture:
             yield f"adaptive_mixture adapts between batches, and max_staleness={stale} leaves none between them: choose one."
-        if stale and self.sleep_mode:
-            yield f"max_staleness={stale} samples during updates, and sleep_mode stops the engine for them: choose one."
-        if self.weight_sync == "adapter" and not self.lora_r:
-            yield "weight_sync='adapter' sends an adapter, and lora_r=0 has none: leave it out."
         if self.collector == "ray" and self.demonstrations is not None:
             yield f"demonstrations={self.demonstrations!r} are collected in this process: leave collector='ray' out."
         chosen = (self.demonstrations, self.min_return, self.estimator, None if self.imitate == "all" else self.imitate)
@@ -244,10 +241,6 @@ class RunConfig(
             )
         if self.dynamic_sampling and self.algo == "SFT":
             yield f"dynamic_sampling={self.dynamic_sampling} compares the episodes of a group, and SFT does not: leave it out."
-        if self.collector == "ray" and self.sleep_mode:
-            yield "sleep_mode shares a GPU with the trainer, and the engines of collector='ray' have their own: leave it out."
-        if self.collector == "ray" and self.weight_sync not in (None, "adapter"):
-            yield f"weight_sync={self.weight_sync!r} needs the engine here, and collector='ray' has it elsewhere: leave it out."
 
     def _wrong_model(self) -> Iterator[str]:
         for name in ("init_reference", "refresh_reference"):

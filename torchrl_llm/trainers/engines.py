@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from torchrl_llm.modules import SamplingConfig, VLLMPolicy
+from torchrl_llm.modules.vllm.weights import TRANSFERS
 from torchrl_llm.trainers.config import ConfigError, RunConfig
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.sources import model_path
@@ -39,25 +40,27 @@ def start_engine(
     if config.policy != "vllm" or config.collector == "ray":
         return None
     size = config.tensor_parallel_size or 1
-    if size > 1 and distributed.world_size > 1:
+    if size > 1 and distributed.world_size > 1 and config.weight_sync != "nccl":
         raise ConfigError(
             f"tensor_parallel_size is {size}, and each of {distributed.world_size} training processes has an engine, on its own GPU: "
-            "expected 1, or one process, or collector='ray'."
+            "expected 1, or one process, weight_sync='nccl' (engines on other GPUs), or collector='ray'."
         )
-    engine = make_engine(config, tokenizer, sampling, device=device)
+    engine = make_engine(config, tokenizer, sampling, device=device, processes=distributed.world_size)
     if config.sleep_mode:
         engine.sleep(1)
     return engine
 
 
 def make_engine(
-    config: RunConfig, tokenizer: Any, sampling: SamplingConfig, *, device: torch.device | None
+    config: RunConfig, tokenizer: Any, sampling: SamplingConfig, *, device: torch.device | None, processes: int = 1
 ) -> VLLMPolicy:
     """An engine.
 
     Args:
         device: of the trainer, if it is in this process; ``None`` on a worker of Ray.
+        processes: training processes.
     """
+    transfer: Any = config.weight_sync if config.weight_sync in TRANSFERS else None
     options = {name: value for name in _SETTINGS if (value := getattr(config, name)) is not None}
     return VLLMPolicy(
         model_path(config),
@@ -67,9 +70,10 @@ def make_engine(
         # A slot has one turn in flight at most.
         max_num_seqs=config.slots,
         max_lora_rank=config.lora_r if serves_adapter(config) else 0,
-        multiprocess=bool(config.engine_process),
+        multiprocess=bool(config.engine_process or transfer),
+        weight_transfer=transfer,
         gpu_memory_utilization=engine_share(config, device),
-        device_ids=engine_gpus(config, device),
+        device_ids=engine_gpus(config, device, processes),
         **options,
     )
 
@@ -94,27 +98,33 @@ def engine_share(config: RunConfig, device: torch.device | None) -> float:
         return config.gpu_memory_utilization
     if device is None:
         return _OWN_GPU * min(1.0, config.ray_worker_gpus or 1.0)
-    return _TRAINERS_GPU if device.type == "cuda" else _OWN_GPU
+    return _TRAINERS_GPU if device.type == "cuda" and config.weight_sync != "nccl" else _OWN_GPU
 
 
-def engine_gpus(config: RunConfig, device: torch.device | None) -> list[int] | None:
+def engine_gpus(config: RunConfig, device: torch.device | None, processes: int = 1) -> list[int] | None:
     """The GPUs of the engine, as PyTorch numbers them in this process; ``None`` leaves the choice to vLLM, which begins with 0.
 
-    The first is the trainer's: each training process has its engine on its own GPU.
+    The first is the trainer's: each training process has its engine on its own GPU. With ``weight_sync="nccl"`` engines are on
+    the GPUs after all trainers'.
 
     Args:
         device: of the trainer, if it is in this process; ``None`` on a worker of Ray, which shows it no other GPUs.
+        processes: training processes, with ``"nccl"`` all on this host.
 
     Examples:
         >>> engine_gpus(RunConfig(policy="vllm"), torch.device("cuda", 3))
         [3]
         >>> engine_gpus(RunConfig(policy="vllm", tensor_parallel_size=2), torch.device("cuda", 0))
         [0, 1]
+        >>> engine_gpus(RunConfig(policy="vllm", weight_sync="nccl"), torch.device("cuda", 1), processes=2)
+        [3]
     """
     if device is None or device.type != "cuda":
         return None
-    first = device.index or 0
-    return [*range(first, first + (config.tensor_parallel_size or 1))]
+    first, size = device.index or 0, config.tensor_parallel_size or 1
+    if config.weight_sync == "nccl":
+        first = processes + first * size
+    return [*range(first, first + size)]
 
 
 def serves_adapter(config: RunConfig) -> bool:

@@ -190,7 +190,8 @@ def trainer_memory(config: RunConfig, device: torch.device, processes: int = 1) 
         return free_memory() // processes, host_memory() // processes
     free, total = torch.cuda.mem_get_info(device)
     share = 0.0
-    if config.policy == "vllm" and config.collector != "ray" and not config.sleep_mode:
+    elsewhere = config.collector == "ray" or config.weight_sync == "nccl"
+    if config.policy == "vllm" and not elsewhere and not config.sleep_mode:
         share = engine_share(config, device)
     return free - int(share * total), total - int(share * total)
 

@@ -299,9 +299,9 @@ class EngineConfig(Checked):
     """The engine gives its GPU memory to the trainer during updates."""
     offload_base: bool | None = None
     """The trainer keeps the frozen base weights of LoRA in the host's memory while the engine samples."""
-    weight_sync: Literal["adapter", "reload", "shared_memory", "nccl"] | None = None
-    """How weights get into the engine: "adapter", "reload", "shared_memory" or "nccl"; None takes the fastest that is
-    correct."""
+    weight_sync: Literal["adapter", "reload", "shared_memory", "nccl", "ipc"] | None = None
+    """How weights get into the engine: "adapter", "reload", "shared_memory", "nccl" (the engine on other GPUs) or "ipc" (on the
+    same one; both in a process of its own); None takes the fastest of the first three that is correct."""
 
 
 @dataclass(kw_only=True)

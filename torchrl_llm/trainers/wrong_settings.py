@@ -147,3 +147,19 @@ def wrong_trees(config: Any) -> Iterator[str]:
             f"tree_branches={branches} makes trees of {size} episodes, and group_size={group} is no multiple of that: set group_size to "
             f"{max(1, group // size) * size} or another multiple."
         )
+
+
+def wrong_engine(config: Any) -> Iterator[str]:
+    """What is wrong with how vLLM's engine gets its weights and its memory."""
+    if config.max_staleness and config.sleep_mode:
+        yield f"max_staleness={config.max_staleness} samples during updates, and sleep_mode stops the engine for them: choose one."
+    if config.weight_sync in ("nccl", "ipc") and config.engine_process is False:
+        yield f"weight_sync={config.weight_sync!r} is to an engine in a process of its own, and engine_process=False: leave it out."
+    if config.weight_sync == "nccl" and config.sleep_mode:
+        yield "weight_sync='nccl' has the engine on other GPUs, and sleep_mode gives it the trainer's in turns: choose one."
+    if config.weight_sync == "adapter" and not config.lora_r:
+        yield "weight_sync='adapter' sends an adapter, and lora_r=0 has none: leave it out."
+    if config.collector == "ray" and config.sleep_mode:
+        yield "sleep_mode shares a GPU with the trainer, and the engines of collector='ray' have their own: leave it out."
+    if config.collector == "ray" and config.weight_sync not in (None, "adapter"):
+        yield f"weight_sync={config.weight_sync!r} needs the engine here, and collector='ray' has it elsewhere: leave it out."

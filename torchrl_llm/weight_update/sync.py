@@ -168,8 +168,9 @@ class EngineWeightSync(WeightSync):
     - ``"reload"``: all weights, LoRA merged, to an engine in this process.
     - ``"shared_memory"``: all weights, LoRA merged, to an engine in processes of its own on this host.
     - ``"nccl"``: all weights, LoRA merged, to an engine on other GPUs; see ``modules.vllm.NCCLTransfer``.
+    - ``"ipc"``: all weights, LoRA merged, to an engine in a process of its own on the same GPU; see ``modules.vllm.IPCTransfer``.
 
-    ``"auto"`` takes ``"nccl"`` where the engine has been made for it; else ``"adapter"`` where the engine can serve it,
+    ``"auto"`` takes ``"nccl"`` or ``"ipc"`` where the engine has been made for it; else ``"adapter"`` where the engine can serve it,
     except on CPUs, where merged weights are served 2.6 times as fast; else one of the other two.
 
     On a GPU that trainer and engine share, give ``sleep_level`` and call :meth:`sleep` before the trainer works: the engine

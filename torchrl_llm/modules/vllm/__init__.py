@@ -2,6 +2,14 @@
 
 from torchrl_llm.modules.vllm.policy import VLLMPolicy
 from torchrl_llm.modules.vllm.start import MissingVLLMError, import_vllm, load_engine
-from torchrl_llm.modules.vllm.weights import NCCLTransfer
+from torchrl_llm.modules.vllm.weights import IPCTransfer, NCCLTransfer, WeightTransfer
 
-__all__ = ["MissingVLLMError", "NCCLTransfer", "VLLMPolicy", "import_vllm", "load_engine"]
+__all__ = [
+    "IPCTransfer",
+    "MissingVLLMError",
+    "NCCLTransfer",
+    "VLLMPolicy",
+    "WeightTransfer",
+    "import_vllm",
+    "load_engine",
+]

@@ -119,7 +119,7 @@ class VLLMPolicy(TurnPolicy):
         self.in_process = start.is_in_process(self.llm)
         self.lora_request: Any = None
         self._transfer_address = transfer_address
-        self._transfer: weights.NCCLTransfer | None = None
+        self._transfer: weights.WeightTransfer | None = None
         self._asleep = False
         self._lock = start.FairLock()
         self._sampled_params, self._greedy_params = (self._make_params(greedy=greedy) for greedy in (False, True))
@@ -376,14 +376,14 @@ class VLLMPolicy(TurnPolicy):
         self._asleep = False
 
     def load(self, tensors: NamedTensors, lora: LoraConfig | None = None, *, method: str = "auto") -> None:
-        """See :meth:`TurnPolicy.load`. With ``"nccl"``, ``tensors`` is read twice: for names and shapes first."""
+        """See :meth:`TurnPolicy.load`. With ``"nccl"`` and ``"ipc"``, ``tensors`` is read twice: for names and shapes first."""
         if lora is not None:
             self.lora_request = weights.load_adapter(self.llm, dict(tensors), lora)
             return
         self.lora_request = None
-        if method == "nccl":
+        if method in weights.TRANSFERS:
             if self._transfer is None:
-                self._transfer = weights.NCCLTransfer(self.llm, self._transfer_address)
+                self._transfer = weights.make_transfer(self.llm, method, self._transfer_address)
             self._transfer.send(tensors)
         elif self.in_process:  # no file is needed, whatever the method: both replace all weights
             weights.reload(self.llm, tensors)
@@ -440,7 +440,7 @@ class VLLMPolicy(TurnPolicy):
             self._asleep = False
 
     def close(self) -> None:
-        """Leave the group of ranks of ``"nccl"``, and shut the engine down if this policy made it; a second call does nothing."""
+        """Part from the engine of ``"nccl"`` or ``"ipc"``, and shut the engine down if this policy made it; a second call does nothing."""
         if self._transfer is not None:
             self._transfer.close()
             self._transfer = None

@@ -8,7 +8,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,10 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM has kernels for these
 _TEMPERATURES = (0.01, 2.0)  # vLLM raises lower ones to the first, and refuses those above the second
 _TIMEOUT = 600.0  # seconds, of a step and of the lock; a step or a weight update takes far less
+
+
+ALLOW_PICKLES = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+"""Lets vLLM pickle what passes between this process and its engine's; without it vLLM refuses the handles of CUDA IPC."""
 
 
 class MissingVLLMError(ImportError):
@@ -68,6 +72,7 @@ def load_engine(
     multiprocess: bool = False,
     seed: int = 0,
     trust_remote_code: bool = False,
+    weight_transfer: Literal["nccl", "ipc"] | None = None,
     **engine_args: Any,
 ) -> Any:
     """Start a ``vllm.LLM`` as :class:`VLLMPolicy` needs it.
@@ -95,6 +100,8 @@ def load_engine(
         multiprocess: run the engine in a process of its own.
         seed: for requests without a seed of their own; :class:`VLLMPolicy` gives each request one.
         trust_remote_code: run code that comes with the model.
+        weight_transfer: make the engine ready for whole models by vLLM's own transfer API: ``"nccl"`` from another GPU, or, with
+            ``multiprocess``, CUDA ``"ipc"`` from the same one; ``None``: neither.
         **engine_args: passed to ``vllm.LLM``.
 
     Raises:
@@ -139,6 +146,9 @@ def load_engine(
         args |= {} if device_ids is None else {"device_ids": [*device_ids]}
         _check_memory(device_ids or range(tensor_parallel_size), gpu_memory_utilization)
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(multiprocess))}
+    if weight_transfer is not None:
+        args["weight_transfer_config"] = vllm.config.WeightTransferConfig(backend=weight_transfer)
+        variables |= ALLOW_PICKLES if weight_transfer == "ipc" else {}
     # Ctrl-C reaches all processes of a terminal: the engine would end before the run is saved.
     with _undisturbed(variables), children_ignore_sigint():
         return vllm.LLM(str(path), **args | engine_args)
@@ -209,18 +219,26 @@ def _lora_rank(rank: int) -> int:
 @contextmanager
 def _undisturbed(variables: dict[str, str]) -> Iterator[None]:
     """Set environment variables for a time; afterwards they, the random state and torch's functions are as before."""
-    saved = {name: os.environ.get(name) for name in [*variables, "VLLM_DIST_IDENT"]}
     # Workers in this process seed the global generators; the CPU worker replaces torch.set_num_threads by a function
     # that does nothing, and sets VLLM_DIST_IDENT.
     python, numpy, set_num_threads = random.getstate(), np.random.get_state(), torch.set_num_threads
-    os.environ.update(variables)
     try:
-        with torch.random.fork_rng():
+        with environment(variables, "VLLM_DIST_IDENT"), torch.random.fork_rng():
             yield
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_num_threads = set_num_threads
+
+
+@contextmanager
+def environment(variables: Mapping[str, str], *others: str) -> Iterator[None]:
+    """Set environment variables for a time; afterwards they, and those named by ``others``, are as before."""
+    saved = {name: os.environ.get(name) for name in (*variables, *others)}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
         for name, value in saved.items():
             os.environ.pop(name, None)
             if value is not None:

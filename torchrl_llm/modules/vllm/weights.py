@@ -1,6 +1,6 @@
 """Loading named tensors into a ``vllm.LLM``: one function for each method.
 
-:func:`load_adapter`, :func:`reload`, :func:`reload_shared` and :class:`NCCLTransfer` change the engine's weights and nothing
+:func:`load_adapter`, :func:`reload`, :func:`reload_shared` and :class:`WeightTransfer` change the engine's weights and nothing
 else. They run inside :func:`paused`, so that no token is sampled half way and nothing computed with the old weights is used
 again. :mod:`torchrl_llm.weight_update` calls them, :mod:`torchrl_llm.modules.merging` makes the tensors.
 """
@@ -21,9 +21,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from torchrl_llm.modules.engine import NamedTensors, WeightSyncError, sync_step
-from torchrl_llm.modules.vllm.start import release_memory
+from torchrl_llm.modules.vllm.start import ALLOW_PICKLES, environment, is_in_process, release_memory
 
-METHODS = ("adapter", "reload", "shared_memory", "nccl")
+METHODS = ("adapter", "reload", "shared_memory", "nccl", "ipc")
+TRANSFERS = ("nccl", "ipc")
+"""Methods by vLLM's own transfer API, which an engine is made for."""
 _ADAPTER_ID = 1
 """One id for all versions: turns in flight continue with the new tensors, and no old adapter stays in the engine."""
 _SHARED_MEMORY = Path("/dev/shm")
@@ -41,8 +43,9 @@ def choose_method(config: Any, *, in_process: bool, adapter: bool, unserved: str
     """
     whole = "reload" if in_process else "shared_memory"
     place = "is in this process" if in_process else "has processes of its own"
-    if config.weight_transfer_config is not None and config.weight_transfer_config.backend == "nccl":
-        return "nccl", "the engine has been made with a weight transfer configuration"
+    transfer = _transfer_of(config)
+    if transfer in TRANSFERS:
+        return transfer, "the engine has been made with a weight transfer configuration"
     if not adapter:
         return whole, f"the whole model is trained, and the engine {place}"
     if config.device_config.device_type == "cpu":
@@ -245,37 +248,20 @@ def _megabytes(size: int) -> str:
     return f"{size / 1e6:,.0f} MB"
 
 
-# Between GPUs.
+# From GPU to GPU.
 
 
-class NCCLTransfer:
-    """All weights from this process's GPU to the engine's GPUs, by vLLM's own transfer API.
-
-    The engine must have been made with ``weight_transfer_config=WeightTransferConfig(backend="nccl")`` and run on other GPUs
-    than this process's: NCCL knows a GPU once. This process is rank 0, the engine's workers come after it.
+class WeightTransfer:
+    """All weights from this process's GPU to the engine's, by vLLM's own transfer API. Subclasses say how.
 
     Args:
         llm: a ``vllm.LLM``.
-        address, port: where the ranks meet; a port of ``None`` is a free one.
-
-    Raises:
-        WeightSyncError: the engine has no such configuration, or the ranks do not meet.
+        info: of vLLM's trainer; its class tells vLLM the way.
     """
 
-    def __init__(self, llm: Any, address: str, port: int | None = None) -> None:
+    def __init__(self, llm: Any, info: Any) -> None:
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
-        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
-        from vllm.utils.network_utils import get_open_port
 
-        config = llm.llm_engine.vllm_config
-        backend = config.weight_transfer_config and config.weight_transfer_config.backend
-        if backend != "nccl":
-            raise WeightSyncError(
-                f"The engine's weight transfer backend is {backend!r}; expected 'nccl'. Make the engine with "
-                'weight_transfer_config=WeightTransferConfig(backend="nccl").'
-            )
-        ranks = 1 + config.parallel_config.world_size * config.parallel_config.data_parallel_size
-        info = NCCLTrainerInitInfo(address, port or get_open_port(), ranks, rank=0)
         # One source for all sends: vLLM keeps the object that it is initialized with.
         self._source = _make_source()
         with sync_step("connecting to the engine's GPUs"):
@@ -288,8 +274,83 @@ class NCCLTransfer:
             self._engine.send_weights()
 
     def close(self) -> None:
-        """Leave the group of ranks."""
+        """Part from the engine."""
         self._engine.shutdown()
+
+
+class NCCLTransfer(WeightTransfer):
+    """By NCCL, to an engine on other GPUs than this process's: NCCL knows a GPU once.
+
+    The engine must have been made with ``weight_transfer="nccl"`` (:func:`load_engine`). This process is rank 0, the engine's
+    workers come after it.
+
+    Args:
+        llm: a ``vllm.LLM``.
+        address, port: where the ranks meet; a port of ``None`` is a free one.
+
+    Raises:
+        WeightSyncError: the engine has no such configuration, or the ranks do not meet.
+    """
+
+    def __init__(self, llm: Any, address: str, port: int | None = None) -> None:
+        _check_transfer(llm, "nccl")
+        from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+        from vllm.utils.network_utils import get_open_port
+
+        parallel = llm.llm_engine.vllm_config.parallel_config
+        ranks = 1 + parallel.world_size * parallel.data_parallel_size
+        super().__init__(llm, NCCLTrainerInitInfo(address, port or get_open_port(), ranks, rank=0))
+
+
+class IPCTransfer(WeightTransfer):
+    """By CUDA IPC, to an engine in a process of its own on this process's GPU, through a buffer that both have open.
+
+    The buffer holds the largest of the weights. The engine must have been made with ``weight_transfer="ipc"``
+    (:func:`load_engine`).
+
+    Args:
+        llm: a ``vllm.LLM``.
+
+    Raises:
+        WeightSyncError: the engine has no such configuration, or is in this process.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        _check_transfer(llm, "ipc")
+        if is_in_process(llm):
+            raise WeightSyncError(
+                "Weight sync by 'ipc' with an engine in this process, where CUDA opens no handle twice: make the engine with "
+                "multiprocess=True, or use 'reload', which copies on the GPU."
+            )
+        from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+        super().__init__(llm, IPCTrainerInitInfo(packed=True, rank=0))
+
+    def send(self, tensors: NamedTensors) -> None:
+        """See :meth:`WeightTransfer.send`."""
+        # vLLM's own size, 1 GiB, is less than the embeddings of a 7B model with 152 thousand ids, which would be refused.
+        self._engine.packed_buffer_size_bytes = max(tensor.nbytes for _, tensor in tensors)
+        with environment(ALLOW_PICKLES):
+            super().send(tensors)
+
+
+def make_transfer(llm: Any, method: str, address: str) -> WeightTransfer:
+    """Connect by one of :data:`TRANSFERS`; ``address`` is of this host."""
+    return NCCLTransfer(llm, address) if method == "nccl" else IPCTransfer(llm)
+
+
+def _transfer_of(config: Any) -> str:
+    return config.weight_transfer_config.backend if config.weight_transfer_config is not None else "none"
+
+
+def _check_transfer(llm: Any, wanted: str) -> None:
+    """Raise unless the engine was made for this way."""
+    backend = _transfer_of(llm.llm_engine.vllm_config)
+    if backend != wanted:
+        raise WeightSyncError(
+            f"The engine's weight transfer backend is {backend!r}; expected {wanted!r}. Make the engine with "
+            f"weight_transfer={wanted!r} (load_engine)."
+        )
 
 
 class _Client:
