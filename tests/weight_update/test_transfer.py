@@ -117,9 +117,8 @@ def test_all_weights_pass_through_a_buffer_that_holds_the_largest(chunks, words,
     with make_policy(words, weight_transfer="ipc") as policy:
         sync = EngineWeightSync(models.model, models.adapter, policy=policy)
         assert sync.method == "ipc"
-        train(models, 0)
         with pytest.raises(WeightSyncError, match=r"in this process.*'reload'"):
-            sync()
+            IPCTransfer(policy.llm)
         monkeypatch.setattr(weights, "is_in_process", lambda _: False)
         for seed in range(2):
             train(models, seed)
