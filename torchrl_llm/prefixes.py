@@ -51,6 +51,12 @@ class PrefixCost:
         return float(self.stages(np.array(count), np.array(0), longest))
 
 
+def first_equal(prompts: Ints, lengths: Ints) -> Ints:
+    """``[n]``: the first row with the same prompt as each row."""
+    seen: dict[bytes, int] = {}
+    return np.array([seen.setdefault(prompts[i, : lengths[i]].tobytes(), i) for i in range(len(lengths))], np.int64)
+
+
 def common_prefix(a: Ints, b: Ints, limit: Ints) -> Ints:
     """Length of the longest common prefix of each row of ``a`` and ``b``, at most ``limit``.
 

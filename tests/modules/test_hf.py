@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from torchrl_llm import keys
 from torchrl_llm.modules.hf import HFPolicy
+from torchrl_llm.modules.hf._cached_model import CachedModel
 from torchrl_llm.modules.hf.policy import _Responses
 from torchrl_llm.modules.sampling import SamplingConfig
 
@@ -190,6 +191,28 @@ class TestResponses:
         # The cache holds nothing that was sampled behind an end.
         longer = [row + response for row, response in zip(rows, expected[0], strict=True)]
         same(play(policy, longer, turn=1), play(make_policy(model, max_output_tokens=24, **options), longer, turn=1))
+
+    @pytest.mark.parametrize("bucket", [16, 64])
+    def test_shapes_that_repeat_change_no_response(self, bucket, monkeypatch):
+        model, rows = make_model(), random_rows([5, 9, 2, 14] * 5)
+        options = {"stop_ids": tuple(range(2, 8)), "max_output_tokens": 24}
+        expected, shapes, step = play(make_policy(model, **options), rows), [], CachedModel._forward
+
+        def forward(self, ids, positions, *, width, **rest):
+            shapes.append((*ids.shape, width))
+            return step(self, ids, positions, width=width, **rest)
+
+        policy = make_policy(model, bucket=bucket, **options)
+        monkeypatch.setattr(CachedModel, "_forward", forward)
+        same(play(policy, rows), expected)
+        # A step a token, of 20, 16 or 8 rows.
+        steps = [shape for shape in shapes if shape[1] == 1]
+        assert len(steps) == max(map(len, expected[0])) - 1 > 10
+        assert {shape[0] for shape in steps} <= {20, 16, 8}
+        assert len({*steps}) <= 4
+        assert all(width % bucket == 0 for _, _, width in steps)
+        longer = [row + response for row, response in zip(rows, expected[0], strict=True)]
+        same(play(policy, longer, turn=1), play(make_policy(model, **options), longer, turn=1))
 
     def test_min_output_tokens(self):
         model, rows = make_model(), random_rows([5] * 8)

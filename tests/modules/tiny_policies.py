@@ -67,9 +67,9 @@ def make_model(family="Qwen2", **fields):
     return model.eval()
 
 
-def make_policy(model=None, *, adapter=None, seed=0, check_every=None, **sampling):
+def make_policy(model=None, *, adapter=None, seed=0, check_every=None, bucket=None, **sampling):
     sampling = SamplingConfig(**{"max_output_tokens": 8, "stop_ids": ()} | sampling)
-    options = {"adapter": adapter, "seed": seed, "check_every": check_every}
+    options = {"adapter": adapter, "seed": seed, "check_every": check_every, "bucket": bucket}
     return HFPolicy(model or make_model(), make_tokenizer(), sampling, **options)
 
 

@@ -30,7 +30,7 @@ from torchrl_llm.modules.hf._head import sampling_head
 from torchrl_llm.modules.hf._kv_cache import SlotCache
 from torchrl_llm.modules.kernels import attention_kernels
 from torchrl_llm.modules.prefix_attention import ATTENTION
-from torchrl_llm.prefixes import Ints, common_prefix
+from torchrl_llm.prefixes import Ints, common_prefix, first_equal
 
 _ATTENTION = ("sdpa", "eager", ATTENTION)
 _BORROW = 32  # tokens that are worth copying from another row instead of computing them
@@ -38,6 +38,8 @@ _SPLIT = 16  # columns of padding that are worth another forward
 _MAX_TOKENS = 8192  # most tokens in one forward
 _MAX_MASK = 2**25  # most elements in one attention mask
 _ADVICE = "Use a vLLM policy for this model, or another model."
+_BUCKET = {"cpu": 1}  # by kind of device: a CPU has nothing to gain from shapes that repeat
+_BUCKET_ELSEWHERE = 128
 _MORE = 5  # tokens that the self-check adds to its rows
 _SAMPLE = 16  # elements of each parameter that the staleness check reads
 
@@ -51,14 +53,16 @@ class CachedModel:
     Args:
         model: a causal language model of transformers, or a ``PeftModel`` around one.
         adapter: the LoRA adapter to run under; ``None``: the model itself, adapters off.
+        bucket: steps see a multiple of so many columns; ``None``: 1 on a CPU, elsewhere 128.
 
     Raises:
         UnsupportedModelError: see :class:`torchrl_llm.modules.hf.HFPolicy`.
     """
 
-    def __init__(self, model: nn.Module, *, adapter: str | None = None) -> None:
+    def __init__(self, model: nn.Module, *, adapter: str | None = None, bucket: int | None = None) -> None:
         self.model = model
         self.adapter = adapter
+        self._bucket = bucket
         self.cache = SlotCache()
         self._fingerprint: tuple[Any, Tensor] | None = None
         self._fused: FusedLora | None = None
@@ -89,6 +93,14 @@ class CachedModel:
     def dtype(self) -> torch.dtype:
         """The dtype that the model computes in."""
         return lm.embedding_of(self.model).dtype
+
+    @property
+    def bucket(self) -> int:
+        """Steps see a multiple of so many columns, so that few shapes occur, each many times."""
+        return self._bucket or _BUCKET.get(self.device.type, _BUCKET_ELSEWHERE)
+
+    def _in_buckets(self, columns: int) -> int:
+        return -(-columns // self.bucket) * self.bucket
 
     def drop(self) -> None:
         """Drop all contexts and free their memory."""
@@ -153,11 +165,11 @@ class CachedModel:
         self._try_windows(longest + room)
         self._check_length(longest, room)
         prompts = prompts[:, :longest]
-        self.cache.arrange(slots, longest + room)
+        self.cache.arrange(slots, self._in_buckets(longest + room))
         # One token is always computed: the logits after a prompt are not cached.
         limit = np.minimum(self.cache.lengths[:n], lengths - 1)
         held = common_prefix(self.cache.tokens[:n, :longest], prompts, limit)
-        leader = _first_equal(prompts, lengths)
+        leader = first_equal(prompts, lengths)
         leaders = np.unique(leader)
         held = self._share(prompts, lengths, held, leaders)
         hidden: dict[int, Tensor] = {}
@@ -180,6 +192,8 @@ class CachedModel:
         Returns:
             logits ``[k, V]`` of the token after it.
         """
+        # Columns behind a token are masked, whatever they hold.
+        width = self._in_buckets(width)
         return self._logits(self._forward(ids.unsqueeze(-1), positions.unsqueeze(-1), width=width))
 
     def permute(self, source: Ints) -> None:
@@ -422,12 +436,6 @@ def _attention_windows(config: Any) -> dict[str, int | None]:
     default = "full_attention" if window is None else "sliding_attention"
     kinds = getattr(config, "layer_types", None) or [default]
     return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
-
-
-def _first_equal(prompts: Ints, lengths: Ints) -> Ints:
-    """``[n]``: the first row with the same prompt as each row."""
-    seen: dict[bytes, int] = {}
-    return np.array([seen.setdefault(prompts[i, : lengths[i]].tobytes(), i) for i in range(len(lengths))], np.int64)
 
 
 def _buckets(rows: Ints, missing: Ints) -> list[Ints]:

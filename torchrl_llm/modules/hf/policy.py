@@ -34,6 +34,7 @@ _CHECK_EVERY = {"cpu": 1}
 """Tokens between two looks at which responses are finished, by kind of device: each look waits for the device, which a CPU
 does not notice."""
 _CHECK_EVERY_ELSEWHERE = 8
+_ROWS = 8  # the multiple of rows that a batch shrinks to where shapes are to repeat
 _SHRINK = 0.75  # finished rows are taken out of the batch when at most this share is unfinished
 
 
@@ -68,6 +69,8 @@ class HFPolicy(TurnPolicy):
         seed: the first part of the noise key, >= 0.
         check_every: tokens between two looks at which responses are finished. Each look waits for the device, and a response is
             sampled on until the next one; what lies behind its end is dropped. Default ``None``: 1 on a CPU, elsewhere 8.
+        bucket: each token attends to a multiple of so many columns of the cache, masked behind it, and a batch shrinks to
+            multiples of 8 rows: a GPU's kernels meet few shapes, each many times. Default ``None``: 128, on a CPU 1, which is off.
 
     Attributes:
         stop_ids: the ids that end a response: ``sampling.stop_ids``, or those found in tokenizer and model.
@@ -109,16 +112,18 @@ class HFPolicy(TurnPolicy):
         adapter: str | None = None,
         seed: int = 0,
         check_every: int | None = None,
+        bucket: int | None = None,
     ) -> None:
-        if check_every is not None and check_every < 1:
-            raise ValueError(f"check_every is {check_every}; expected None, or a number of tokens >= 1.")
+        for name, value in (("check_every", check_every), ("bucket", bucket)):
+            if value is not None and value < 1:
+                raise ValueError(f"{name} is {value}; expected None, or a number of tokens >= 1.")
         check_vocabulary(model, tokenizer)
         sampling = sampling or SamplingConfig()
         sampling = decide_stop_ids(sampling, generation_end_ids(model), tokenizer, vocabulary=vocabulary_of(model))
         super().__init__(sampling, seed=seed)
         self.model = model
         self.adapter = adapter
-        self._engine = CachedModel(model, adapter=adapter)
+        self._engine = CachedModel(model, adapter=adapter, bucket=bucket)
         self._processor = SamplingProcessor(sampling)
         self._check_every = check_every
 
@@ -304,6 +309,10 @@ class _Responses:
 
     def _drop_finished(self) -> None:
         finished = self._finished[: self._alive].cpu().numpy()
+        if self._engine.bucket > 1 and not finished.all():
+            # Some finished rows stay for a batch of a shape that occurs again.
+            finished = finished.copy()
+            finished[np.flatnonzero(finished)[: -int((~finished).sum()) % _ROWS]] = False
         alive = self._alive - int(finished.sum())
         # Not at every end: taking rows out copies the keys and values of the rows that move.
         if alive and alive > _SHRINK * self._alive:
