@@ -122,7 +122,7 @@ def choose_max_tokens(
         >>> config = RunConfig(model_path="tiny", lora_r=0)
         >>> model = empty_model(config)
         >>> [choose_max_tokens(config, model, memory) for memory in (2**24, 2**28, 2**34)]
-        [1024, 8192, 16384]
+        [1024, 4096, 16384]
     """
     room = _SHARE * (memory - sum(_kept(config, model, shards, device).values()))
     least, tokens = min(config.max_model_len, MOST_TOKENS), MOST_TOKENS
