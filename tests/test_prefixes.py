@@ -171,11 +171,20 @@ class TestPack:
         rows = SortedRows.of(*batch)
         spans, price = pack_rows(rows, bound, cost)
         assert [i for start, end in spans for i in range(start, end)] == list(range(len(rows.ends)))
-        total = 0.0
+        longest, total = rows.ends.max(), 0.0
+        most = max(bound, 9 * longest // 8)
         for start, end in spans:
             part = rows.part(start, end)
             cuts = choose_cuts(part.ends, part.shared, cost)
-            assert cuts.size <= bound or end == start + 1
-            assert (end - start) * part.ends.max() <= 16 * bound or end == start + 1
+            assert cuts.size <= most or end == start + 1
+            assert (end - start) * part.ends.max() <= 16 * most or end == start + 1
             total += cuts.cost
         assert price == pytest.approx(total)
+
+    @pytest.mark.parametrize("length", [3700, 4096, 4161, 6000])
+    def test_rows_of_about_the_bound_keep_what_they_share(self, length):
+        """Eight rows that differ in their last 50 tokens: the eighth of them was a forward of its own from 3,800 tokens on."""
+        cost = PrefixCost(stage=100, context=2e-3, key=0.06)
+        rows = np.tile(np.arange(length), (8, 1))
+        rows[:, -50:] += np.arange(8)[:, None]
+        assert pack_rows(SortedRows.of(rows, np.full(8, length)), 4096, cost)[0] == [(0, 8)]

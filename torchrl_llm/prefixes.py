@@ -30,14 +30,14 @@ class PrefixCost:
         stage: the calls of attention kernels that a stage needs.
         context: a token that another token attends to.
         key: a copy of the keys and values of one token.
-        key_size: the memory of such a copy, as a share of a token's activations.
+        key_size: the memory of such a copy, as a share of a token's activations; 0 where it is not kept.
         max_length: rows of more tokens share nothing.
     """
 
     stage: float
     context: float
     key: float
-    key_size: float = 0.125
+    key_size: float = 0.0
     max_length: float = float("inf")
 
     def stages(self, nodes: Ints, start: Ints, end: int) -> Floats:
@@ -236,30 +236,47 @@ def _lay_out(rows: SortedRows, cuts: Cuts) -> PrefixPlan:
     return PrefixPlan(ids, positions, tuple(stages), places[back])
 
 
-def pack_rows(rows: SortedRows, max_tokens: int, cost: PrefixCost) -> tuple[list[tuple[int, int]], float]:
-    """Cut sorted rows into forwards of at most ``max_tokens`` tokens (``size`` of :class:`Cuts`) each.
+def forward_bound(max_tokens: int, longest: int) -> int:
+    """The most distinct tokens of one forward over rows that share, padding included.
 
-    With all that rows share, they are at most 16 times ``max_tokens`` positions.
+    A row is not cut, and what a group shares may be nearly as long as its rows: a forward may hold the longest row of the batch and
+    an eighth more, for what the others add. Else rows of about ``max_tokens`` tokens would each be computed by itself.
+
+    Args:
+        max_tokens: the bound that was asked for.
+        longest: tokens of the longest row of the batch.
+
+    Examples:
+        >>> forward_bound(4096, 1000), forward_bound(4096, 4160)
+        (4096, 4680)
+    """
+    return max(max_tokens, longest + longest // 8)
+
+
+def pack_rows(rows: SortedRows, max_tokens: int, cost: PrefixCost) -> tuple[list[tuple[int, int]], float]:
+    """Cut sorted rows into forwards of at most ``max_tokens`` tokens (``size`` of :class:`Cuts`) each, by :func:`forward_bound`.
+
+    With all that rows share, they are at most 16 times that many positions.
 
     Returns:
-        The first place of each forward and the one behind its last; and the cost of all. A row that is larger by itself gets a
-        forward of its own.
+        The first place of each forward and the one behind its last; and the cost of all.
     """
+    bound = forward_bound(max_tokens, int(rows.ends.max()))
     # Tokens of the trie: a row's own are those that it does not share with the one before.
     own = np.cumsum(rows.ends - np.append(0, rows.shared[:-1]))
     spans, price, start, last = [], 0.0, 0, len(rows.ends)
     while start < len(rows.ends):
         before = own[start] - rows.ends[start]
         # As many rows as fit without padding, and not many more than last time; then fewer, until padding and copied keys fit too.
-        count = int(np.searchsorted(own, before + max_tokens, side="right")) - start
+        count = int(np.searchsorted(own, before + bound, side="right")) - start
         count = max(1, min(count, last + last // 2, len(rows.ends) - start))
         while True:
             part = rows.part(start, start + count)
             cuts = choose_cuts(part.ends, part.shared, cost)
             positions = count * int(part.ends.max()) / _MOST_ROWS
-            if max(cuts.size, positions) <= max_tokens or count == 1:
+            if max(cuts.size, positions) <= bound or count == 1:
                 break
-            count = max(1, min(count - 1, int(count * max_tokens / max(cuts.size, positions))))
+            count = max(1, min(count - 1, int(count * bound / max(cuts.size, positions))))
         spans.append((start, start + count))
         price += cuts.cost
         start, last = start + count, count

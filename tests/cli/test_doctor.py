@@ -191,7 +191,7 @@ class TestMemoryEstimate:
     )
     def test_is_near_what_was_measured(self, shapes, tokens, checkpointing, mib):
         settings = {"algo": "LLMREINFORCE", "kl_coeff": 0.0, "dtype": "float32", "model_path": str(shapes)}
-        config = RunConfig(**settings, max_tokens=tokens, gradient_checkpointing=checkpointing)
+        config = RunConfig(**settings, max_tokens=tokens, max_model_len=448, gradient_checkpointing=checkpointing)
         parts = memory_estimate(config, empty_model(config))
         update = sum(parts[name] for name in ("base weights", "trained weights", "activations", "logits"))
         assert update / 2**20 == pytest.approx(mib, rel=0.15)

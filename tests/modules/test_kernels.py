@@ -16,6 +16,7 @@ from transformers import MistralConfig, MistralForCausalLM
 
 from torchrl_llm.modules import TokenScorer, load_actor_critic
 from torchrl_llm.modules.kernels import attention_kernels
+from torchrl_llm.testing.pretended_gpu import pretended_gpu
 
 
 @pytest.fixture
@@ -59,6 +60,34 @@ class TestCalls:
         tiny_policies.play(policy, tiny_policies.random_rows([5, 3]))
         assert set(calls) == {(True, False)}
         assert cudnn_sdp_enabled()
+
+
+class TestOnGPUs:
+    """cuDNN's kernel would be taken without :func:`attention_kernels`; grouped heads in float32 would be left to "math"."""
+
+    @pytest.mark.parametrize(
+        ("dtype", "autocast", "kernels"),
+        [
+            (torch.bfloat16, False, {("flash", False), ("efficient", True)}),
+            (torch.float32, True, {("flash", False), ("efficient", True)}),
+            (torch.float32, False, {("efficient", True)}),
+        ],
+    )
+    def test_of_an_update(self, dtype, autocast, kernels):
+        with pretended_gpu() as gpu:
+            models = load_actor_critic(make_model(dtype).to("cuda"), gradient_checkpointing=True, master_weights=False)
+            scorer = TokenScorer(models.model, prefixes=shared(models.model))
+            gpu.reset()
+            with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
+                out = scorer(make_rows().to("cuda"))["log_prob"].sum()
+            out.backward()
+        assert {(call.kernel, call.mask) for call in gpu.attention} == kernels
+
+    def test_of_sampling(self):
+        with pretended_gpu() as gpu:
+            policy = tiny_policies.make_policy(tiny_policies.make_model().to("cuda", torch.bfloat16))
+            tiny_policies.play(policy, tiny_policies.random_rows([5, 3]))
+        assert {call.kernel for call in gpu.attention if call.mask} == {"efficient"}
 
 
 class TestSwitch:

@@ -51,7 +51,7 @@ FREE = PrefixCost(stage=0, context=0, key=0)
 class Free(PrefixSharing):
     """Cuts wherever rows fork, however little that saves."""
 
-    def cost(self, device: torch.device) -> PrefixCost:
+    def cost(self, device: torch.device, *, recomputed: bool = False) -> PrefixCost:
         return replace(FREE, max_length=self.max_length)
 
 
@@ -194,7 +194,7 @@ class TestValues:
 
 
 class TestLosses:
-    @pytest.mark.parametrize("max_tokens", [30, 60, 10**6])
+    @pytest.mark.parametrize("max_tokens", [30, 40, 10**6])
     def test_the_gradient_does_not_depend_on_the_split(self, exact_norms, max_tokens):
         """LLMPPO on micro-batches of shared prefixes, rows in another order and padded, against one batch of plain rows."""
         model, rows = make_model(), make_rows(5)

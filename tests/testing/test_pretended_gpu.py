@@ -306,6 +306,7 @@ class TestAttention:
             ("efficient", {"dtype": torch.float32}, {"mask": (1, 1, 8, 8)}),
             ("math", {"dtype": torch.float32, "width": 6}, {}),
             ("math", {"dtype": torch.float64}, {}),
+            ("math", {"dtype": torch.float32, "heads": 4}, {"enable_gqa": True}),
             ("cudnn", {"heads": 4}, {"enable_gqa": True}),
         ],
     )

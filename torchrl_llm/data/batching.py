@@ -90,7 +90,8 @@ def micro_batches(batch: TensorDictBase, max_tokens: int, cost: PrefixCost | Non
 
     Rows are sorted by length, the longest first, and each micro-batch is trimmed to its longest row. A row of more than
     ``max_tokens`` tokens gets a micro-batch of its own. With ``cost``, rows that share a prefix are put together where that
-    saves computation, and what they share counts once.
+    saves computation, and what they share counts once; each may have as many tokens as the longest row and an eighth more, if
+    that is more than ``max_tokens``.
 
     Args:
         batch: rows of batch size ``[B]`` with ``"attention_mask"`` ``[B, L]``, right-padded; a row's gaps

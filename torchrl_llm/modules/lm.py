@@ -108,8 +108,16 @@ def checkpointing(decoder: nn.Module) -> AbstractContextManager[None]:
     models stay in evaluation mode, and only the modules that checkpoint are switched, and nothing inside them: dropout,
     jitter and random routing stay off, in the forward as in its recomputation.
     """
-    modules = decoder.modules() if torch.is_grad_enabled() else ()
-    return training_flags((module for module in modules if vars(module).get("gradient_checkpointing")), True)
+    return training_flags(_checkpointed(decoder) if torch.is_grad_enabled() else (), True)
+
+
+def is_checkpointed(model: nn.Module) -> bool:
+    """Whether activations of the model are checkpointed in a forward that builds a graph."""
+    return any(True for _ in _checkpointed(backbone(model)))
+
+
+def _checkpointed(decoder: nn.Module) -> Iterator[nn.Module]:
+    return (module for module in decoder.modules() if vars(module).get("gradient_checkpointing"))
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor, nn
 
 from torchrl_llm import keys
-from torchrl_llm.modules.lm import embedding_of
+from torchrl_llm.modules.lm import embedding_of, is_checkpointed
 from torchrl_llm.modules.prefix_attention import PrefixSharing
 from torchrl_llm.prefixes import PrefixCost
 from torchrl_llm.segments import Segments
@@ -128,7 +128,9 @@ class RowModule(TensorDictModuleBase):
     @property
     def prefix_cost(self) -> PrefixCost | None:
         """What decides which rows share a forward; ``None``: each is computed by itself."""
-        return None if self.prefixes is None else self.prefixes.cost(embedding_of(self.model).device)
+        if self.prefixes is None:
+            return None
+        return self.prefixes.cost(embedding_of(self.model).device, recomputed=is_checkpointed(self.model))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write what is computed from ``tensordict``, batch ``[B]``, into it and return it."""

@@ -35,10 +35,12 @@ from torchrl_llm.modules.lm import (
     checkpointing,
     embedding_of,
     hidden_states,
+    is_checkpointed,
     is_full_precision,
     moving_ropes,
     training_flags,
 )
+from torchrl_llm.modules.stage_attention import StageMask, masked_attention
 from torchrl_llm.prefixes import PrefixCost, PrefixPlan, plan_prefixes
 
 logger = logging.getLogger(__name__)
@@ -47,11 +49,11 @@ ATTENTION = "sdpa_prefixes"
 """The name of :func:`prefix_attention` in transformers. Without a tree it is ``"sdpa"``."""
 
 _STAGE_FLOPS = {"cpu": 1e7, "cuda": 3e10}
-"""Floating-point operations that a device does in the time that the calls of one stage take in one layer."""
+"""Floating-point operations that a device does in the time that the calls of one stage take in one layer.
 
-
-_MAX_LENGTH = 8192
-"""Rows of more tokens share nothing: the attention mask of a stage grows with their square."""
+Measured on CPUs. That of "cuda" is a guess, for an H100: nothing was measured on a GPU. It decides how much rows have to share
+for a stage of their own, and changes results by rounding only.
+"""
 
 _OTHER_ATTENTION = ("position_bias", "softcap", "s_aux", "indices", "cache")
 """What some models pass to their attention function, and :func:`prefix_attention` does not know."""
@@ -68,10 +70,15 @@ class PrefixSharing(NamedTuple):
 
     hidden_size: int
     kv_share: float = 1.0
-    max_length: float = _MAX_LENGTH
+    max_length: float = float("inf")
 
-    def cost(self, device: torch.device) -> PrefixCost:
-        """What decides where rows are cut, and whether. It depends on nothing measured, so that a run can be repeated."""
+    def cost(self, device: torch.device, *, recomputed: bool = False) -> PrefixCost:
+        """What decides where rows are cut, and whether. It depends on nothing measured, so that a run can be repeated.
+
+        Args:
+            device: of the model.
+            recomputed: with gradient checkpointing.
+        """
         size = self.hidden_size
         # A layer of width H does about 24 H^2 operations on a token, and 4 H for each token that it attends to.
         flops = 24 * size**2
@@ -79,8 +86,9 @@ class PrefixSharing(NamedTuple):
             stage=_STAGE_FLOPS.get(device.type, 3e10) / flops,
             context=4 * size / flops,
             key=4 / size * self.kv_share,
-            # Of about 16 numbers for each of a hidden state that a layer keeps for its backward, a key and a value are two.
-            key_size=self.kv_share / 8,
+            # A layer copies keys and values again for its backward. Of what a model with recomputation has in memory, a layer's
+            # copies are a part that counts: of about 16 numbers for each of a hidden state, a key and a value are two.
+            key_size=self.kv_share / 8 if recomputed else 0.0,
             max_length=self.max_length,
         )
 
@@ -117,7 +125,9 @@ def _sharing(config: Any) -> PrefixSharing:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     untried = [window for window in declared_windows(config) if window > LONGEST_TRIED]
-    return PrefixSharing(config.hidden_size, kv_heads * head_dim / config.hidden_size, min([_MAX_LENGTH, *untried]))
+    return PrefixSharing(
+        config.hidden_size, kv_heads * head_dim / config.hidden_size, min(untried, default=float("inf"))
+    )
 
 
 def _problem(lm: Any) -> str | None:
@@ -157,26 +167,24 @@ class PrefixTree:
     Attributes:
         plan: where it comes from.
         keys: of each stage, flat.
+        recomputed: layers are checkpointed.
     """
 
-    def __init__(self, plan: PrefixPlan, device: torch.device) -> None:
-        self.plan = plan
+    def __init__(self, plan: PrefixPlan, device: torch.device, *, recomputed: bool = False) -> None:
+        self.plan, self.recomputed = plan, recomputed
         self.tokens, self.positions, self.places, *self.keys = (
             torch.from_numpy(x).to(device)
             for x in (plan.tokens, plan.positions, plan.places, *(stage.keys.ravel() for stage in plan.stages))
         )
-        self._masks: dict[tuple[Any, ...], Tensor] = {}
+        self._masks: dict[tuple[Any, ...], StageMask] = {}
 
-    def mask(self, stage: int, groups: int, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Additive mask ``[groups * width, start + width]`` of a stage, the same for all its prefixes and all layers."""
+    def mask(self, stage: int, groups: int, window: int | None, dtype: torch.dtype) -> StageMask:
+        """The mask of a stage, for all its prefixes and all layers."""
         key = stage, groups, window, dtype
         if key not in self._masks:
             start, width, _ = self.plan.stages[stage]
-            columns = torch.arange(start + width, device=self.tokens.device)
-            behind = columns[start:, None] - columns
-            hidden = (behind < 0) | (behind >= (window or start + width))
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
-            self._masks[key] = mask.repeat(groups, 1)
+            kind: dict[str, Any] = {"groups": groups, "window": window, "dtype": dtype, "device": self.tokens.device}
+            self._masks[key] = StageMask.of(start, width, **kind)
         return self._masks[key]
 
 
@@ -206,7 +214,7 @@ def row_states(model: nn.Module, tokens: Tensor, lengths: Tensor, sharing: Prefi
     if sharing is not None and len(tokens) > 1 and tokens.shape[1] <= sharing.max_length:
         plan = plan_prefixes(tokens.cpu().numpy(), lengths.cpu().numpy(), sharing.cost(tokens.device))
         if plan is not None:
-            tree = PrefixTree(plan, tokens.device)
+            tree = PrefixTree(plan, tokens.device, recomputed=is_checkpointed(model))
             return RowStates(tree_states(model, tree), tree.places, repeats=True)
     hidden = hidden_states(model, tokens, lengths)
     places = torch.arange(tokens.numel(), device=tokens.device).view(tokens.shape)
@@ -258,30 +266,42 @@ def prefix_attention(
         raise ValueError(f"its attention takes {', '.join(unknown)}")
     # Tokens first, as they lie in memory: the tokens of a prefix are then gathered as whole rows.
     query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    heads, groups = key.shape[1], query.shape[1] // key.shape[1]
+    heads, groups, dtype = key.shape[1], query.shape[1] // key.shape[1], _computed_in(query)
     used, parts = 0, []
     for index, (start, width, places) in enumerate(prefix_tree.plan.stages):
-        nodes, end = places.shape
-        span = slice(used, used := used + nodes * width)
-        q = query[span].view(nodes, width, heads, groups, -1)
-        k, v = (
-            (x.index_select(0, prefix_tree.keys[index]) if start else x[span])
-            .view(nodes, end, heads, -1)
-            .transpose(1, 2)
-            for x in (key, value)
-        )
-        if start == 0 and (sliding_window or end) >= end and (groups == 1 or use_gqa_in_sdpa(None, key, value)):
-            q = q.flatten(2, 3).transpose(1, 2)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=groups > 1)
-            out = out.transpose(1, 2)
+        span = slice(used, used := used + len(places) * width)
+        q = query[span].to(dtype).view(len(places), width, heads, groups, -1)
+        if start == 0 and (sliding_window or width) >= width and _takes_groups(key, value, groups, dtype):
+            parts.append(_causal_attention(q, key[span], value[span], scaling))
         else:
-            # The heads of a group are further queries of their key, which need not be repeated for them.
-            q = q.permute(0, 2, 3, 1, 4).flatten(2, 3)
-            mask = prefix_tree.mask(index, groups, sliding_window, q.dtype)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
-            out = out.unflatten(2, (groups, width)).permute(0, 3, 1, 2, 4)
-        parts.append(out.reshape(nodes * width, heads * groups, -1))
+            mask = prefix_tree.mask(index, groups, sliding_window, dtype)
+            sources, own = ((key, value), prefix_tree.keys[index]) if start else ((key[span], value[span]), None)
+            out = masked_attention(q, sources, own, mask, scaling=scaling, recomputed=prefix_tree.recomputed)
+            parts.append(out)
     return torch.cat(parts).unsqueeze(0), None
+
+
+def _computed_in(query: Tensor) -> torch.dtype:
+    """The dtype of attention: of the queries, or what autocast makes of it, with masks that would be copied in every layer."""
+    kind = query.device.type
+    if query.dtype == torch.float32 and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return query.dtype
+
+
+def _takes_groups(key: Tensor, value: Tensor, groups: int, dtype: torch.dtype) -> bool:
+    """Whether a kernel without a mask takes fewer keys than queries. CUDA's for float32 does not: PyTorch would fall back to one
+    whose memory grows with the square of the tokens."""
+    return groups == 1 or (use_gqa_in_sdpa(None, key, value) and not (key.is_cuda and is_full_precision(dtype)))
+
+
+def _causal_attention(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """As :func:`masked_attention`, of prefixes that begin at column 0, and whose keys are the stage's own."""
+    nodes, width, heads, groups, _ = query.shape
+    k, v = (x.to(query.dtype).view(nodes, width, heads, -1).transpose(1, 2) for x in (key, value))
+    q = query.flatten(2, 3).transpose(1, 2)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=groups > 1)
+    return out.transpose(1, 2).reshape(nodes * width, heads * groups, -1)
 
 
 def _probe_rows(model: nn.Module, longest: int) -> tuple[Tensor, list[int]]:

@@ -22,6 +22,7 @@ from torchrl_llm.modules.hf._head import packs_head
 from torchrl_llm.modules.lm import embedding_of
 from torchrl_llm.modules.scorer import default_chunk_logits
 from torchrl_llm.options import ConfigError
+from torchrl_llm.prefixes import forward_bound
 from torchrl_llm.trainers.build import has_own_reference, make_lora
 from torchrl_llm.trainers.config import RunConfig
 from torchrl_llm.trainers.device import mixed_precision
@@ -81,7 +82,8 @@ def memory_estimate(config: RunConfig, model: Any, *, shards: int = 1, device: t
     """Bytes by part, at the peak of an update of one process. An estimate: allocators keep more than is in use.
 
     Args:
-        config: the settings; ``max_tokens=None`` counts as 16,384.
+        config: the settings; ``max_tokens=None`` counts as 16,384. For long rows a forward may have more tokens
+            (:func:`torchrl_llm.prefixes.forward_bound`).
         model: :func:`empty_model`.
         shards: processes that share the weights (FSDP2). Each gathers all of them for rollouts and scores.
         device: of model and training, by whose kind autocast and the size of chunks are chosen; default the CPU.
@@ -96,7 +98,8 @@ def memory_estimate(config: RunConfig, model: Any, *, shards: int = 1, device: t
         True
     """
     kept = _kept(config, model, shards, device)
-    return {**kept, **_activations(config, model, config.micro_batch_tokens, device)}
+    tokens = forward_bound(config.micro_batch_tokens, config.max_model_len)
+    return {**kept, **_activations(config, model, tokens, device)}
 
 
 def choose_max_tokens(

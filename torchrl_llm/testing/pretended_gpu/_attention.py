@@ -51,7 +51,8 @@ def choose_kernel(
         and all(width <= 128 and width % 8 == 0 for width in widths) and (dropout_p * 16).is_integer(),
         "flash": fused and half and attn_mask is None and len({*widths}) == 1 and widths[0] <= 256
         and not (is_causal and query.shape[-2] != key.shape[-2]),
-        "efficient": fused and (half or query.dtype == torch.float32) and all(width % alignment == 0 for width in widths),
+        "efficient": fused and (half or query.dtype == torch.float32) and all(width % alignment == 0 for width in widths)
+        and query.shape[1] == key.shape[1],
         "math": True,
     }  # fmt: skip
     enabled = {

@@ -1,0 +1,123 @@
+"""CPU-seconds of updates in this process, before a change and after it: in turns, in processes of their own.
+
+    git worktree add /tmp/before COMMIT
+    OMP_NUM_THREADS=1 python benchmarks/updates.py --before /tmp/before --pairs 9
+
+An update is a forward and a backward of all micro-batches, with shared prefixes. The cases named ``iteration`` are the whole
+:meth:`~torchrl_llm.trainers.LLMTrainer.learn` of ``benchmarks/iteration.py``'s work, ``random`` are shapes of
+``benchmarks/learn.py --random``; the others are a group of rows, with the bound that their name ends in.
+
+Prints one JSON object, as ``benchmarks/sampling.py`` does.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import iteration
+import learn
+import numpy as np
+import torch
+from report import machine
+from sampling import compared
+
+from torchrl_llm.data import micro_batches
+from torchrl_llm.modules import TokenScorer, enable_prefix_sharing
+from torchrl_llm.trainers import build_run
+
+Work = Callable[[], object]
+
+
+def update(model_name: str, max_tokens: int, *shapes: tuple[int, int, int, int], layers: int | None = None) -> Work:
+    """Updates of rows of these shapes: tokens of prompts and of responses, responses to a prompt, prompts."""
+    model = learn.make_model(model_name, layers)
+    scorer = TokenScorer(model, prefixes=enable_prefix_sharing(model))
+    batches = [learn.make_rows(model.config.vocab_size, *shape) for shape in shapes]
+
+    def work() -> None:
+        for rows in batches:
+            for part in micro_batches(rows, max_tokens, scorer.prefix_cost):
+                learn.scored(scorer, part).backward()
+        model.zero_grad(set_to_none=True)
+
+    return work
+
+
+def random_shapes(count: int) -> list[tuple[int, int, int, int]]:
+    """Some of the shapes that ``benchmarks/learn.py --random`` tries."""
+    rng = np.random.default_rng(0)
+    return [
+        (int(rng.integers(1, 250)), int(rng.integers(1, 250)), int(rng.integers(1, 9)), int(rng.integers(1, 5)))
+        for _ in range(count)
+    ]
+
+
+def whole(algo: str) -> Work:
+    """The update of an iteration, credit and reference included."""
+    folder = tempfile.mkdtemp()
+    iteration.make_model(Path(folder))
+    run = build_run(iteration.make_config(algo, folder, 99), env=iteration.AnyGuess)
+    rows = run.trainer.collect(iter(run.trainer.collector))
+    return lambda: run.trainer.learn(rows.clone())
+
+
+CASES: dict[str, Callable[[], Work]] = {
+    "300+60, 16384": lambda: update("135M", 16_384, (300, 60, 8, 1), layers=2),
+    "random, 2048": lambda: update("0.66M", 2_048, *random_shapes(6)),
+    "4100+61, 4096": lambda: update("0.66M", 4_096, (4_100, 61, 8, 1), layers=1),
+    "4100+61, 16384": lambda: update("0.66M", 16_384, (4_100, 61, 8, 1), layers=1),
+    "9000+100, 16384": lambda: update("0.66M", 16_384, (9_000, 100, 3, 1), layers=1),
+    "iteration, GRPO": lambda: whole("GRPO"),
+    "iteration, LLMPPO": lambda: whole("LLMPPO"),
+}
+
+
+def measure(name: str, repeats: int = 3) -> float:
+    """The least CPU-seconds of a case: of three runs, or of as many as three seconds have room for."""
+    work, seconds = CASES[name](), []
+    while len(seconds) < repeats and sum(seconds) < 3:
+        start = time.process_time()
+        work()
+        seconds.append(time.process_time() - start)
+    return min(seconds)
+
+
+def in_process(checkout: Path, cases: list[str]) -> dict[str, float]:
+    """:func:`measure` of a checkout's package, by this file."""
+    command = [sys.executable, __file__, "--measure", "--cases", *cases]
+    env = os.environ | {"PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """Measure the cases of both checkouts in turns."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, help="a checkout of the commit to compare with")
+    parser.add_argument("--pairs", type=int, default=9, help="default 9")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default all")
+    parser.add_argument("--measure", action="store_true", help="print the seconds of this package alone")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.measure or args.before is None:
+        print(json.dumps({name: measure(name) for name in args.cases}))
+        return
+    sides = {"before": args.before.resolve(), "after": Path(__file__).resolve().parents[1]}
+    found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
+    for pair in range(args.pairs):
+        for side in sorted(sides, reverse=bool(pair % 2)):
+            found[side].append(in_process(sides[side], args.cases))
+            print(side, found[side][-1], file=sys.stderr, flush=True)
+    rounds = {name: [[each[name] for each in found[side]] for side in ("before", "after")] for name in args.cases}
+    result = {name: compared(*seconds) for name, seconds in rounds.items()}
+    print(json.dumps({"machine": machine(), "pairs": args.pairs} | result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
