@@ -103,6 +103,11 @@ class TestAnswers:
         own = formatter.tokenizer.apply_chat_template(conversation(given, given), tokenize=False)
         assert context_of(formatter, given, given) + "\n" == own
 
+    def test_a_thought_that_is_closed_is_not_closed_again(self):
+        """A sampled answer whose prompt had opened its thought, behind a prompt that has closed it."""
+        with pytest.raises(MissingThinkingError, match="thinks, and its prompt ends with the empty thought"):
+            context_of(formatter_of("closed", history="refuse"), "Easy.\n</think>\n\n4")
+
     def test_a_field_of_the_message_gets_the_thought(self):
         formatter = formatter_of("in a field", history="refuse")
         messages = [*ASKED[:1], {"role": "assistant", "content": "4", "reasoning_content": "Easy."}]

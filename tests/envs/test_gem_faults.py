@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -12,7 +13,10 @@ from gem_episodes import make_env, make_policy, play
 from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.envs import EnvironmentFault, PromptTooLongError, UnknownEnvironmentError
+from torchrl_llm.envs.tasks import TaskSpec
+from torchrl_llm.envs.text_env import resolve_env
 from torchrl_llm.keys import StopReason
+from torchrl_llm.options import ConfigError
 from torchrl_llm.testing.environments import Echo, Faulty, StopOrGo
 
 
@@ -34,6 +38,18 @@ class TestErrors:
             make("rg:chain_sums")
         with pytest.raises(UnknownEnvironmentError, match="print_envs"):
             make("zzzzzzzz")
+
+    def test_an_option_that_a_game_has_not_is_told_once(self, make, caplog):
+        """It is the settings' fault, and not an episode's, which would be counted and played again."""
+        spec = resolve_env("game:GuessTheNumber-v0-easy")
+        env = make(replace(spec, make=partial(spec.make, max_turn=4)))
+        with pytest.raises(ConfigError, match=r"^The environment .* has no argument max_turn; it has .*max_turns\.$"):
+            env.reset()
+        assert caplog.text == ""
+
+    def test_the_sentence_of_a_fault_ends_once(self):
+        fault = EnvironmentFault("mine", TaskSpec(0, 0, 0, 0), 1, ValueError("No such move."))
+        assert "ValueError: No such move. To see it again" in str(fault)
 
     def test_first_prompt_too_long(self, make):
         with pytest.raises(PromptTooLongError, match="Raise max_model_len"):

@@ -38,16 +38,21 @@ class TestSteps:
             ({"truncated": "True"}, "truncated='True'; expected booleans"),
             ({"info": ["x"]}, r"step\(\) returned the info \['x'\]; expected a dictionary, such as {}"),
             ({"info": "won"}, "returned the info 'won'; expected a dictionary"),
-            ({"info": []}, "returned the info .*; expected a dictionary"),
             ({"info": {"prefix": 3}}, r"the info\['prefix'\] 3; expected text"),
             ({"info": {"suffix": ["a"]}}, r"the info\['suffix'\] \['a'\]; expected text"),
             ({"info": {"use_tool": "false"}}, r"the info\['use_tool'\] 'false'; expected a boolean, or none"),
+            ({"info": {"use_tool": 2}}, r"the info\['use_tool'\] 2; expected a boolean, or none"),
             ({"info": {"success": np.array([True, False])}}, r"the info\['success'\] .*; expected a boolean, or none"),
         ],
     )
     def test_anything_else_is_told(self, wrong, said):
         with pytest.raises(TypeError, match=said):
             step(**wrong)
+
+    @pytest.mark.parametrize("nothing", [None, {}, [], (), ""], ids=repr)
+    def test_no_info(self, nothing):
+        assert step(info=nothing) == step(info={})
+        assert read_reset(("Go.", nothing)) == ("Go.", "Go.")
 
     def test_a_coroutine_is_told_and_closed(self, recwarn):
         async def answer():
@@ -59,7 +64,6 @@ class TestSteps:
         assert not [each for each in recwarn if "never awaited" in str(each.message)]
 
     def test_the_info_of_a_reset(self):
-        assert read_reset(("Go.", None)) == ("Go.", "Go.")
         with pytest.raises(TypeError, match=r"reset\(\) returned the info \['x'\]; expected a dictionary"):
             read_reset(("Go.", ["x"]))
 

@@ -16,7 +16,9 @@ def warnings_of(history, caplog, *, resumed_after=0, config=None):
     with caplog.at_level(logging.WARNING):
         watch.on_start(SimpleNamespace(history=history[:resumed_after]))
         for iteration, metrics in enumerate(history[resumed_after:], start=resumed_after + 1):
-            trainer = SimpleNamespace(iteration=iteration, config=config, steps=100 * iteration)
+            trainer = SimpleNamespace(
+                iteration=iteration, config=config, steps=100 * iteration, seconds=1.0 * iteration
+            )
             watch.on_iteration(trainer, metrics)
     return [record.getMessage() for record in caplog.records]
 

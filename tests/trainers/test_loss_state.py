@@ -2,6 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -212,6 +213,22 @@ class TestExtraState:
             run.save_checkpoint(tmp_path / "saved")
         run = self.run(tmp_path / "unsaved", 1, Queue, save_checkpoints=False, checkpoint_interval=10)
         assert len(trained(run).trainer.history) == 1
+
+
+@pytest.mark.parametrize(
+    "buffer", [torch.eye(3).to_sparse(), torch.ones(3).to(torch.float8_e4m3fn)], ids=["sparse", "float8"]
+)
+def test_a_buffer_that_cannot_be_saved_is_refused_before_training(tmp_path, buffer):
+    def make_loss(config, models, persistent=True):
+        loss = make(config, models)
+        loss.register_buffer("counts", buffer, persistent=persistent)
+        return loss
+
+    run = built(tmp_path / "run", 1, make_loss=make_loss)
+    with pytest.raises(CheckpointError, match=r"'counts' of Adaptive is a tensor of .*persistent=False"):
+        run.trainer.train()
+    assert run.trainer.iteration == 0
+    trained(built(tmp_path / "other", 1, make_loss=partial(make_loss, persistent=False)))
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora_r": 4}, {"critic_trunk": "shared"}])

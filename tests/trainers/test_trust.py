@@ -71,6 +71,7 @@ class TestFolders:
                 """--env-name unheard:of --env-options '{"command": "id"}'""",
             ),
             ({"chat_template": "/etc/hostname"}, "--chat-template /etc/hostname"),
+            ({"max_model_len": 10**12}, "--max-model-len 1000000000000"),
         ],
         ids=lambda given: str(given)[:40],
     )
@@ -81,6 +82,15 @@ class TestFolders:
         assert f"{folder} asks for" in err
         assert said in err
         assert "strange_code" not in sys.modules
+
+    def test_sizes_that_no_machine_has_are_not_begun(self, folder, capsys):
+        say(folder, num_envs=10**9)
+        assert main(["eval", str(folder), "--episodes=2"]) == 2
+        assert "asks for num_envs=1000000000" in capsys.readouterr().err
+        say(folder, num_envs=2, final_episodes=10**12)
+        assert main(["eval", str(folder)]) == 2
+        assert "asks for an evaluation of final_episodes=1000000000000" in capsys.readouterr().err
+        assert main(["eval", str(folder), "--episodes=2"]) == 0
 
     def test_an_opponent_is_imported_for_who_names_it(self, folder, strange, capsys):
         name, mark = strange

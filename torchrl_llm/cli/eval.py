@@ -21,6 +21,7 @@ from torchrl_llm.trainers.evaluation import evaluate
 from torchrl_llm.trainers.opponents import make_opponent
 from torchrl_llm.trainers.saved import find_saved_model
 from torchrl_llm.trainers.trained_tasks import tasks_of_weights
+from torchrl_llm.trainers.trust import check_episodes
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -36,7 +37,10 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Evaluate and print."""
     saved = find_saved_model(arguments.checkpoint)
-    episodes = vars(arguments).get("episodes", saved.settings.get("final_episodes", 512))
+    episodes = vars(arguments).get("episodes")
+    if episodes is None:
+        episodes = saved.settings.get("final_episodes", 512)
+        check_episodes(episodes, saved.path)
     if episodes < 1:
         raise ConfigError(f"--episodes is {episodes}; expected an integer, at least 1.")
     loaded = load(arguments, saved)

@@ -53,7 +53,7 @@ class AnswerForm:
 
         Raises:
             MissingThinkingError: the prompt opens a thought, and the answer does not close it; or the prompt has an empty thought,
-                and the answer has another one.
+                and the answer has another one, or closes one.
         """
         said = self._continued(text)
         return self._as_written(said) or self._trimmed(said)
@@ -84,7 +84,7 @@ class AnswerForm:
         said = self._without_opening(text)
         thinks = text.lstrip().startswith(opening)
         if self._properties.closes is None:
-            if opens and said == text and thinks:
+            if opens and said == text and (thinks or closing in said):
                 raise MissingThinkingError(
                     f"The answer {text[:80]!r} thinks, and its prompt ends with the empty thought {opens!r}: leave the thought out."
                 )

@@ -197,6 +197,8 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
             weights=None if weights is None else tuple(weights),
         )
         self._first_seed, self._stream = seed, stream  # an evaluation replaces the sampler
+        # First, because it fails at once where there is no memory for so many slots.
+        self._prompt = torch.zeros(num_envs, max_model_len, dtype=torch.int64)
         self._slots = [Slot() for _ in range(num_envs)]
         if num_threads is None:
             num_threads = 0 if step_timeout is None else min(num_envs, MAX_THREADS)
@@ -210,7 +212,6 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         self.max_model_len, self.max_output_tokens, self.max_turns = max_model_len, max_output_tokens, max_turns
         self.on_done, self.overflow = on_done, overflow
         self._success = SuccessRule(specs, success_reward)
-        self._prompt = torch.zeros(num_envs, max_model_len, dtype=torch.int64)
         set_specs(self, vocab_size=len(tokenizer))
 
     @staticmethod

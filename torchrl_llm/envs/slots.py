@@ -30,6 +30,7 @@ from torchrl_llm.envs.text_env import (
     TextStep,
 )
 from torchrl_llm.keys import StopReason
+from torchrl_llm.options import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -230,6 +231,7 @@ class SlotEpisodes:
         Raises:
             EnvironmentFault: the environment raised or returned something malformed.
             EnvironmentUnavailableError: it cannot be made.
+            ConfigError: it cannot be made with its options.
             PromptTooLongError: the first context leaves no room for a response.
         """
         task_spec, envs = self.task_sampler[index], self._slots[slot].envs
@@ -238,7 +240,7 @@ class SlotEpisodes:
             if env is None or env.options != task_spec.options:
                 env = envs[task_spec.env_id] = self._isolated(task_spec.env_id, task_spec.options)
             context = self.formatter.start(env.reset(task_spec.seed))
-        except EnvironmentUnavailableError:
+        except (EnvironmentUnavailableError, ConfigError):  # no task would have another one
             raise
         except (Exception, SystemExit) as error:  # an environment may call sys.exit(); Ctrl-C passes
             raise self.fault(task_spec, -1, error) from error

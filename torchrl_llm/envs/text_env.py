@@ -139,8 +139,8 @@ def read_reset(result: Any) -> tuple[str, str]:
 
 
 def _read_info(method: str, info: Any) -> Mapping[str, Any]:
-    """Check what an environment returned as its ``info``; ``None`` is nothing."""
-    if info is not None and not isinstance(info, Mapping):
+    """Check what an environment returned as its ``info``; ``None`` is nothing, and so is an empty list, tuple or text."""
+    if not (info is None or isinstance(info, Mapping) or (isinstance(info, list | tuple | str) and not info)):
         raise TypeError(f"{method}() returned the info {info!r:.80}; expected a dictionary, such as {{}}")
     info = info or {}
     for name in ("prefix", "suffix"):
@@ -268,8 +268,8 @@ class EnvironmentFault(RuntimeError):
         where = "at its reset" if turn < 0 else f"in turn {turn}"
         super().__init__(
             f"The environment {name!r} failed {where} (episode {task_spec.episode_id}, group {task_spec.group_id}, task seed "
-            f"{task_spec.seed}): {type(cause).__name__}: {cause}{_place(cause)}. To see it again, reset it with that seed and "
-            "replay the turns."
+            f"{task_spec.seed}): {type(cause).__name__}: {str(cause).removesuffix('.')}{_place(cause)}. To see it again, reset it with that seed "
+            "and replay the turns."
         )
         self.name, self.task_spec, self.turn, self.cause = name, task_spec, turn, cause
 

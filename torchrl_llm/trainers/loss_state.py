@@ -37,10 +37,10 @@ class LossState:
         """Gather the state on the first rank.
 
         Raises:
-            CheckpointError: a checkpoint cannot hold what ``get_extra_state`` of a module returns.
+            CheckpointError: a checkpoint cannot hold a part of it.
         """
         own = own_state(self.run.loss)
-        check_extra(self.run.loss, own)
+        check_state(self.run.loss, own)
         self._state = self.run.distributed.full_state(own)
 
     def state_dict(self) -> dict[str, Any]:
@@ -65,25 +65,47 @@ def own_state(loss: TurnPolicyLoss) -> dict[str, Any]:
     return {name: value.detach() if torch.is_tensor(value) else value for name, value in own.items()}
 
 
-def check_extra(loss: TurnPolicyLoss, state: Mapping[str, Any]) -> None:
-    """Refuse an extra state that a checkpoint cannot hold, by the name of its module.
+def check_state(loss: TurnPolicyLoss, state: Mapping[str, Any]) -> None:
+    """Refuse a state that a checkpoint cannot hold, by the name of its module.
 
     Raises:
         CheckpointError: names the module, and what would do.
     """
-    for name, value in state.items():
-        if not name.endswith(_EXTRA):
+    tried = {name: _without_values(value) for name, value in state.items()}
+    if _error_of_saving(tried) is None:
+        return
+    for name, value in tried.items():
+        if (error := _error_of_saving({name: value})) is None:
             continue
-        part = Held()
-        part.state = {"extra": value}
-        try:
-            with TemporaryDirectory() as folder:  # what can be saved is for the checkpoint's own code to say
-                states_of(part=part).save(folder)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(
-                f"get_extra_state of {type(_module(loss, name)).__name__} returns {value!r:.80}, which a checkpoint cannot hold "
-                f"({type(error).__name__}: {error}): return numbers, texts and tensors, and lists, tuples and dictionaries of them."
-            ) from error
+        module, what = type(_module(loss, name)).__name__, name.rpartition(".")[2]
+        if what == _EXTRA:
+            given = f"get_extra_state of {module} returns {state[name]!r:.80}"
+            instead = "return numbers, texts and tensors, and lists, tuples and dictionaries of them"
+        else:
+            given = f"{what!r} of {module} is a tensor of {state[name].layout} and {state[name].dtype} on {state[name].device.type!r}"
+            instead = "keep its values in dense tensors of common dtypes, or make it a buffer with persistent=False"
+        raise CheckpointError(
+            f"{given}, which a checkpoint cannot hold ({type(error).__name__}: {error}): {instead}."
+        ) from error
+
+
+def _without_values(value: Any) -> Any:
+    """For an ordinary tensor, which may be large or sharded, an empty one of its dtype; another value as it is."""
+    ordinary = torch.is_tensor(value) and value.layout == torch.strided
+    if not ordinary or value.is_quantized or value.is_nested or value.is_meta:
+        return value
+    return torch.empty(0, dtype=value.dtype)
+
+
+def _error_of_saving(state: Mapping[str, Any]) -> Exception | None:
+    part = Held()
+    part.state = dict(state)
+    try:
+        with TemporaryDirectory() as folder:  # what can be saved is for the checkpoint's own code to say
+            states_of(part=part).save(folder)
+    except (TypeError, ValueError, RuntimeError, LookupError) as error:
+        return error
+    return None
 
 
 def _module(loss: TurnPolicyLoss, name: str) -> torch.nn.Module:
@@ -113,10 +135,10 @@ def settle(run: TrainerBase) -> None:
     """End loading when training begins: an estimator made since then gets its state, and what has no place is named.
 
     Raises:
-        CheckpointError: see :func:`check_extra`; so that a run does not end with its first checkpoint.
+        CheckpointError: see :func:`check_state`; so that a run does not end with its first checkpoint.
     """
     if run.checkpoints is not None:
-        check_extra(run.loss, own_state(run.loss))
+        check_state(run.loss, own_state(run.loss))
     if run.loaded_loss_state is None:
         return
     estimator, state = run.loaded_loss_state

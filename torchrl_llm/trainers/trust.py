@@ -1,4 +1,4 @@
-"""What the settings of a folder may ask for, and what only its user may: :func:`check_kept`, :func:`check_base`.
+"""What the settings of a folder may ask for, and what only its user may: :func:`check_kept`, :func:`check_episodes`, :func:`check_base`.
 
 The settings that lie beside a model may be a stranger's. Nothing is imported, connected to or executed because a folder says so:
 the user of the folder has to give the setting that names it. A folder is nobody's own, wherever it lies.
@@ -22,11 +22,20 @@ from torchrl_llm.trainers.sources import MODELS
 # GEM's games and the worlds of this package compute, and no more. Of GEM's other families, code: and several of rg: execute what
 # the model answers, and the rest load data sets of a hub. python: only says that an environment has to be given.
 _COMPUTE = ("game", "world", "python")
+# Sizes far above all that are of use. Larger ones fill the memory, or end in days.
+_MOST = {
+    "num_envs": 2**14,
+    "env_threads": 2**10,
+    "max_model_len": 2**24,
+    "max_output_tokens": 2**24,
+    "batch_size": 2**20,
+}
+_MOST_EPISODES = 2**20
 _NO_VALUES: tuple[Any, ...] = (None, {}, [])
 
 
 def check_kept(settings: Mapping[str, Any], folder: Path) -> None:
-    """Refuse settings of a folder that would import, connect to or execute something.
+    """Refuse settings of a folder that would import, connect to or execute something, or that are larger than machines are.
 
     Args:
         settings: those that the folder has, and that its user has not given.
@@ -66,6 +75,26 @@ def _asked(settings: Mapping[str, Any]) -> Iterator[tuple[str, tuple[str, ...]]]
     template = settings.get("chat_template")
     if template is not None and not is_template(str(template)):  # runs keep the text
         yield f"the chat template in the file {template!r}, which is none of its own", ("chat_template",)
+    for name, most in _MOST.items():
+        if isinstance(size := settings.get(name), int) and size > most:
+            yield f"{name}={size}, and more than {most} is of no use to most machines", (name,)
+
+
+def check_episodes(episodes: int, folder: Path) -> None:
+    """Refuse a number of episodes that a folder asks for, and that would not end.
+
+    Args:
+        episodes: of an evaluation.
+        folder: for the message.
+
+    Raises:
+        ConfigError: there are too many.
+    """
+    if episodes > _MOST_EPISODES:
+        raise ConfigError(
+            f"{folder} asks for an evaluation of final_episodes={episodes}, more than {_MOST_EPISODES}. A folder may be a stranger's: "
+            "say how many with --episodes."
+        )
 
 
 def _as_word(value: Any) -> str:
