@@ -26,6 +26,7 @@ WHEELS = {
     "AgileRL": ("agilerl==2.9.1", "agilerl==2.7.0"),
     "LLaMA-Factory": ("llamafactory==0.9.5", "transformers==5.24.0", "transformers==4.57.1"),
     "axolotl": ("axolotl==0.19.0", "transformers==5.24.0", "transformers==4.57.1"),
+    "OpenRLHF": ("openrlhf==0.11.2", "openrlhf==0.9.0"),
 }
 
 # Keys of AgileRL's INIT_HP and MUTATION_PARAMS are read in upper case by its functions; it ships no file of them.
@@ -44,7 +45,7 @@ def unpacked(requirement: str, folder: Path) -> Path:
 
 
 def declared(folder: Path) -> Iterator[str]:
-    """Parameters of functions, annotated fields and keys of mappings in Python files; keys of YAML files, with dots."""
+    """Parameters of functions, annotated fields, flags and keys of mappings in Python files; keys of YAML files, with dots."""
     for path in folder.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             match node:
@@ -52,6 +53,8 @@ def declared(folder: Path) -> Iterator[str]:
                     yield from (each.arg for each in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs])
                 case ast.AnnAssign(target=ast.Name(id=name)):
                     yield name
+                case ast.Call(func=ast.Attribute(attr="add_argument"), args=[ast.Constant(value=str(flag)), *_]):
+                    yield flag.removeprefix("--")
                 case ast.Dict():
                     yield from (each.value for each in node.keys if isinstance(each, ast.Constant))
                 case ast.Call(func=ast.Attribute(attr="get"), args=[ast.Constant(value=str(name)), *_]):

@@ -154,6 +154,7 @@ FILES = {
     "verl": "defaults:\n  - ppo_trainer\ndata:\n  train_files: train.parquet\nactor_rollout_ref:\n  model: {path: some/model}\n",
     "TRL": "model_name_or_path: some/model\nnum_generations: 8\nmax_completion_length: 512\ntemperature: 1.0\nbeta: 0.04\n",
     "LLaMA-Factory": "model_name_or_path: some/model\nstage: sft\ndo_train: true\nfinetuning_type: lora\nlora_rank: 8\n",
+    "OpenRLHF": "pretrain: some/model\nn_samples_per_prompt: 8\ninit_kl_coef: 0.01\nrollout_batch_size: 128\n",
     "axolotl": "base_model: some/model\nrl: grpo\ntrl:\n  beta: 0.001\nmicro_batch_size: 1\n",
 }
 

@@ -372,6 +372,51 @@ _LLAMA_FACTORY = {
 }
 
 
+# The flags of versions to 0.9, and those of later ones where they say it in another way.
+_OPENRLHF = {
+    "pretrain": "`model_path`",
+    "actor.model_name_or_path": "`model_path`",
+    "lora_rank": "`lora_r`",
+    "target_modules": "`lora_targets`",
+    "load_in_4bit": _NF4,
+    "n_samples_per_prompt": "`group_size`",
+    "rollout.n_samples_per_prompt": "`group_size`",
+    "rollout_batch_size": f"{_BATCH} OpenRLHF counts prompts, each with n_samples_per_prompt responses.",
+    "rollout.batch_size": f"{_BATCH} OpenRLHF counts prompts, each with n_samples_per_prompt responses.",
+    "train_batch_size": _STEP,
+    "micro_train_batch_size": _PASS,
+    "train_max_tokens_per_gpu": _PASS,
+    "max_epochs": "`epochs`",
+    "num_episodes": _TURNS,
+    "prompt_max_len": _WHOLE,
+    "generate_max_len": "`max_output_tokens`",
+    "rollout.max_new_tokens": "`max_output_tokens`",
+    "actor_learning_rate": "`lr_actor`",
+    "critic_learning_rate": "`lr_critic`",
+    "lr_warmup_ratio": _WARMUP,
+    "l2": "`weight_decay`",
+    "eps_clip": "`clip_epsilon`",
+    "eps_clip_low_high": _CLIP_BOTH,
+    "value_clip": "`clip_value`",
+    "lambd": "`lmbda`",
+    "algo.advantage.lambd": "`lmbda`",
+    "init_kl_coef": "`kl_coeff`",
+    "algo.kl.init_coef": "`kl_coeff`",
+    "use_kl_loss": '`kl_in`: It is "loss" or "reward".',
+    "entropy_loss_coef": "`entropy_coeff`",
+    "freezing_actor_steps": "`critic_warmup`",
+    "dynamic_filtering": _SUCCESS,
+    "overlong_buffer_len": "`overlong_buffer`",
+    "vllm_tensor_parallel_size": "`tensor_parallel_size`",
+    "vllm_gpu_memory_utilization": "`gpu_memory_utilization`",
+    "vllm_enable_sleep": "`sleep_mode`",
+    "vllm_is_truncated_threshold": "`sampler_bounds`",
+    "remote_rm_url": "Rewards are the environment's, which `env_name` names.",
+    "agent_func_path": "`env_name`: An environment is an object with reset and step.",
+    "prompt_data": _ROWS,
+}
+
+
 def _read_only(*tables: Mapping[str, str]) -> Mapping[str, str]:
     return MappingProxyType({name: text for table in tables for name, text in table.items()})
 
@@ -383,6 +428,7 @@ SYSTEMS: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "AgileRL": _read_only(_AGILERL),
         "LLaMA-Factory": _read_only(_LLAMA_FACTORY, _TRANSFORMERS),
         "axolotl": _read_only(_AXOLOTL, _TRANSFORMERS),
+        "OpenRLHF": _read_only(_OPENRLHF),
     }
 )
 """System -> its name -> ours, and what is to be known about it. Where two systems have one name, the first is meant."""
@@ -395,6 +441,7 @@ MARKS: Mapping[str, frozenset[str]] = MappingProxyType(
         ),
         "axolotl": frozenset({"base_model", "trl"}),
         "LLaMA-Factory": frozenset({"finetuning_type"}),
+        "OpenRLHF": frozenset({"agent_func_path", "remote_rm_url"}),
     }
 )
 """Names in files that no other system has, by system."""
