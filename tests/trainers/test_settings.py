@@ -124,6 +124,12 @@ LAW: dict[str, list[Case]] = {
     "share_prefixes": [works(False, batch_size=32)],
     "chunk_logits": [works(400), idle(0)],
     "quantization": [idle("nf4", lora_r=2), idle("nf4")],
+    "base_products": [
+        works("bfloat16", lora_r=2),
+        idle("bfloat16"),
+        idle("bfloat16", lora_r=2, dtype="bfloat16"),
+        idle("bfloat16", lora_r=2, mixed_precision="bf16"),
+    ],
     "lora_r": [works(2)],
     "lora_alpha": [works(9, lora_r=2), idle(9)],
     "lora_targets": [works(["q_proj"], lora_r=2), idle("q_proj", lora_r=2), idle(["q_proj"])],

@@ -365,7 +365,7 @@ class FusedLora:
             (parent, name, layer)
             for parent in model.modules()
             for name, layer in parent.named_children()
-            if isinstance(layer, Linear) and _is_plain(layer, adapter)
+            if isinstance(layer, Linear) and "forward" not in vars(layer) and is_plain(layer, adapter)
         ]
         weights = [layer.base_layer.weight for _, _, layer in places if adapter in layer.lora_A]
         merges = (
@@ -392,7 +392,8 @@ class FusedLora:
 _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def _is_plain(layer: Any, adapter: str | None) -> bool:
+def is_plain(layer: Any, adapter: str | None) -> bool:
+    """Whether a LoRA layer is plain LoRA on an ``nn.Linear``, if it has the adapter."""
     base = layer.base_layer
     if layer.merged or type(base) is not nn.Linear or base.weight.dtype not in _FUSED_DTYPES:
         return False

@@ -79,6 +79,7 @@ def check_sharding(config: RunConfig, distributed: Distributed) -> None:
         "weight_sync": (config.weight_sync in TRANSFERS, "another, or DDP"),
         "quantization": (config.quantization is not None, "None, or DDP"),
         "compile": (config.compile, "false, or DDP"),
+        "base_products": (config.base_products is not None, "None, or DDP"),
         "offload_base": (config.offload_base, "false, or DDP"),
         "export_merged": (config.export_merged, "false, and to merge the checkpoint's adapter in one process"),
         "collector": (config.collector == "self_play", "another, or DDP"),
@@ -147,6 +148,7 @@ def load_models(
         entropy=True,
         device=device,
         **_given(config, *_MODEL, "gradient_checkpointing", "compile", "share_prefixes", "chunk_logits", "seed"),
+        base_products=config.base_products,
     )
     if config.init_from is not None:
         models.load_pretrained(
@@ -211,6 +213,7 @@ def _worker_policy(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, 
         model_path(config),
         tokenizer=tokenizer,
         lora=lora,
+        base_products=None if lora is None else config.base_products,
         sampling=sampling,
         # A worker only samples; float32 weights are for training.
         master_weights=False,

@@ -215,7 +215,7 @@ def _weights(config: RunConfig, model: Any) -> dict[str, int]:
     if lora is None:
         copies = 4 * parameters if config.has_reference and config.teacher is None else 0
         return {"trained weights": _TRAINED * parameters * (1 + critics), "reference": copies, **_teacher(config)}
-    base = parameters * (_NF4 if config.quantization else size)
+    base = parameters * (_NF4 if config.quantization else size + (_HALF if config.base_products else 0))
     with torch.device("meta"), warnings.catch_warnings():
         # PEFT asks transformers under a name that transformers has renamed.
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)

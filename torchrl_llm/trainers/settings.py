@@ -212,6 +212,9 @@ class ModelConfig(Checked):
     only. None takes 2**27 on a GPU (882 tokens of 152,064 ids), on a CPU 2**24."""
     quantization: Literal["nf4"] | None = None
     """"nf4" keeps the linear layers of the base in 4 bits (with LoRA and bitsandbytes)."""
+    base_products: Literal["bfloat16"] | None = None
+    """"bfloat16" multiplies by the frozen weights of LoRA layers in bfloat16, and computes all else in float32: a faster update on
+    CPUs that have the instructions, with gradients off by some percent. Needs a base in float32."""
     teacher: str | None = None
     """On-policy distillation: a model (a folder, or an id of a hub), a checkpoint or a run whose log-probs take the place of
     the starting model's in the KL (kl_coeff). It needs the same tokenizer."""

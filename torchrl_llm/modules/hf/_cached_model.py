@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from torchrl_llm.modules import lm
 from torchrl_llm.modules.adapters import FusedLora, use_adapter
+from torchrl_llm.modules.base_products import has_narrow_base_products
 from torchrl_llm.modules.checks import (
     FAILURES,
     UnsupportedModelError,
@@ -91,7 +92,7 @@ class CachedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that the model computes in."""
+        """The dtype of hidden states."""
         return lm.embedding_of(self.model).dtype
 
     @property
@@ -101,6 +102,11 @@ class CachedModel:
 
     def _in_buckets(self, columns: int) -> int:
         return -(-columns // self.bucket) * self.bucket
+
+    @property
+    def precision(self) -> torch.dtype:
+        """The narrowest dtype that the model computes in."""
+        return torch.bfloat16 if has_narrow_base_products(self.model) else self.dtype
 
     def drop(self) -> None:
         """Drop all contexts and free their memory."""
@@ -374,7 +380,7 @@ class CachedModel:
             self.cache.drop()
             # Wrong masks spoil the rows beyond the window. In half precision the experts of a mixture may tip over at
             # some token, which is no fault of the cache.
-            worst = gaps.max() if lm.is_full_precision(self.dtype) else gaps.quantile(0.75)
+            worst = gaps.max() if lm.is_full_precision(self.precision) else gaps.quantile(0.75)
             if bool(worst <= tolerance):
                 return True
         self._windows = declared
@@ -400,7 +406,7 @@ class CachedModel:
         found.append(self.prefill(ids, sizes + _MORE, slots=slots, room=0))
         wanted = torch.stack(expected).float()
         gaps = (torch.stack(found, dim=1).float() - wanted).abs().amax(-1)
-        return gaps, (1e-4 if lm.is_full_precision(self.dtype) else 3e-2) * max(1.0, float(wanted.abs().max()))
+        return gaps, (1e-4 if lm.is_full_precision(self.precision) else 3e-2) * max(1.0, float(wanted.abs().max()))
 
 
 def _check_family(model: nn.Module) -> None:

@@ -143,8 +143,8 @@ class HFPolicy(TurnPolicy):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the model's weights."""
-        return self._engine.dtype
+        """The dtype of the model's weights, or bfloat16 where it multiplies by them in that (``base_products``)."""
+        return self._engine.precision
 
     @property
     def serves_adapters(self) -> bool:
