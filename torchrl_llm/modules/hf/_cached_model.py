@@ -92,8 +92,8 @@ class CachedModel:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of hidden states."""
-        return lm.embedding_of(self.model).dtype
+        """The narrowest dtype that the model computes in."""
+        return torch.bfloat16 if has_narrow_base_products(self.model) else lm.embedding_of(self.model).dtype
 
     @property
     def bucket(self) -> int:
@@ -102,11 +102,6 @@ class CachedModel:
 
     def _in_buckets(self, columns: int) -> int:
         return -(-columns // self.bucket) * self.bucket
-
-    @property
-    def precision(self) -> torch.dtype:
-        """The narrowest dtype that the model computes in."""
-        return torch.bfloat16 if has_narrow_base_products(self.model) else self.dtype
 
     def drop(self) -> None:
         """Drop all contexts and free their memory."""
@@ -338,11 +333,10 @@ class CachedModel:
     def _masks(self, positions: Tensor, width: int) -> Tensor | dict[str, Tensor]:
         """Additive masks ``[m, 1, q, width]``: a token sees its own column, those before, and no further than its window."""
         columns, positions = torch.arange(width, device=positions.device), positions[:, None, :, None]
-        behind = columns > positions
-        masks = {}
+        behind, dtype, masks = columns > positions, lm.embedding_of(self.model).dtype, {}
         for kind, window in self._windows.items():
             hidden = behind if window is None else behind | (columns <= positions - window)
-            masks[kind] = torch.zeros_like(hidden, dtype=self.dtype).masked_fill_(hidden, -torch.inf)
+            masks[kind] = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
         # A single kind goes in as a tensor: models that do not tell kinds apart do not know the dictionary.
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
@@ -380,7 +374,7 @@ class CachedModel:
             self.cache.drop()
             # Wrong masks spoil the rows beyond the window. In half precision the experts of a mixture may tip over at
             # some token, which is no fault of the cache.
-            worst = gaps.max() if lm.is_full_precision(self.precision) else gaps.quantile(0.75)
+            worst = gaps.max() if lm.is_full_precision(self.dtype) else gaps.quantile(0.75)
             if bool(worst <= tolerance):
                 return True
         self._windows = declared
@@ -406,7 +400,7 @@ class CachedModel:
         found.append(self.prefill(ids, sizes + _MORE, slots=slots, room=0))
         wanted = torch.stack(expected).float()
         gaps = (torch.stack(found, dim=1).float() - wanted).abs().amax(-1)
-        return gaps, (1e-4 if lm.is_full_precision(self.precision) else 3e-2) * max(1.0, float(wanted.abs().max()))
+        return gaps, (1e-4 if lm.is_full_precision(self.dtype) else 3e-2) * max(1.0, float(wanted.abs().max()))
 
 
 def _check_family(model: nn.Module) -> None:

@@ -144,7 +144,7 @@ class HFPolicy(TurnPolicy):
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the model's weights, or bfloat16 where it multiplies by them in that (``base_products``)."""
-        return self._engine.precision
+        return self._engine.dtype
 
     @property
     def serves_adapters(self) -> bool:
