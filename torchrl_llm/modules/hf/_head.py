@@ -31,7 +31,7 @@ def sampling_head(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """Logits ``[..., V]`` of hidden states ``[..., H]``, as :func:`~torchrl_llm.modules.lm.logits_function` computes them.
 
     The product of a few rows and a large matrix spends most of its time in copying the matrix to a layout for it. oneDNN takes
-    a matrix that has this layout already, which on a CPU makes the head of a vocabulary of 49 to 152 thousand ids 1.6 to 2.7 times
+    a matrix that has this layout already, which on a CPU makes the head of a vocabulary of 49 to 152 thousand ids 1.5 to 2.5 times
     as fast at 8 to 64 rows. The weights are those of this moment: another head is to be made when they change.
     """
     head = LinearHead.of(model)
