@@ -27,7 +27,7 @@ PROCESSES ?= 2
 LAUNCH := accelerate launch --config_file examples/configs/accelerate_ddp.yaml --num_processes $(PROCESSES) --module torchrl_llm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-tiny demo-smollm2 test test-all test-faults test-lower test-vllm test-scale test-gpu bench-gpu test-models test-resume test-interrupt test-real test-families test-templates test-tune test-wheel check-python check-names lint format typecheck docs dist clean
+.PHONY: help demo demo-tiny demo-smollm2 test test-all test-faults test-lower test-vllm test-scale test-gpu bench-gpu gpu-first-look test-models test-resume test-interrupt test-real test-families test-templates test-tune test-wheel check-python check-names lint format typecheck docs dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -129,11 +129,16 @@ test-tune: .venv-tune/.test ## run the tests that need Ray Tune, on this machine
 	$(RUN) .venv-tune/bin/python -m pytest -m tune tests/tuning
 
 # On a machine with a GPU: with the packages of PY, and nothing installed. GPU_FLAGS="--device cpu --tiny" tries it without one.
-test-gpu: ## check what needs a CUDA device, with the packages of PY=python3; JSON in runs/gpu (under 8 minutes)
-	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) benchmarks/gpu.py test --output runs/gpu/test.json $(GPU_FLAGS)
+GPU := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) -m benchmarks.gpu
 
-bench-gpu: ## measure playing and learning on a CUDA device, likewise (under 8 minutes)
-	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false $(PY) benchmarks/gpu.py bench --output runs/gpu/bench.json $(GPU_FLAGS)
+test-gpu: ## check what needs a CUDA device, with the packages of PY=python3; JSON in runs/gpu (under 8 minutes)
+	$(GPU) test --output runs/gpu/test.json $(GPU_FLAGS)
+
+bench-gpu: ## measure sampling and learning on a CUDA device, likewise (under 8 minutes)
+	$(GPU) bench --output runs/gpu/bench.json $(GPU_FLAGS)
+
+gpu-first-look: ## what to run first with a CUDA device: calls of at most 9 minutes, a JSON each in runs/gpu/first-look
+	$(GPU) first-look --output runs/gpu/first-look $(GPU_FLAGS)
 
 test-resume: $(VENV)/.test ## kill a run 21 times, in every phase; it must end in the same bytes (about 10 minutes)
 	KILLS=7 $(RUN) $(BIN)/python -m pytest -n 2 tests/trainers/test_checkpoint.py -k Killed -q

@@ -1,0 +1,121 @@
+"""What fits on cards of 24 and 80 GB and on a node of eight, by the library's estimate of memory: the table of docs/gpu.md.
+
+    python -m benchmarks.gpu.fits
+
+Nothing of it was measured on a GPU, and none is needed.
+"""
+
+import tempfile
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.gpu.place import SHAPES
+from torchrl_llm.trainers import RunConfig
+from torchrl_llm.trainers.engines import engine_share
+from torchrl_llm.trainers.memory import choose_max_tokens, empty_model, memory_estimate
+
+CARDS = {"24 GB": 23.5, "80 GB": 79.1, "8 of 80 GB": 79.1}
+"""GiB of each card that PyTorch finds: of an RTX 4090 and an H100."""
+
+SHARE = 0.95
+"""Of a card, that may be taken: CUDA itself and fragments take the rest."""
+
+
+_TABLE: dict[str, Any] = {"algo": "GRPO", "group_size": 8, "batch_size": 64, "max_model_len": 4_096, "policy": "vllm"}
+"""Settings of all cases."""
+
+_LESS: dict[str, Any] = {"gradient_checkpointing": True}
+_FULL: dict[str, Any] = {"lora_r": 0, "kl_coeff": 0.0, **_LESS}
+
+
+def asleep(share: float) -> dict[str, Any]:
+    """Settings of an engine with a share of the card that sleeps during updates."""
+    return {"sleep_mode": True, "gpu_memory_utilization": share}
+
+
+class Case(NamedTuple):
+    """A card, a model, settings beside those of all cases, and processes that share the weights (FSDP2)."""
+
+    card: str
+    model: str
+    settings: dict[str, Any]
+    shards: int = 1
+
+
+CASES = (
+    Case("24 GB", "Qwen2.5-0.5B", {}),
+    Case("24 GB", "Qwen2.5-0.5B", _FULL),
+    Case("24 GB", "Qwen2.5-1.5B", {}),
+    Case("24 GB", "Qwen2.5-1.5B", _LESS),
+    Case("24 GB", "Qwen2.5-1.5B", _LESS | asleep(0.7)),
+    Case("24 GB", "Qwen2.5-7B", _LESS | asleep(0.7)),
+    Case("24 GB", "Qwen2.5-7B", _LESS | asleep(0.75) | {"quantization": "nf4"}),
+    Case("80 GB", "Qwen2.5-1.5B", {}),
+    Case("80 GB", "Qwen2.5-1.5B", _FULL),
+    Case("80 GB", "Qwen2.5-7B", {}),
+    Case("80 GB", "Qwen2.5-7B", _LESS),
+    Case("80 GB", "Qwen2.5-7B", _LESS | asleep(0.7)),
+    Case("8 of 80 GB", "Qwen2.5-7B", _LESS),
+    Case("8 of 80 GB", "Qwen2.5-7B", _FULL | asleep(0.4), shards=8),
+    Case("8 of 80 GB", "Qwen2.5-7B", _FULL | {"collector": "ray"}, shards=4),
+)
+
+
+class Estimate(NamedTuple):
+    """GiB of one card, ``max_tokens``, and how many contexts of ``max_model_len`` the engine can hold."""
+
+    tokens: int
+    engine: float
+    contexts: int
+    weights: float
+    working: float
+    update: float
+    sync: float
+
+
+def estimate(case: Case) -> Estimate:
+    """What a case takes on each card."""
+    total, cuda = CARDS[case.card], torch.device("cuda")
+    with tempfile.TemporaryDirectory() as folder:
+        SHAPES[case.model](architectures=["Qwen2ForCausalLM"], dtype="bfloat16").save_pretrained(folder)
+        config = RunConfig(model_path=folder, **_TABLE | case.settings)
+        model = empty_model(config)
+    engine = 0.0 if config.collector == "ray" else total * engine_share(config, cuda)
+    beside = 0.0 if config.sleep_mode else engine
+    there: dict[str, Any] = {"shards": case.shards, "device": cuda}
+    tokens = choose_max_tokens(config, model, int((total - beside) * 2**30), **there)
+    parts = memory_estimate(replace(config, max_tokens=tokens), model, **there)
+    working = (parts["activations"] + parts["logits"]) / 2**30
+    weights = sum(parts.values()) / 2**30 - working
+    text = model.config
+    context = 4 * text.num_hidden_layers * text.num_key_value_heads * text.hidden_size // text.num_attention_heads
+    cache = engine * 2**30 - 2 * model.num_parameters()
+    contexts = max(0, int(cache // (context * config.max_model_len)))
+    return Estimate(tokens, engine, contexts, weights, working, beside + weights + working, engine + weights)
+
+
+def row(case: Case) -> list[str]:
+    """The cells of a case."""
+    found = estimate(case)
+    shown = [f"`{name}: {str(value).lower()}`" for name, value in case.settings.items() if name != "kl_coeff"]
+    sharded = [f"FSDP2, {case.shards} processes"] if case.shards > 1 else []
+    engine = f"{found.engine:.1f}, {found.contexts} contexts" if found.engine else "on other cards"
+    sizes = [f"{size:.1f}" for size in (found.weights, found.working, found.update, found.sync)]
+    fits = max(found.update, found.sync) <= SHARE * CARDS[case.card] and (found.contexts or not found.engine)
+    settings = ", ".join(sharded + shown) or "the table's"
+    return [case.card, case.model[8:], settings, f"{found.tokens:,}", engine, *sizes, "yes" if fits else "**no**"]
+
+
+def table() -> str:
+    """The table as Markdown."""
+    head = ["card", "model", "settings", "`max_tokens`", "engine", "weights", "activations, logits"]
+    head += ["update", "weight sync", "fits"]
+    lines = [head, ["---"] * len(head), *map(row, CASES)]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return text.replace("| --- ", "|---").replace("|--- |", "|---|").replace("--- |", "---|")
+
+
+if __name__ == "__main__":
+    print(table())
