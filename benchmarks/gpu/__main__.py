@@ -30,7 +30,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--tiny", action="store_true", help="small shapes, to see that it runs; test runs bench's parts too"
     )
     parser.add_argument("--only", default="", help="what has this in its name; of first-look the call of this name")
-    parser.add_argument("--limit", type=float, help="seconds after which nothing more is begun; default 420, tiny: 3,600")
+    parser.add_argument(
+        "--limit", type=float, help="seconds after which nothing more is begun; default 420, tiny: 3,600"
+    )
     parser.add_argument("--output", type=Path, required=True, help="where the JSON goes; of first-look a folder")
     given = parser.parse_args(arguments)
     if given.what == "first-look":
