@@ -157,8 +157,10 @@ FAULTS = {
     ),
     "those that finish first are the batch": Fault(
         "collectors/_queue.py",
-        "batch = [*islice(self.episodes.values(), size)]",
-        "batch = [*islice(sorted(self.episodes.values(), key=lambda each: not each.finished), size)]",
+        "            if not self._has_finished(size):\n                return None\n"
+        "            batch = [*islice(self.episodes.values(), size)]\n",
+        "            batch = [each for each in self.episodes.values() if each.finished][:size]\n"
+        "            if len(batch) < size:\n                return None\n",
         "tests/collectors/test_async_staleness.py",
     ),
     "stale episodes are trained on": Fault(

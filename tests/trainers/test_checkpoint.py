@@ -14,6 +14,7 @@ import time
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from processes import Script
@@ -78,6 +79,24 @@ class Stop(Callback):
             raise PowerCut
 
 
+class Draw(Callback):
+    """Seeds the global generators in the first iteration, and draws from them in each, as code of users does."""
+
+    def __init__(self) -> None:
+        self.drawn: dict[int, tuple[float, ...]] = {}
+
+    def on_iteration(self, trainer, metrics):
+        if trainer.iteration == 1:
+            seed_all(0)
+        self.drawn[trainer.iteration] = (torch.rand(()).item(), random.random(), np.random.random())
+
+
+def seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
 def digest(run) -> str:
     """Of weights and optimizer state."""
     sums = hashlib.sha256()
@@ -124,6 +143,16 @@ class TestResume:
         assert str(timeless) == str(
             [{k: v for k, v in m.items() if not k.startswith("time/")} for m in whole.trainer.history]
         )
+
+    def test_the_global_generators_go_on_where_they_were(self, tmp_path):
+        settings = {"lora_r": 4, "max_iterations": 3, "checkpoint_interval": 1, "save_checkpoints": True}
+        whole, resumed = Draw(), Draw()
+        build_run(small_config(tmp_path / "whole", **settings), callbacks=[whole]).trainer.train()
+        with pytest.raises(PowerCut):
+            build_run(small_config(tmp_path / "cut", **settings), callbacks=[Draw(), Stop(2)]).trainer.train()
+        seed_all(1)
+        build_run(small_config(tmp_path / "cut", **settings, resume=True), callbacks=[resumed]).trainer.train()
+        assert resumed.drawn == {iteration: whole.drawn[iteration] for iteration in (2, 3)}
 
     def test_a_checkpoint_is_checked_once(self, tmp_path, monkeypatch):
         """Its sums take a pass over all files."""
