@@ -30,7 +30,7 @@ LAUNCH := accelerate launch --config_file examples/configs/accelerate_ddp.yaml -
 .PHONY: help demo demo-tiny demo-smollm2 test test-all test-faults test-lower test-vllm test-scale test-gpu bench-gpu gpu-first-look test-models test-resume test-interrupt test-real test-families test-templates test-tune test-wheel check-python check-names lint format typecheck docs dist clean
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 $(VENV)/.demo: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -12,6 +12,8 @@ from tensordict import TensorDictBase
 class Evaluation:
     """The result of :func:`torchrl_llm.trainers.evaluate`.
 
+    Printed, it is one line of its numbers: what has an entry for each episode is left out.
+
     Attributes:
         episodes: number of episodes, including those whose environment failed.
         success: share of them that ended in success; an episode whose environment failed did not.
@@ -51,11 +53,11 @@ class Evaluation:
     tasks: int | None = None
     task_overlap: float | None = None
     environments: dict[str, float] = field(default_factory=dict)
-    outcomes: str | None = None
-    task_digest: str | None = None
-    beginnings: str | None = None
-    rows: TensorDictBase | None = None
-    texts: dict[int, str] = field(default_factory=dict)
+    outcomes: str | None = field(default=None, repr=False)
+    task_digest: str | None = field(default=None, repr=False)
+    beginnings: str | None = field(default=None, repr=False)
+    rows: TensorDictBase | None = field(default=None, repr=False)
+    texts: dict[int, str] = field(default_factory=dict, repr=False)
 
     def statistics(self) -> dict[str, Any]:
         """All fields but the rows and their texts: ``Evaluation(**statistics)`` restores it."""
