@@ -198,7 +198,12 @@ class TestEstimate:
             intermediate_size=1_024, dtype="float32",
         ).save_pretrained(tmp_path)  # fmt: skip
         config = RunConfig(
-            model_path=str(tmp_path), dtype=dtype, mixed_precision=precision, max_tokens=tokens, lora_r=4
+            model_path=str(tmp_path),
+            dtype=dtype,
+            mixed_precision=precision,
+            max_tokens=tokens,
+            max_model_len=448,
+            lora_r=4,
         )
         shapes = empty_model(config)
         parts = memory_estimate(config, shapes)
