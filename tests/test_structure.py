@@ -163,3 +163,8 @@ def test_the_picture_is_true():
 def test_what_the_planted_faults_replace_is_there_once():
     found = {name: (PACKAGE / fault.path).read_text().count(fault.right) for name, fault in FAULTS.items()}
     assert {name: number for name, number in found.items() if number != 1} == {}
+
+
+def test_no_two_files_of_tests_have_one_name():
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names), "pytest collects only the first: their folders are no packages"
