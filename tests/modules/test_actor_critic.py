@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
+from places import DEVICE
 from tensordict import TensorDict
 from tiny_actor_critic import LORA, make_model, make_rows, outputs, perturb
 from transformers import AutoModelForCausalLM
@@ -204,7 +205,9 @@ class TestLoadActorCritic:
         batch = make_rows()
         batch["tokens"][1, :5] = batch["tokens"][0, :5]
         actions = batch["turn_ids"] >= 0
-        noise = torch.randn(5, *actions.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        noise = torch.randn(5, *actions.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
+            DEVICE
+        )
         names = ("advantage", "sample_log_prob", "old_log_prob", "state_value", "value_target")
         batch.update({name: torch.where(actions, value, 0.0) for name, value in zip(names, noise, strict=True)})
         parameters = models.actor_parameters() + models.critic_parameters()
@@ -402,7 +405,7 @@ class TestFiles:
         for name in ("actor", "critic"):
             files = {path.name for path in (tmp_path / name).iterdir()}
             assert {"adapter_config.json", "adapter_model.safetensors"} <= files
-            loaded = PeftModel.from_pretrained(make_model(), tmp_path / name)
+            loaded = PeftModel.from_pretrained(make_model(), tmp_path / name).to(DEVICE)
             with use_adapter(models.model, name):
                 assert torch.equal(loaded(input_ids=ids).logits, models.model(input_ids=ids).logits)
 
@@ -411,7 +414,7 @@ class TestFiles:
         perturb(models)
         models.save_pretrained(tmp_path)
         ids = make_rows()["tokens"]
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "actor").to(DEVICE)
         assert torch.equal(loaded(input_ids=ids).logits, models.model(input_ids=ids).logits)
         assert not (tmp_path / "critic").exists()
 

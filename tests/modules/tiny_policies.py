@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers
+from places import DEVICE
 from tensordict import TensorDict
 from tokenizers import Tokenizer, models
 from torchrl.envs.utils import ExplorationType, set_exploration_type
@@ -64,7 +65,7 @@ def make_model(family="Qwen2", **fields):
                 parameter.data.normal_(0, 0.35)  # far from uniform, and every context token counts
             elif "bias" in name:
                 parameter.data.normal_(0, 0.1)
-    return model.eval()
+    return model.eval().to(DEVICE)
 
 
 def make_policy(model=None, *, adapter=None, seed=0, check_every=None, bucket=None, **sampling):
@@ -113,4 +114,5 @@ def same(one, other):
 def teacher_forced(model, row, response):
     """``[A, V]`` logits before each token of the response, from one plain forward."""
     with torch.no_grad():
-        return model(input_ids=torch.tensor([row + response])).logits[0, len(row) - 1 : -1].float()
+        ids = torch.tensor([row + response], device=model.device)
+        return model(input_ids=ids).logits[0, len(row) - 1 : -1].float().cpu()

@@ -101,10 +101,10 @@ def digest(run) -> str:
     """Of weights and optimizer state."""
     sums = hashlib.sha256()
     for parameter in run.models.actor_parameters() + run.models.critic_parameters():
-        sums.update(parameter.detach().numpy().tobytes())
+        sums.update(parameter.detach().cpu().numpy().tobytes())
     for state in run.trainer.optimizer.state_dict()["state"].values():
         for _, value in sorted(state.items()):
-            sums.update(value.numpy().tobytes())
+            sums.update(value.cpu().numpy().tobytes())
     return sums.hexdigest()
 
 

@@ -2,9 +2,9 @@
 
     pytest -p torchrl_llm.testing.pretended_gpu_plugin tests
 
-A session has one pretended GPU. A test fails if an operation mixes devices in it, also where the error was caught. Runs that ask
-for ``device="cpu"`` get the GPU: tests that run fast on any machine ask for the CPU, and what a GPU would do with them is the
-question here. At the end it says how many tests launched kernels, and where most waits were.
+A session has one pretended GPU. A test fails if an operation mixes devices in it, also where the error was caught. Runs with
+``device="cpu"`` get the GPU: tests ask for the CPU to be the same on every machine, and the question here is what a GPU would do
+with them. At the end it says how many tests launched kernels, and where most waits were.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """What was seen."""
+    """What was seen, in the process that ran the tests."""
+    if not _tests:
+        return
     terminalreporter.section("pretended GPU")
     terminalreporter.write_line(f"{_tests[True]} tests launched kernels on it, {_tests[False]} did not; most waits:")
     for what, number in _waits.most_common(10):
