@@ -1,5 +1,8 @@
-"""Where tests compute: on the CPU, and on the pretended GPU where its plugin for pytest runs them."""
+"""Where tests compute: :func:`device`."""
 
-import sys
+import torch
 
-DEVICE = "cuda" if "torchrl_llm.testing.pretended_gpu_plugin" in sys.modules else "cpu"
+
+def device() -> str:
+    """The CPU; the pretended GPU where its plugin for pytest runs the tests."""
+    return "cuda" if torch.cuda.is_available() and torch.cuda.get_device_name().startswith("pretended") else "cpu"

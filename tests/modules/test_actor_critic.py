@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from places import DEVICE
+from places import device
 from tensordict import TensorDict
 from tiny_actor_critic import LORA, make_model, make_rows, outputs, perturb
 from transformers import AutoModelForCausalLM
@@ -206,7 +206,7 @@ class TestLoadActorCritic:
         batch["tokens"][1, :5] = batch["tokens"][0, :5]
         actions = batch["turn_ids"] >= 0
         noise = torch.randn(5, *actions.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(
-            DEVICE
+            device()
         )
         names = ("advantage", "sample_log_prob", "old_log_prob", "state_value", "value_target")
         batch.update({name: torch.where(actions, value, 0.0) for name, value in zip(names, noise, strict=True)})
@@ -405,7 +405,7 @@ class TestFiles:
         for name in ("actor", "critic"):
             files = {path.name for path in (tmp_path / name).iterdir()}
             assert {"adapter_config.json", "adapter_model.safetensors"} <= files
-            loaded = PeftModel.from_pretrained(make_model(), tmp_path / name).to(DEVICE)
+            loaded = PeftModel.from_pretrained(make_model(), tmp_path / name).to(device())
             with use_adapter(models.model, name):
                 assert torch.equal(loaded(input_ids=ids).logits, models.model(input_ids=ids).logits)
 
@@ -414,7 +414,7 @@ class TestFiles:
         perturb(models)
         models.save_pretrained(tmp_path)
         ids = make_rows()["tokens"]
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "actor").to(DEVICE)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "actor").to(device())
         assert torch.equal(loaded(input_ids=ids).logits, models.model(input_ids=ids).logits)
         assert not (tmp_path / "critic").exists()
 

@@ -215,7 +215,8 @@ class TestWeights:
         one = play(policy, self.rows)
         assert [module.training for module in model.modules()] == modes
         same(play(make_policy(copy.deepcopy(model).eval()), self.rows), one)
-        model(input_ids=torch.tensor([self.rows[0]]), labels=torch.tensor([self.rows[0]])).loss.backward()
+        ids = torch.tensor([self.rows[0]], device=model.device)
+        model(input_ids=ids, labels=ids).loss.backward()
         assert all(parameter.grad is not None for parameter in model.parameters())
 
     def test_results_can_meet_autograd(self):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from places import DEVICE
+from places import device
 from tensordict import TensorDict
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -22,14 +22,14 @@ def make_model(seed: int = 0, **fields) -> Qwen2ForCausalLM:
     }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return Qwen2ForCausalLM(Qwen2Config(**(config | fields))).eval().to(DEVICE)
+        return Qwen2ForCausalLM(Qwen2Config(**(config | fields))).eval().to(device())
 
 
 def make_rows() -> TensorDict:
     tokens = torch.randint(3, 200, (3, 12), generator=torch.Generator().manual_seed(0))
     turn_ids = torch.tensor([-1, -1, 0, 0, 0, -1, 1, 1, -1, -1, 2, -1]).repeat(3, 1)
     mask = torch.ones_like(tokens, dtype=torch.bool)
-    return TensorDict(tokens=tokens, attention_mask=mask, turn_ids=turn_ids, batch_size=[3]).to(DEVICE)
+    return TensorDict(tokens=tokens, attention_mask=mask, turn_ids=turn_ids, batch_size=[3]).to(device())
 
 
 def perturb(models, seed: int = 0) -> None:

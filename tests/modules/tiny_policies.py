@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import transformers
-from places import DEVICE
+from places import device
 from tensordict import TensorDict
 from tokenizers import Tokenizer, models
 from torchrl.envs.utils import ExplorationType, set_exploration_type
@@ -65,7 +65,7 @@ def make_model(family="Qwen2", **fields):
                 parameter.data.normal_(0, 0.35)  # far from uniform, and every context token counts
             elif "bias" in name:
                 parameter.data.normal_(0, 0.1)
-    return model.eval().to(DEVICE)
+    return model.eval().to(device())
 
 
 def make_policy(model=None, *, adapter=None, seed=0, check_every=None, bucket=None, **sampling):

@@ -43,9 +43,9 @@ def small_config(tmp_path, algo="LLMREINFORCE", **settings) -> RunConfig:
 
 
 def one_batch(run):
-    """The rows of one batch."""
+    """The rows of one batch, where the run computes."""
     next(iter(run.trainer.collector))
-    rows = run.trainer.replay_buffer[:].contiguous()
+    rows = run.trainer.replay_buffer[:].contiguous().to(run.trainer.accelerator.device)
     run.trainer.replay_buffer.empty(empty_write_count=False)
     return rows
 

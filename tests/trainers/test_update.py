@@ -326,6 +326,7 @@ class TestMemoryAndPrecision:
         assert metrics["policy/log_ratio"] < 1e-6
         assert {p.dtype for p in run.models.actor_parameters()} == {torch.float32}
 
+    @pytest.mark.host
     @pytest.mark.parametrize("given", [{"mixed_precision": "fp16"}, {"dtype": "float16"}])
     def test_float16_on_a_cpu_is_refused(self, tmp_path, monkeypatch, given):
         """accelerate would compute in float32."""
@@ -343,6 +344,7 @@ class TestMemoryAndPrecision:
         with pytest.raises(ConfigError, match=said):
             build_run(small_config(tmp_path / "other", mixed_precision="bf16"))
 
+    @pytest.mark.host
     def test_bfloat16_base_with_float32_adapters(self, tmp_path):
         run = build_run(small_config(tmp_path, "LLMPPO", dtype="bfloat16", lora_r=4, max_iterations=2))
         history = run.trainer.train()
@@ -396,6 +398,7 @@ class TestMasterWeights:
             gains.append(run.models.actor(rows.clone())[keys.LOG_PROB].sum().item() - before)
         assert gains[0] == pytest.approx(gains[1], rel=1e-4) != 0.0
 
+    @pytest.mark.host
     def test_checkpoint_and_export_are_float32_and_load(self, half_model, tmp_path):
         run = build_run(small_config(tmp_path, "LLMPPO", model_path=half_model, max_iterations=1))
         run.trainer.train()
@@ -410,6 +413,7 @@ class TestMasterWeights:
         again.load_checkpoint(saved)
         assert weights(again).equal(weights(run))
 
+    @pytest.mark.host
     def test_adapters_leave_the_base_as_it_is(self, half_model, tmp_path):
         run = build_run(small_config(tmp_path, model_path=half_model, dtype="auto", lora_r=2))
         assert {p.dtype for p in run.models.base_parameters()} == {torch.bfloat16}

@@ -230,6 +230,11 @@ class Functions(TorchFunctionMode):
         """``Tensor.new_tensor``."""
         return self.make_of_data(torch.tensor, *args, **{"device": self.device(None, tensor)} | kwargs)
 
+    def histogram(self, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """``torch.histc``, which counts integers on a GPU only."""
+        with self.makes_on(device_of(tensor)):
+            return func(tensor.double(), *args, **kwargs).to(tensor.dtype)
+
     def attention(self, func: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """``scaled_dot_product_attention``."""
         given = [query, key, value, *args]
@@ -273,6 +278,7 @@ _ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.tensor: Functions.make_of_data,
     torch.as_tensor: Functions.make_of_data,
     torch.asarray: Functions.make_of_data,
+    torch.histc: Functions.histogram,
     scaled_dot_product_attention: Functions.attention,
 }
 

@@ -166,9 +166,10 @@ def _device(storage: torch.UntypedStorage) -> torch.device:
 def device_of(tensor: Tensor) -> torch.device:
     """Where a tensor would be: :data:`HOST`, a CUDA device, or :data:`EITHER` for those that have no memory, too."""
     try:
-        return _device(tensor.untyped_storage()) if tensor.device.type == "cpu" else EITHER
+        storage = tensor.untyped_storage()  # which the mode does not answer for, as it does for the tensor's device
     except (NotImplementedError, RuntimeError):  # sparse tensors, and those that functorch wraps
         return EITHER
+    return _device(storage) if storage.device.type == "cpu" else EITHER
 
 
 def place() -> str:
