@@ -14,6 +14,11 @@ PY     ?= python3
 GPU_FLAGS ?=
 # What has a target of its own.
 USUAL  := not real and not families and not templates and not tune
+# What runs on a pretended GPU, too: runs and models of every kind are in tests/gpu_laws, which needs no plugin.
+BLOCKS := tests/test_docs.py::TestPythonBlocks::test_blocks_of_a_page_run_and_assert_what_they_show
+PRETENDED := tests/modules/test_actor_critic.py tests/modules/test_hf.py tests/modules/test_hf_cache.py tests/trainers/test_update.py \
+	tests/collectors/test_turn_collector.py tests/examples/test_examples.py tests/examples/test_reasoning.py \
+	"$(BLOCKS)[README.md]" "$(BLOCKS)[quickstart.md]" "$(BLOCKS)[multiturn.md]"
 MODEL  ?= tiny
 ALGO   ?= $(if $(filter smollm2,$(MODEL)),LLMREINFORCE,LLMPPO)
 OUT    ?= runs/$(if $(filter smollm2,$(MODEL)),smollm2,demo)
@@ -27,7 +32,7 @@ PROCESSES ?= 2
 LAUNCH := accelerate launch --config_file examples/configs/accelerate_ddp.yaml --num_processes $(PROCESSES) --module torchrl_llm
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-tiny demo-smollm2 test test-all test-faults test-lower test-vllm test-scale test-gpu bench-gpu gpu-first-look test-models test-resume test-interrupt test-real test-families test-templates test-tune test-wheel check-python check-names lint format typecheck docs dist clean
+.PHONY: help demo demo-tiny demo-smollm2 test test-all test-pretended-gpu test-faults test-lower test-vllm test-scale test-gpu bench-gpu gpu-first-look test-models test-resume test-interrupt test-real test-families test-templates test-tune test-wheel check-python check-names lint format typecheck docs dist clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -109,8 +114,12 @@ demo-smollm2: $(VENV)/.smollm2
 test: $(VENV)/.test ## run the tests, an instance of every law and the doctests (under 8 minutes)
 	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "not extra and $(USUAL)"
 
-test-all: $(VENV)/.test ## run all tests that need neither vLLM nor Ray nor a GPU (under 16 minutes)
+test-all: $(VENV)/.test ## run all tests that need neither vLLM nor Ray nor a GPU (under 19 minutes)
 	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "$(USUAL)"
+	$(MAKE) test-pretended-gpu
+
+test-pretended-gpu: $(VENV)/.test ## run tests of models, runs, examples and pages on a GPU that is pretended (about 3 minutes)
+	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -p torchrl_llm.testing.pretended_gpu_plugin -m "not extra and not slow and not host and not gpu and $(USUAL)" $(PRETENDED)
 
 test-faults: $(VENV)/.test ## plant 38 faults, one at a time; the tests must find each (about 20 minutes)
 	$(RUN) $(BIN)/python tests/planted_faults.py

@@ -138,7 +138,7 @@ PACKAGES = {
     "report": ("curves", "episodes", "run_files"),
     "cli": (),
     "testing": (
-        *("credit_worlds", "enumerable", "environments", "games", "policies", "pretended_gpu", "probes", "simulation"),
+        *("credit_worlds", "enumerable", "environments", "games", "policies", "pretended_gpu", "pretended_gpu_plugin", "probes", "simulation"),
         *("tabular", "tiny", "tokenizers", "worlds"),
     ),
 }

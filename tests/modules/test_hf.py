@@ -192,6 +192,7 @@ class TestResponses:
         longer = [row + response for row, response in zip(rows, expected[0], strict=True)]
         same(play(policy, longer, turn=1), play(make_policy(model, max_output_tokens=24, **options), longer, turn=1))
 
+    @pytest.mark.host  # which looks at each token for responses that have ended
     @pytest.mark.parametrize("bucket", [16, 64])
     def test_shapes_that_repeat_change_no_response(self, bucket, monkeypatch):
         model, rows = make_model(), random_rows([5, 9, 2, 14] * 5)
