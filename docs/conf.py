@@ -124,7 +124,7 @@ PACKAGES = {
         *("families.textworld", "families.openenv", "families.textarena", "mcp_tools", "rules"),
         *("template_probe", "template_properties"),
     ),
-    "modules": (),
+    "modules": ("base_products", "kernels"),
     "data": (),
     "objectives": ("functional",),
     "collectors": (),

@@ -52,7 +52,7 @@ CASES = {
     "async, dynamic sampling": {"algo": "GRPO", "group_size": 4, "collector": "async", "dynamic_sampling": 2},
     "self-play": {
         "collector": "self_play", "algo": "LLMREINFORCE", "estimator": "RoleRelative", "env": TakeAway, "gamma": 1.0,
-        "kl_coeff": 0.0,
+        "kl_coeff": 0.0, "entropy_coeff": 0.01,
     },
     "questions": {"algo": "GRPO", "group_size": 4, "env": None, "make_env": dataset},
     "segments": {

@@ -16,6 +16,8 @@ from torch.nn import functional as nnf
 
 from torchrl_llm.modules.adapters import AdapterError, is_plain
 
+__all__ = ["narrow_base_products"]
+
 _COPY = "weight_in_bfloat16"
 
 

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 
 from torch.backends import cuda
 
+__all__ = ["attention_kernels"]
+
 # PyTorch has one switch for all threads: who enters first turns it off, who leaves last puts it back.
 _LOCK = threading.Lock()
 _found: list[bool] = []
