@@ -214,7 +214,8 @@ def _check_names(env_id: str, options: Mapping[str, Any]) -> None:
     unknown = sorted(set(options) - set(known))
     if unknown and "_" in parameters:
         raise ConfigError(
-            f"The environment {env_id!r} has no argument {', '.join(unknown)}; it has {', '.join(known)}."
+            f"The environment {env_id!r} has no argument {', '.join(unknown)}, which env_options names; it has "
+            f"{', '.join(known)}."
         )
 
 

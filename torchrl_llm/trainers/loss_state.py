@@ -72,7 +72,7 @@ def check_state(loss: TurnPolicyLoss, state: Mapping[str, Any]) -> None:
         CheckpointError: names the module, and what would do.
     """
     tried = {name: _without_values(value) for name, value in state.items()}
-    if _error_of_saving(tried) is None:
+    if not tried or _error_of_saving(tried) is None:
         return
     for name, value in tried.items():
         if (error := _error_of_saving({name: value})) is None:
@@ -105,6 +105,8 @@ def _error_of_saving(state: Mapping[str, Any]) -> Exception | None:
             states_of(part=part).save(folder)
     except (TypeError, ValueError, RuntimeError, LookupError) as error:
         return error
+    except OSError:  # the disk, and not the state: for the checkpoint itself to say
+        return None
     return None
 
 

@@ -235,7 +235,7 @@ class LLMTrainer(TrainerBase):
         self.scorer.credit(batch)
         # After the credit: baselines and normalization count the episodes that are left out.
         kept = batch[~overlong(batch, self.policy.sampling.max_output_tokens)] if self.config.overlong_filter else batch
-        # Rows that were lent to a rank without any are not among them: they are never overlong.
+        # Rows that were lent to a process without any are not among them: they are never overlong.
         own = self.distributed.own_rows(kept)
         num_kept = self.distributed.all_reduce_sum(own.shape[0])
         kept = self.distributed.nonempty(kept, batch[: self.rollouts.group_size])
