@@ -243,7 +243,7 @@ FAULTS = {
     ),
     "rows stay on the host": Fault(
         "trainers/trainer.py",
-        "        batch = self._on_device(batch)\n",
+        "        batch = self.distributed.on_device(batch)\n",
         "",
         "tests/gpu_laws/test_laws.py",
     ),

@@ -43,7 +43,10 @@ class TestErrors:
         """It is the settings' fault, and not an episode's, which would be counted and played again."""
         spec = resolve_env("game:GuessTheNumber-v0-easy")
         env = make(replace(spec, make=partial(spec.make, max_turn=4)))
-        with pytest.raises(ConfigError, match=r"^The environment .* has no argument max_turn, which env_options names; it has .*max_turns\.$"):
+        with pytest.raises(
+            ConfigError,
+            match=r"^The environment .* has no argument max_turn, which env_options names; it has .*max_turns\.$",
+        ):
             env.reset()
         assert caplog.text == ""
 

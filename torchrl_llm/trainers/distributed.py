@@ -122,6 +122,11 @@ class Distributed:
         """
         return loss
 
+    def on_device(self, rows: TensorDictBase) -> TensorDictBase:
+        """The rows on this process's device; the same object where they are there."""
+        # Not rows.to() alone, which copies rows that name no device: the caller's would stay without credit.
+        return rows if rows[keys.TOKENS].device == self.device else rows.to(self.device)
+
     def nonempty(self, rows: TensorDictBase, spare: TensorDictBase) -> TensorDictBase:
         """``rows``, or zero-weight copies of ``spare`` on a rank that has none and takes the step with the others."""
         return rows

@@ -111,13 +111,8 @@ class LLMTrainer(TrainerBase):
         self.check_options()  # again: the estimator may be another
         resume = "resume=True and else the same settings, without overwrite and resume_from"
         # They end from right to left: the run is saved before the collector shuts down, and the handlers go last.
-        with (
-            catch_signals(resume),
-            self.numerics.products(),
-            closing(self),
-            self._end_watched(),
-            self.saver.saved_if_interrupted(),
-        ):
+        products = self.numerics.products()
+        with catch_signals(resume), products, closing(self), self._end_watched(), self.saver.saved_if_interrupted():
             for callback in self.callbacks:
                 callback.on_start(self)
             run_begins()
@@ -216,8 +211,8 @@ class LLMTrainer(TrainerBase):
 
         Args:
             batch: whole groups. Where they have no ``"sample_log_prob"``, or rows that nobody sampled (NaN, as in rows of
-                :func:`~torchrl_llm.data.read_transcripts`), ratios are taken against the present weights, which are scored first. Scores and credit are written into them, or, where they are on another device than the weights, into
-                a copy.
+                :func:`~torchrl_llm.data.read_transcripts`), ratios are taken against the present weights, which are scored first.
+                Scores and credit are written into them, or into a copy where they are on another device than the weights.
             scored: they hold the scores of the present weights already, as :meth:`collect` writes them for dynamic sampling.
 
         Raises:
@@ -229,19 +224,17 @@ class LLMTrainer(TrainerBase):
         if sleeper is not None:
             # Before the first forward, which needs the engine's memory.
             sleeper.sleep()
-        batch = self._on_device(batch)
+        batch = self.distributed.on_device(batch)
         if not scored:
             self.scorer.score(batch)
         self.scorer.credit(batch)
         # After the credit: baselines and normalization count the episodes that are left out.
         kept = batch[~overlong(batch, self.policy.sampling.max_output_tokens)] if self.config.overlong_filter else batch
-        # Rows that were lent to a process without any are not among them: they are never overlong.
-        own = self.distributed.own_rows(kept)
+        own = self.distributed.own_rows(kept)  # lent rows are never overlong
         num_kept = self.distributed.all_reduce_sum(own.shape[0])
         kept = self.distributed.nonempty(kept, batch[: self.rollouts.group_size])
-        metrics = {}
+        metrics, added = {}, dict[str, float]()
         if num_kept:
-            added: dict[str, float] = {}
             for callback in self.callbacks:
                 callback.on_batch(self, kept, added)
             # Before the update: a bad one leaves the weights as they were.
@@ -262,11 +255,7 @@ class LLMTrainer(TrainerBase):
         A step that reaches ``config.target_kl`` is the last.
         """
         with self.numerics.learning():
-            return self.updater.update(self._on_device(batch))
-
-    def _on_device(self, rows: TensorDictBase) -> TensorDictBase:
-        # Not rows.to(), which copies rows that name no device, and the caller's would stay without credit.
-        return rows if rows[keys.TOKENS].device == self.distributed.device else rows.to(self.distributed.device)
+            return self.updater.update(self.distributed.on_device(batch))
 
     def _send_weights(self) -> dict[str, float]:
         if self.weight_sync is None:
