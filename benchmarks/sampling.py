@@ -8,18 +8,11 @@ Prints one JSON object: for each case the medians of both sides, the median of t
 faster), and an interval, which is that of all pairs but the lowest and the highest.
 """
 
-import argparse
-import json
-import os
-import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
+import pairs
 import torch
-from report import machine
 from tensordict import TensorDict
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -108,48 +101,5 @@ def measure(name: str, repeats: int = 3) -> float:
     return min(seconds)
 
 
-def in_process(checkout: Path, cases: list[str]) -> dict[str, float]:
-    """:func:`measure` of a checkout's package, by this file."""
-    command = [sys.executable, __file__, "--measure", "--cases", *cases]
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(checkout)}, capture_output=True, text=True, check=True
-    )
-    return json.loads(done.stdout)
-
-
-def compared(before: list[float], after: list[float]) -> dict[str, float | list[float]]:
-    """Medians, and the ratio of pairs with its interval."""
-    ratios = sorted(b / a for b, a in zip(before, after, strict=True))
-    inner = ratios[1:-1] if len(ratios) > 2 else ratios
-    return {
-        "before_s": round(statistics.median(before), 5),
-        "after_s": round(statistics.median(after), 5),
-        "ratio": round(statistics.median(ratios), 3),
-        "interval": [round(inner[0], 3), round(inner[-1], 3)],
-    }
-
-
-def main() -> None:
-    """Measure the cases of both checkouts in turns."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, help="a checkout of the commit to compare with")
-    parser.add_argument("--pairs", type=int, default=9, help="default 9")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default all")
-    parser.add_argument("--measure", action="store_true", help="print the seconds of this package alone")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    if args.measure or args.before is None:
-        print(json.dumps({name: measure(name) for name in args.cases}))
-        return
-    sides = {"before": args.before.resolve(), "after": Path(__file__).resolve().parents[1]}
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
-    for pair in range(args.pairs):
-        for side in sorted(sides, reverse=bool(pair % 2)):
-            found[side].append(in_process(sides[side], args.cases))
-    rounds = {name: [[each[name] for each in found[side]] for side in ("before", "after")] for name in args.cases}
-    result = {name: compared(*seconds) for name, seconds in rounds.items()}
-    print(json.dumps({"machine": machine(), "pairs": args.pairs} | result, indent=1))
-
-
 if __name__ == "__main__":
-    main()
+    pairs.main(__file__, __doc__, CASES, measure)

@@ -10,11 +10,6 @@ An update is a forward and a backward of all micro-batches, with shared prefixes
 Prints one JSON object, as ``benchmarks/sampling.py`` does.
 """
 
-import argparse
-import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -23,9 +18,7 @@ from pathlib import Path
 import iteration
 import learn
 import numpy as np
-import torch
-from report import machine
-from sampling import compared
+import pairs
 
 from torchrl_llm.data import micro_batches
 from torchrl_llm.modules import TokenScorer, enable_prefix_sharing
@@ -88,36 +81,5 @@ def measure(name: str, repeats: int = 3) -> float:
     return min(seconds)
 
 
-def in_process(checkout: Path, cases: list[str]) -> dict[str, float]:
-    """:func:`measure` of a checkout's package, by this file."""
-    command = [sys.executable, __file__, "--measure", "--cases", *cases]
-    env = os.environ | {"PYTHONPATH": str(checkout)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def main() -> None:
-    """Measure the cases of both checkouts in turns."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--before", type=Path, help="a checkout of the commit to compare with")
-    parser.add_argument("--pairs", type=int, default=9, help="default 9")
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), help="default all")
-    parser.add_argument("--measure", action="store_true", help="print the seconds of this package alone")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    if args.measure or args.before is None:
-        print(json.dumps({name: measure(name) for name in args.cases}))
-        return
-    sides = {"before": args.before.resolve(), "after": Path(__file__).resolve().parents[1]}
-    found: dict[str, list[dict[str, float]]] = {side: [] for side in sides}
-    for pair in range(args.pairs):
-        for side in sorted(sides, reverse=bool(pair % 2)):
-            found[side].append(in_process(sides[side], args.cases))
-            print(side, found[side][-1], file=sys.stderr, flush=True)
-    rounds = {name: [[each[name] for each in found[side]] for side in ("before", "after")] for name in args.cases}
-    result = {name: compared(*seconds) for name, seconds in rounds.items()}
-    print(json.dumps({"machine": machine(), "pairs": args.pairs} | result, indent=1))
-
-
 if __name__ == "__main__":
-    main()
+    pairs.main(__file__, __doc__, CASES, measure)

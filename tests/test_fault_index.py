@@ -9,13 +9,13 @@ TESTS = Path(__file__).parent
 ROWS = re.findall(r"^\| (\d\.\d+) \| (.+) \| (.+) \| `(\w{7,})` \|$", (TESTS / "INDEX.md").read_text(), re.M)
 
 
-NUMBERS = {1: 10, 2: 17, 3: 6, 4: 4, 5: 9, 6: 5}
+NUMBERS = {1: 10, 2: 17, 3: 6, 4: 4, 5: 9, 6: 5, 7: 10}
 """Faults of each subject."""
 
 
 def test_every_fault_has_a_row():
     wanted = [f"{subject}.{number}" for subject, count in NUMBERS.items() for number in range(1, count + 1)]
-    assert [number for number in dict.fromkeys(row[0] for row in ROWS) if int(number[0]) in NUMBERS] == wanted
+    assert list(dict.fromkeys(row[0] for row in ROWS)) == wanted
 
 
 def test_every_line_of_the_table_is_a_row():

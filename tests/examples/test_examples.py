@@ -129,16 +129,6 @@ class TestCustomLoop:
         assert len(script.main(iterations=2)) == 2
         assert trained(models[0])
 
-    def test_a_gradient_that_is_not_finite_takes_no_step(self, monkeypatch, caplog):
-        script = load(EXAMPLES / "custom_loop.py")
-        monkeypatch.setattr(script, "NUM_ENVS", 16)
-        models = keep_models(script, monkeypatch)
-        break_first_gradient(script, monkeypatch)
-        script.main(iterations=1)
-        assert finite(models[0])
-        assert trained(models[0])
-        assert caplog.text.count("an optimizer step is left out") == 1
-
     @pytest.mark.extra
     def test_learns(self):
         win_rates = load(EXAMPLES / "custom_loop.py").main(iterations=30)
@@ -192,6 +182,18 @@ class TestCustomLoss:
         assert new.end_lineno - new.lineno < 20
 
 
+@pytest.mark.parametrize(("name", "size"), [("custom_loop.py", "NUM_ENVS"), ("torchrl_trainer.py", "CONVERSATIONS")])
+def test_a_gradient_that_is_not_finite_takes_no_step(name, size, monkeypatch, caplog):
+    script = load(EXAMPLES / name)
+    monkeypatch.setattr(script, size, 16)
+    models = keep_models(script, monkeypatch)
+    break_first_gradient(script, monkeypatch)
+    script.main(iterations=1)
+    assert finite(models[0])
+    assert trained(models[0])
+    assert caplog.text.count("an optimizer step is left out") == 1
+
+
 class TestTorchRLTrainer:
     def test_runs(self, monkeypatch):
         script = load(EXAMPLES / "torchrl_trainer.py")
@@ -199,13 +201,3 @@ class TestTorchRLTrainer:
         models = keep_models(script, monkeypatch)
         assert len(script.main(iterations=2)) == 2
         assert trained(models[0])
-
-    def test_a_gradient_that_is_not_finite_takes_no_step(self, monkeypatch, caplog):
-        script = load(EXAMPLES / "torchrl_trainer.py")
-        monkeypatch.setattr(script, "CONVERSATIONS", 16)
-        models = keep_models(script, monkeypatch)
-        break_first_gradient(script, monkeypatch)
-        script.main(iterations=1)
-        assert finite(models[0])
-        assert trained(models[0])
-        assert caplog.text.count("an optimizer step is left out") == 1

@@ -270,15 +270,15 @@ class IsolatedEnv:
             logger.warning(
                 "A call of the environment %r took more than %s s while others waited: environments that may draw from "
                 "the global generators run one at a time. If it never does, set its attribute thread_safe = True.",
-                self._name, _LONG_CALL,
-            )  # fmt: skip
+                self._name,
+                _LONG_CALL,
+            )
 
 
 # ---------------------------------------------------------------------- threads
 
 MAX_THREADS = 32
 """Threads for any number of slots, unless more are asked for."""
-
 POLL_INTERVAL = 0.5
 """Seconds between two checks of calls that may hang, at most."""
 

@@ -229,9 +229,8 @@ class HFPolicy(TurnPolicy):
             noise = turn_noise(seed=self.seed, episode_id=[request.episode_id], turn=[request.turn], width=width)
         with self._engine.session():
             logits: Tensor | None = self._engine.prefill(prompts, sizes, slots=np.array([request.slot]), room=width)
-            responses = _Responses(
-                self, prompts, sizes, noise, check_every=1
-            )  # what follows the end is not to be yielded
+            # At every token, for what follows the end is not to be yielded.
+            responses = _Responses(self, prompts, sizes, noise, check_every=1)
             while logits is not None:
                 logits = responses.advance(logits)
                 token, log_prob = responses.newest()
