@@ -130,7 +130,7 @@ class TestOptions:
         ],
     )
     def test_a_name_that_gem_would_ignore_is_refused(self, env_id, option, known):
-        with pytest.raises(ConfigError, match=f"no argument {option}; it has {known}"):
+        with pytest.raises(ConfigError, match=f"no argument {option}, which env_options names; it has {known}"):
             resolve_env(env_id).make(**{option: 2})
 
     def test_the_others_are_taken(self):

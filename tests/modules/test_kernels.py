@@ -13,6 +13,7 @@ from tiny_models import make_model
 from torch.backends.cuda import cudnn_sdp_enabled
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import MistralConfig, MistralForCausalLM
+from waiting import LIMIT
 
 from torchrl_llm.modules import TokenScorer, load_actor_critic
 from torchrl_llm.modules.kernels import attention_kernels
@@ -104,12 +105,12 @@ class TestSwitch:
         def other():
             with attention_kernels():
                 inside.set()
-                leave.wait(60)
+                leave.wait(LIMIT)
 
         with attention_kernels():
             thread = threading.Thread(target=other)
             thread.start()
-            assert inside.wait(60)
+            assert inside.wait(LIMIT)
         assert not cudnn_sdp_enabled()
         leave.set()
         thread.join()
