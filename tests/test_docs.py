@@ -143,6 +143,13 @@ def test_the_quick_start_names_every_extra():
     assert {*extras} <= {*re.findall(r"`([a-z-]+)`", section)}
 
 
+def with_its_neighbours(script: Path) -> str:
+    """The source of a script and of what it imports from its own folder, where its flags may be defined."""
+    source = script.read_text()
+    imported = [script.parent / f"{name}.py" for name in re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE)]
+    return "\n".join([source, *(each.read_text() for each in imported if each.exists())])
+
+
 class TestCommands:
     targets = frozenset(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
@@ -160,7 +167,7 @@ class TestCommands:
         if not scripts:
             return
         given = [word for word in words[words.index(scripts[0]) + 1 :] if word.startswith("--") and word != "--help"]
-        source = (ROOT / scripts[0]).read_text()
+        source = with_its_neighbours(ROOT / scripts[0])
         fields_of_config = {field.name for field in fields(RunConfig)} | {"config"}
         for flag in given:
             name = flag[2:].partition("=")[0]
