@@ -11,6 +11,7 @@ faster), and an interval, which is that of all pairs but the lowest and the high
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pairs
 import torch
 from tensordict import TensorDict
@@ -19,6 +20,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from torchrl_llm import keys
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig
+from torchrl_llm.modules.hf._kv_cache import SlotCache
 from torchrl_llm.modules.sampling import draw
 from torchrl_llm.testing.tiny import load_tiny_tokenizer
 
@@ -42,6 +44,17 @@ def turn(rows: int, tokens: int, **shape: int) -> Work:
     column = torch.arange(rows).unsqueeze(1)
     batch = TensorDict({"tokens": prompts, keys.TURN: column * 0, keys.EPISODE_ID: column}, [rows])
     return lambda: policy(batch.clone())
+
+
+def moving(layers: int, columns: int) -> Work:
+    """Two rows of the cache change places, a hundred times: what a batch does when responses end."""
+    cache, states = SlotCache(), torch.ones(16, 2, 1, 64)
+    cache.arrange(np.arange(16), columns)
+    cache.aim(torch.zeros(16, 1, dtype=torch.int64), width=1)
+    for layer in range(layers):
+        cache.update(states, states, layer)
+    source, target = np.array([1, 0]), np.array([0, 1])
+    return lambda: [cache.copy(source, target, columns) for _ in range(100)]
 
 
 class Counts:
@@ -85,6 +98,7 @@ CASES: dict[str, Callable[[], Work]] = {
     "draw-64x152064": lambda: drawing(64, 152_064),
     "turn-32x16-smollm2": lambda: turn(32, 16, **SMOLLM2),
     "turn-32x32-small": lambda: turn(32, 32, **SMALL),
+    "move-24-layers-128": lambda: moving(24, 128),
     "episodes-32": lambda: episodes(32),
 }
 

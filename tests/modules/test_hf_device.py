@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+import torch
 from tiny_policies import batch_of, make_model, make_policy, random_rows
 
+from torchrl_llm.modules.hf._kv_cache import SlotCache
 from torchrl_llm.testing.pretended_gpu import pretended_gpu
 
 
@@ -28,3 +32,15 @@ class TestWaits:
 
     def test_as_many_as_were_asked_for(self):
         assert waits_of_a_turn(33, check_every=1) - waits_of_a_turn(33, check_every=16) == 30
+
+    @pytest.mark.parametrize("layers", [1, 6])
+    def test_rows_change_places_by_one_pair_of_indices(self, layers):
+        with pretended_gpu() as gpu:
+            cache, states = SlotCache(), torch.ones(4, 2, 1, 3, device="cuda")
+            cache.arrange(np.arange(4), 8)
+            cache.aim(torch.zeros(4, 1, dtype=torch.int64, device="cuda"), width=1)
+            for layer in range(layers):
+                cache.update(states, states, layer)
+            gpu.reset()
+            cache.permute(np.array([1, 0, 2, 3]))
+            assert gpu.waits.total() == 2

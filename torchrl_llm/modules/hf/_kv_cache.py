@@ -75,9 +75,12 @@ class SlotCache(Cache):
         """Copy the first ``columns`` columns of rows ``source`` ``[m]`` to rows ``target`` ``[m]``, keys and values only."""
         if not len(source):
             return
+        # Layers of a device share their indices: each copy of them to a GPU waits for it.
+        indices: dict[torch.device, tuple[Tensor, Tensor]] = {}
         for storage in chain.from_iterable(self._layers):
-            to, of = (torch.from_numpy(rows).to(storage.device) for rows in (target, source))
-            part = storage[:, :, :columns]
+            if (device := storage.device) not in indices:
+                indices[device] = torch.from_numpy(target).to(device), torch.from_numpy(source).to(device)
+            (to, of), part = indices[device], storage[:, :, :columns]
             # `index_select` reads all rows before one is written, so rows may change places; indexing would be slower.
             part.index_copy_(0, to, part.index_select(0, of))
 
