@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -75,9 +76,10 @@ class TestValues:
         policy.generate(prompt, 10 * one, 0 * one, 0 * one, slots=0 * one, greedy=True)
         assert seen
 
-    def test_copies_have_their_own_weights(self):
+    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+    def test_copies_have_their_own_weights(self, copied):
         models = load("bfloat16")
-        twin = copy.deepcopy(models.model)
+        twin = copied(models.model)
         for parameter in twin.parameters():
             parameter.data.zero_()
         tokens = torch.arange(3, 9).view(1, -1)

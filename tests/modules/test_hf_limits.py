@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tf32 import TF32
 from tiny_policies import FAMILIES, V, make_model, make_policy, make_tokenizer, play, random_rows, same, teacher_forced
 
 from torchrl_llm.modules.checks import UnsupportedModelError, VocabularyMismatchError
 from torchrl_llm.modules.engine import ContextLengthError
 from torchrl_llm.modules.hf import HFPolicy
+from torchrl_llm.modules.kernels import float32_products
 
 
 def make_local(family, window, **fields):
@@ -121,3 +123,17 @@ class TestRefusals:
     def test_a_negative_seed(self):
         with pytest.raises(ValueError, match="seed"):
             make_policy(seed=-1)
+
+
+class TestTF32:
+    """Two computations of one thing differ a thousand times more with it than in float32."""
+
+    @pytest.mark.parametrize("family", ["Qwen2", "Mistral"])
+    def test_no_comparison_refuses_a_model_for_it(self, family):
+        """Neither when a policy is made, nor when the first context is longer than a window."""
+        wide = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 6}
+        model = make_model(family, **FAMILIES[family] | wide)
+        for parameter in model.parameters():
+            parameter.data.mul_(0.35)
+        with TF32(), float32_products("high"):
+            play(make_policy(model), random_rows([30, 3, 11]))

@@ -69,6 +69,17 @@ class TestNumerics:
             torch.use_deterministic_algorithms(False)
             torch.set_float32_matmul_precision("highest")
 
+    @pytest.mark.parametrize("numerics", [Numerics(), Numerics(float32_matmul_precision="highest")])
+    def test_a_precision_that_the_process_has_chosen_for_a_backend_alone_stays(self, numerics):
+        """PyTorch refuses to say its precision of all backends then."""
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        try:
+            with numerics.products():
+                pass
+            assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        finally:
+            torch.set_float32_matmul_precision("highest")
+
 
 class TestSettings:
     @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ from importlib.util import find_spec
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from tf32 import TF32
 from trained import LORA, gap, make_models, play, train
 
 from torchrl_llm.modules import HFPolicy, SamplingConfig
+from torchrl_llm.modules.kernels import float32_products
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import load_tiny_model, random_model, tiny_model_path
 from torchrl_llm.weight_update import ParityCheck, Snapshot, WeightSyncError, install
@@ -54,6 +56,14 @@ def make_policy(words):
 
 
 class TestHFPolicy:
+    def test_merged_weights_are_what_the_trained_model_computes_with_tf32_too(self, make_policy, words):
+        """Whose rounding differs where an adapter is merged."""
+        models = make_models(random_model(words, hidden=256, layers=6))
+        policy = make_policy(model=random_model(words, hidden=256, layers=6))
+        train(models, scale=0.02)
+        with TF32(), float32_products("high"):
+            assert install(policy, snapshot(models, merged=True)) <= 1e-4
+
     @pytest.mark.parametrize("kind", KINDS)
     def test_it_computes_what_the_trained_model_does(self, make_policy, kind):
         models, merged = make_models(tiny_model_path(), **KINDS[kind]), "merged" in kind

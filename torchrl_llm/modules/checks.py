@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm.modules.kernels import attention_kernels
+from torchrl_llm.modules.kernels import attention_kernels, float32_products
 from torchrl_llm.modules.lm import causal_lm, embedding_of, hidden_states, is_full_precision, lm_logits, training_flags
 
 
@@ -74,9 +74,9 @@ def name_of(lm: Any) -> str:
 
 @contextmanager
 def _probing(lm: Any, problem: str) -> Iterator[None]:
-    """Evaluation mode, no graph; errors of forwards become :class:`UnsupportedModelError`, beginning with ``problem``."""
+    """Evaluation mode, no graph, no TF32; errors of forwards become :class:`UnsupportedModelError`, beginning with ``problem``."""
     try:
-        with training_flags(lm.modules(), False), torch.no_grad(), attention_kernels():
+        with training_flags(lm.modules(), False), torch.no_grad(), attention_kernels(), float32_products("highest"):
             yield
     except FAILURES as error:
         raise UnsupportedModelError(f"{name_of(lm)} {problem}: {error} Use a decoder-only language model.") from error

@@ -1,4 +1,4 @@
-"""The attention kernels that PyTorch chooses from in forwards and recomputations here: :func:`attention_kernels`."""
+"""The kernels that PyTorch chooses from: of attention (:func:`attention_kernels`), of float32 products (:func:`float32_products`)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch.backends import cuda
+import torch
+from torch.backends import cuda, mkldnn
 
-__all__ = ["attention_kernels"]
+__all__ = ["attention_kernels", "float32_products"]
 
 # PyTorch has one switch for all threads: who enters first turns it off, who leaves last puts it back.
 _LOCK = threading.Lock()
@@ -44,3 +45,37 @@ def attention_kernels() -> Iterator[None]:
             _found.pop()
             if not _found:
                 cuda.enable_cudnn_sdp(before)
+
+
+@contextmanager
+def float32_products(precision: str) -> Iterator[None]:
+    """Inside, float32 products of the whole process have a precision; afterwards that of before.
+
+    Two computations that must agree to float32's rounding are compared under "highest": with TF32 they differ a thousand times
+    more, since it rounds factors that differ in their last bit to different 10 bits.
+
+    Args:
+        precision: as :func:`torch.set_float32_matmul_precision` takes it.
+
+    Examples:
+        >>> with float32_products("high"):
+        ...     torch.get_float32_matmul_precision()
+        'high'
+        >>> torch.get_float32_matmul_precision()
+        'highest'
+    """
+    backends = (cuda.matmul, mkldnn.matmul)
+    of_each = [backend.fp32_precision for backend in backends]
+    try:
+        of_all = torch.get_float32_matmul_precision()
+    except (
+        RuntimeError
+    ):  # they have been set apart, as `torch.backends.cuda.matmul.fp32_precision`: that of all is not read then
+        of_all = "highest"
+    try:
+        torch.set_float32_matmul_precision(precision)
+        yield
+    finally:
+        torch.set_float32_matmul_precision(of_all)
+        for backend, before in zip(backends, of_each, strict=True):
+            backend.fp32_precision = before

@@ -28,7 +28,7 @@ from torchrl_llm.modules.checks import (
     probe_lengths,
     unusual_layers,
 )
-from torchrl_llm.modules.kernels import attention_kernels
+from torchrl_llm.modules.kernels import attention_kernels, float32_products
 from torchrl_llm.modules.lm import (
     backbone,
     causal_lm,
@@ -150,7 +150,7 @@ def _problem(lm: Any) -> str | None:
 def _try(model: nn.Module) -> str | None:
     """Give a model its new attention, and say how it then fails to compute what it did."""
     lm = causal_lm(model)
-    with training_flags(lm.modules(), False):
+    with training_flags(lm.modules(), False), float32_products("highest"):
         lengths = probe_lengths(lm.config.get_text_config())
         expected = [_probe_states(model, length) for length in lengths]
         lm.set_attn_implementation(ATTENTION)

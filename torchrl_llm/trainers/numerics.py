@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+
+from torchrl_llm.modules.kernels import float32_products
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,14 +35,9 @@ class Numerics:
     @contextmanager
     def products(self) -> Iterator[None]:
         """Inside, float32 products have the precision. For sampling and learning alike, whose log-probs are compared."""
-        before = torch.get_float32_matmul_precision()
-        try:
-            if self.float32_matmul_precision is not None:
-                torch.set_float32_matmul_precision(self.float32_matmul_precision)
+        precision = self.float32_matmul_precision
+        with nullcontext() if precision is None else float32_products(precision):
             yield
-        finally:
-            if self.float32_matmul_precision is not None:
-                torch.set_float32_matmul_precision(before)
 
     @contextmanager
     def learning(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm.modules.engine import InferenceEngine, WeightSyncError, sync_step
+from torchrl_llm.modules.kernels import float32_products
 from torchrl_llm.modules.lm import embedding_of, is_full_precision
 from torchrl_llm.modules.scorer import next_log_probs
 
@@ -45,7 +46,8 @@ class ParityCheck:
         """
         size = embedding_of(model).shape[0]
         ids = torch.randint(size, (prompts, length), generator=torch.Generator().manual_seed(0))
-        log_probs = next_log_probs(model, adapter, ids, temperature) if prompts else torch.zeros(0, size)
+        with float32_products("highest"):
+            log_probs = next_log_probs(model, adapter, ids, temperature) if prompts else torch.zeros(0, size)
         return cls(ids, log_probs, temperature)
 
     def check(self, engine: InferenceEngine, tolerance: float | None = None) -> float:
@@ -65,7 +67,7 @@ class ParityCheck:
         # of earlier weights, or an old head, by 0.5 and more.
         if tolerance is None:
             tolerance = 1e-3 if is_full_precision(engine.dtype) else 0.1
-        with sync_step("the parity check"):
+        with sync_step("the parity check"), float32_products("highest"):
             tokens, log_probs = engine.log_probs(self.prompts, self.temperature)
             difference = float((log_probs - self.log_probs.gather(-1, tokens)).abs().mean(-1).max())
         # Not ">": the difference may be NaN.

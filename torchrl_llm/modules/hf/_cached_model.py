@@ -29,7 +29,7 @@ from torchrl_llm.modules.checks import (
 from torchrl_llm.modules.engine import ContextLengthError
 from torchrl_llm.modules.hf._head import sampling_head
 from torchrl_llm.modules.hf._kv_cache import SlotCache
-from torchrl_llm.modules.kernels import attention_kernels
+from torchrl_llm.modules.kernels import attention_kernels, float32_products
 from torchrl_llm.modules.prefix_attention import ATTENTION
 from torchrl_llm.prefixes import Ints, common_prefix, first_equal
 
@@ -227,7 +227,8 @@ class CachedModel:
             return
         rest, self._untried = self._untried[len(passed) :], []  # the comparison itself exceeds some of them
         try:
-            failed = [window for window in passed if not self._check_window(window)]
+            with float32_products("highest"):
+                failed = [window for window in passed if not self._check_window(window)]
         finally:
             self._untried = rest
         self._limit = min([self._limit, *failed])
@@ -345,7 +346,7 @@ class CachedModel:
     def _check_forward(self) -> None:
         """Compare cached, padded, stepwise computation with the model's own forward on two short rows."""
         name = name_of(lm.causal_lm(self.model))
-        with self.session():
+        with self.session(), float32_products("highest"):
             try:
                 gaps, tolerance = self._gaps([3, 2], own_forward=True)
             except FAILURES as error:

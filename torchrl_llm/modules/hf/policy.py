@@ -136,8 +136,8 @@ class HFPolicy(TurnPolicy):
     def logprobs_match_trainer(self) -> bool:
         """Whether a scorer at the same temperature and ``min_output_tokens`` computes the log-probs recorded here.
 
-        True without truncation and penalty in float32 or wider, to about 1e-6. In half precision the two orders of
-        computation differ by about 1e-2.
+        True without truncation and penalty in float32 or wider, to about 1e-6, and with TF32 to about 1e-3. In half precision
+        the two orders of computation differ by about 1e-2.
         """
         return not self.sampling.truncates and is_full_precision(self.dtype)
 
