@@ -5,11 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.backends import cuda, mkldnn
 
 __all__ = ["attention_kernels", "float32_products"]
+
+_MKLDNN: Any = mkldnn  # whose attributes type checkers do not see
 
 # PyTorch has one switch for all threads: who enters first turns it off, who leaves last puts it back.
 _LOCK = threading.Lock()
@@ -64,7 +67,7 @@ def float32_products(precision: str) -> Iterator[None]:
         >>> torch.get_float32_matmul_precision()
         'highest'
     """
-    backends = (cuda.matmul, mkldnn.matmul)
+    backends = (cuda.matmul, _MKLDNN.matmul)
     of_each = [backend.fp32_precision for backend in backends]
     try:
         of_all = torch.get_float32_matmul_precision()
