@@ -95,6 +95,10 @@ class TestRunConfig:
             ({"collector": "ray", "ray_workers": 0}, "ray_workers is 0"),
             ({"collector": "ray", "ray_worker_gpus": -1}, "ray_worker_gpus is -1"),
             ({"collector": "ray", "policy": "vllm", "sleep_mode": True}, "sleep_mode shares a GPU"),
+            (
+                {"collector": "ray", "policy": "vllm", "tensor_parallel_size": 2, "ray_worker_gpus": 1},
+                "set ray_worker_gpus to 2",
+            ),
             ({"collector": "ray", "policy": "vllm", "weight_sync": "nccl"}, "needs the engine here"),
             ({"policy": "vllm", "weight_sync": "ipc", "engine_process": False}, "engine_process=False: leave it out"),
             ({"policy": "vllm", "weight_sync": "nccl", "sleep_mode": True}, "engine on other GPUs.* choose one"),

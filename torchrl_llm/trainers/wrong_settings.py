@@ -159,6 +159,12 @@ def wrong_engine(config: Any) -> Iterator[str]:
         yield "weight_sync='nccl' has the engine on other GPUs, and sleep_mode gives it the trainer's in turns: choose one."
     if config.weight_sync == "adapter" and not config.lora_r:
         yield "weight_sync='adapter' sends an adapter, and lora_r=0 has none: leave it out."
+    size, gpus = config.tensor_parallel_size or 1, config.ray_worker_gpus
+    if config.collector == "ray" and gpus and gpus < size:
+        yield (
+            f"tensor_parallel_size={size} spreads the engine of a worker over {size} GPUs, and ray_worker_gpus={gpus} gives it fewer: set "
+            f"ray_worker_gpus to {size}."
+        )
     if config.collector == "ray" and config.sleep_mode:
         yield "sleep_mode shares a GPU with the trainer, and the engines of collector='ray' have their own: leave it out."
     if config.collector == "ray" and config.weight_sync not in (None, "adapter"):
