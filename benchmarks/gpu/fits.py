@@ -99,7 +99,7 @@ def estimate(case: Case) -> Estimate:
 def row(case: Case) -> list[str]:
     """The cells of a case."""
     found = estimate(case)
-    shown = [f"`{name}: {str(value).lower()}`" for name, value in case.settings.items() if name != "kl_coeff"]
+    shown = [f"`{name}: {str(value).lower()}`" for name, value in case.settings.items()]
     sharded = [f"FSDP2, {case.shards} processes"] if case.shards > 1 else []
     engine = f"{found.engine:.1f}, {found.contexts} contexts" if found.engine else "on other cards"
     sizes = [f"{size:.1f}" for size in (found.weights, found.working, found.update, found.sync)]

@@ -15,6 +15,7 @@ from torchrl_llm.cli._fit import fit
 from torchrl_llm.cli._installation import check_extra, check_requirements
 from torchrl_llm.host import host_memory
 from torchrl_llm.modules import load_actor_critic
+from torchrl_llm.testing.pretended_gpu import pretended_gpu
 from torchrl_llm.testing.tiny import load_tiny_tokenizer, random_model
 from torchrl_llm.tiny import tiny_model_path
 from torchrl_llm.trainers import RunConfig
@@ -100,7 +101,12 @@ class TestDoctor:
             (["--tokenizer-path=forgetful"], "template", "append"),
             (["--tokenizer-path=larger"], "model", "but the model tiny embeds only 515 tokens"),
             (["--policy=vllm"], "vllm", "pip install 'torchrl-llm[vllm]'"),
-            (["--device=cuda"], "device", "accelerate chose"),
+            (["--device=cuda"], "device", "finds no GPU"),
+            (
+                ["--lora-r=4", "--quantization=nf4"],
+                "bitsandbytes",
+                "quantization: nf4 needs it: pip install bitsandbytes",
+            ),
         ],
     )
     def test_says_what_would_fail(self, tmp_path, settings, name, said):
@@ -145,6 +151,34 @@ def test_a_bound_above_the_memory_stops_no_run():
     assert found["max_tokens"].text == "100,000,000 of a forward and backward pass, as given"
     assert found["memory"].state == "note"
     assert "an estimate, at most" in found["memory"].text
+
+
+def on_a_card(tmp_path, **settings):
+    """What is found for a model of half a gigabyte on a GPU of 1 GiB."""
+    tokenizer = load_tiny_tokenizer()
+    tokenizer.save_pretrained(tmp_path)
+    shape = random_model(tokenizer).config
+    shape.hidden_size, shape.intermediate_size, shape.head_dim = 2_048, 8_192, 64
+    shape.dtype = "bfloat16"
+    shape.save_pretrained(tmp_path)
+    with pretended_gpu(memory=2**30):
+        found = fit(RunConfig(model_path=str(tmp_path), lora_r=4, policy="vllm", sleep_mode=True, **settings))
+        return {finding.name: finding for finding in found}
+
+
+class TestEngine:
+    """Beside the trainer: what it holds, and what fits while it is awake."""
+
+    def test_that_cannot_hold_its_model(self, tmp_path):
+        found = on_a_card(tmp_path, gpu_memory_utilization=0.1)["engine's memory"]
+        assert found.state == "fails"
+        assert "gpu_memory_utilization=0.1, is 102 MiB, and its weights take" in found.text
+
+    def test_that_does_not_fit_beside_the_trainer(self, tmp_path):
+        found = on_a_card(tmp_path, gpu_memory_utilization=0.9)
+        assert found["engine's memory"].state == "ok"
+        assert found["weight sync"].state == "note"
+        assert "of 1 GiB: lower gpu_memory_utilization" in found["weight sync"].text
 
 
 class TestHostMemory:

@@ -195,7 +195,7 @@ class TestRunConfig:
             ("GRPO", {"discounted_objective": True, "gamma": 0.9}, 'is for credit="turn"'),
             ("LLMPPO", {"weighting": "constant"}, "set weight_constant"),
             ("LLMPPO", {"dual_clip": 1.1}, "dual_clip"),
-            ("LLMPPO", {"sampler_correction": "truncate"}, "without sampler_bounds"),
+            ("LLMPPO", {"sampler_correction": "truncate"}, "without sampler_bounds: give a cap, such as 2.0"),
             ("LLMPPO", {"sampler_correction": "mask", "sampler_bounds": 2}, r"takes \(low, high\)"),
             (
                 "LLMREINFORCE",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +26,14 @@ from torchrl_llm.trainers.demonstrations import (
     read_demonstrations,
 )
 from torchrl_llm.trainers.device import make_accelerator, make_numerics
-from torchrl_llm.trainers.memory import choose_max_tokens, empty_model, memory_estimate, trainer_memory
+from torchrl_llm.trainers.memory import (
+    choose_max_tokens,
+    empty_model,
+    engine_memory,
+    engine_weights,
+    memory_estimate,
+    trainer_memory,
+)
 from torchrl_llm.trainers.sources import check_length, load_tokenizer
 from torchrl_llm.trainers.teacher import check_teacher
 
@@ -86,7 +95,16 @@ def _engine(config: RunConfig) -> Iterator[Finding]:
     for package, needs in needed.items():
         if needs:
             yield check_extra(package, package)
+    if config.quantization is not None:
+        yield _package("bitsandbytes", f"quantization: {config.quantization}")
     yield check_extra("report", "matplotlib", needed=False)  # for the learning curves
+
+
+def _package(name: str, setting: str) -> Finding:
+    """A package of no extra."""
+    if find_spec(name) is None:
+        return Finding(name, "fails", f"not installed; {setting} needs it: pip install {name}")
+    return Finding(name, "ok", version(name))
 
 
 def _checked_model(config: RunConfig, tokenizer: Any) -> Any:
@@ -191,6 +209,25 @@ def _memory(config: RunConfig, model: Any, device: torch.device | None) -> Itera
     total = sum(parts.values())
     said = f"about {_size(total)} of {_size(there)} (an estimate, at most; docs/memory.md says what lowers it)"
     yield Finding("memory", "note" if total > there else "ok", said)  # a bound from above may be reached by no run
+    if (share := engine_memory(config, device)) > 0:
+        kept = sum(size for name, size in parts.items() if name not in ("activations", "logits"))
+        yield from _beside(config, share, engine_weights(config, model), kept, device)
+
+
+def _beside(config: RunConfig, share: int, weights: int, kept: int, device: torch.device) -> Iterator[Finding]:
+    """Whether an engine on the trainer's GPU holds its model, and fits beside what the trainer keeps while it is awake."""
+    total = torch.cuda.mem_get_info(device)[1]
+    said = f"its share, gpu_memory_utilization={share / total:.2g}, is {_size(share)}, and its weights take {_size(weights)}"
+    yield (
+        Finding("engine's memory", "ok", said)
+        if weights < share
+        else Finding(
+            "engine's memory", "fails", f"{said}: raise it, or take more GPUs (tensor_parallel_size) or a smaller model"
+        )
+    )
+    awake = f"the engine awake beside what the trainer keeps: about {_size(share + kept)} of {_size(total)}"
+    over = share + kept > total
+    yield Finding("weight sync", "note" if over else "ok", awake + (": lower gpu_memory_utilization" if over else ""))
 
 
 def _sized(config: RunConfig, model: Any, memory: int, device: torch.device) -> tuple[int, dict[str, int]]:

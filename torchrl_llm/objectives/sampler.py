@@ -37,10 +37,13 @@ class SamplerRule:
     reduction: F.RatioReduction
 
     def __post_init__(self) -> None:
+        expected = "a cap, such as 2.0" if self.kind == "truncate" else "(low, high), such as (0.5, 2.0)"
         if self.bounds is None:
-            raise ValueError(f"sampler_correction={self.kind!r} without sampler_bounds: they go together, give both.")
+            raise ValueError(
+                f"sampler_correction={self.kind!r} without sampler_bounds: give {expected}, of the ratio between what is trained and what "
+                "sampled."
+            )
         if isinstance(self.bounds, tuple | list) == (self.kind == "truncate"):
-            expected = "a cap" if self.kind == "truncate" else "(low, high)"
             raise ValueError(f"sampler_bounds is {self.bounds!r}; sampler_correction={self.kind!r} takes {expected}.")
         nothing = torch.zeros(1, 1)
         self.weights(nothing, nothing, nothing.long())  # raises on invalid bounds

@@ -55,6 +55,11 @@ def choose_device(config: RunConfig) -> torch.device:
     chosen = PartialState(cpu=config.device == "cpu").device
     if config.device is not None:
         wanted = torch.device(config.device)
+        if wanted.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                f"device is {config.device!r}, but PyTorch {torch.__version__} finds no GPU: leave device out to compute on a CPU; on a "
+                "machine with a GPU, look at its driver, at CUDA_VISIBLE_DEVICES and at PyTorch's build (nvidia-smi, torch.version.cuda)."
+            )
         if wanted.type != chosen.type or wanted.index not in (None, chosen.index):
             raise ConfigError(
                 f"device is {config.device!r}, but accelerate chose {str(chosen)!r}: leave device out, and say which "

@@ -192,11 +192,32 @@ def trainer_memory(config: RunConfig, device: torch.device, processes: int = 1) 
     if device.type != "cuda":
         return free_memory() // processes, host_memory() // processes
     free, total = torch.cuda.mem_get_info(device)
-    share = 0.0
+    engine = 0 if config.sleep_mode else engine_memory(config, device)
+    return free - engine, total - engine
+
+
+def engine_memory(config: RunConfig, device: torch.device) -> int:
+    """Bytes of ``device`` that a vLLM engine takes for itself while it is awake; 0 where there is none on that GPU.
+
+    Examples:
+        >>> engine_memory(RunConfig(policy="vllm"), torch.device("cpu"))
+        0
+    """
     elsewhere = config.collector == "ray" or config.weight_sync == "nccl"
-    if config.policy == "vllm" and not elsewhere and not config.sleep_mode:
-        share = engine_share(config, device)
-    return free - int(share * total), total - int(share * total)
+    if config.policy != "vllm" or elsewhere or device.type != "cuda":
+        return 0
+    return int(engine_share(config, device) * torch.cuda.mem_get_info(device)[1])
+
+
+def engine_weights(config: RunConfig, model: Any) -> int:
+    """Bytes of the weights that an engine holds on each of its GPUs.
+
+    Args:
+        model: :func:`empty_model`.
+    """
+    dtype = config.engine_dtype or config.dtype
+    size = _HALF if dtype == "auto" else getattr(torch, dtype).itemsize  # vLLM's "auto" narrows float32
+    return model.num_parameters() * size // (config.tensor_parallel_size or 1)
 
 
 def _kept(config: RunConfig, model: Any, shards: int, device: torch.device) -> dict[str, int]:
