@@ -233,3 +233,13 @@ def test_autocast_is_not_undone_by_casts_to_float32():
         kept.append(sum(storage.nbytes() for storage in sizes.values()))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     assert kept[1] < kept[0]
+
+
+def test_layers_that_merged_settings_add_do_not_cast_under_autocast_either(tmp_path):
+    few, others = ({"lora": LoraConfig(r=2, target_modules=[name])} for name in ("q_proj", "v_proj"))
+    load_actor_critic(tiny_model_path(), **few).save_pretrained(tmp_path)
+    models = load_actor_critic(tiny_model_path(), **others)
+    models.load_pretrained(tmp_path, merge_lora_configs=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not any(bool(layer.cast_input_dtype_enabled) for layer in adapter_layers(models.model))
+    assert all(bool(layer.cast_input_dtype_enabled) for layer in adapter_layers(models.model))

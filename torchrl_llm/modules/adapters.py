@@ -257,6 +257,12 @@ class _OutsideAutocast:
 _OUTSIDE_AUTOCAST = _OutsideAutocast()
 
 
+def cast_outside_autocast(model: nn.Module) -> None:
+    """Let no adapter of ``model`` cast its inputs under autocast; PEFT's own layers, such as those that it has just added, do."""
+    for layer in adapter_layers(model):
+        layer.cast_input_dtype_enabled = _OUTSIDE_AUTOCAST
+
+
 def add_adapters(base: nn.Module, lora: LoraConfig, names: Sequence[str], *, seed: int) -> Any:
     """``base`` as a ``PeftModel`` with one adapter per name, the first one active; all but ``reference`` train.
 
@@ -275,8 +281,7 @@ def add_adapters(base: nn.Module, lora: LoraConfig, names: Sequence[str], *, see
             model: Any = get_peft_model(base, copy.deepcopy(lora), adapter_name=names[0])
             for name in names[1:]:
                 model.add_adapter(name, copy.deepcopy(lora))
-        for layer in adapter_layers(model):
-            layer.cast_input_dtype_enabled = _OUTSIDE_AUTOCAST
+        cast_outside_autocast(model)
         # PEFT lets the active adapter train, and switches the others off.
         model.set_requires_grad([name for name in names if name != "reference"], True)
         # Some targets fail in a forward only: the routers of Llama4 and PhiMoE return tuples, which LoRA cannot add to.

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from torchrl_llm.modules.adapters import AdapterError, trainable_parameters
+from torchrl_llm.modules.adapters import AdapterError, cast_outside_autocast, trainable_parameters
 from torchrl_llm.modules.lm import causal_lm
 
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -298,6 +298,7 @@ def _rebuild(model: PeftModel, config: LoraConfig) -> None:
     # The calls above switch flags: PEFT lets the active adapter train, and no other.
     model.set_requires_grad(trained, True)
     model.train(model.training)  # new layers start in training mode
+    cast_outside_autocast(model)
 
 
 # Errors.
