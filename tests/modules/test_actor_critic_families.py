@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig
+from places import device
 from tiny_actor_critic import make_rows, outputs, perturb
 from transformers import AutoModelForCausalLM, Gemma3Config, MixtralConfig, MixtralForCausalLM
 
@@ -19,7 +20,7 @@ def make_mixture() -> MixtralForCausalLM:
     )  # fmt: skip
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return MixtralForCausalLM(config).eval()
+        return MixtralForCausalLM(config).eval().to(device())
 
 
 class TestMixtureOfExperts:

@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from peft import LoraConfig
+from places import device
 from tiny_actor_critic import make_rows
 
 from torchrl_llm import keys
@@ -36,7 +37,8 @@ class TestValues:
             results = []
             for each in (layer, plain):
                 each.enable_adapters(adapters)
-                x = torch.randn(3, 5, each.in_features, generator=torch.Generator().manual_seed(1), requires_grad=True)
+                x = torch.randn(3, 5, each.in_features, generator=torch.Generator().manual_seed(1))
+                x = x.to(device()).requires_grad_()
                 y = each(x)
                 y.sin().sum().backward()
                 factors = (each.lora_A["actor"].weight, each.lora_B["actor"].weight) if adapters else ()
@@ -82,11 +84,12 @@ class TestValues:
         twin = copied(models.model)
         for parameter in twin.parameters():
             parameter.data.zero_()
-        tokens = torch.arange(3, 9).view(1, -1)
+        tokens = torch.arange(3, 9, device=device()).view(1, -1)
         for model, expected in ((models.model, False), (twin, True)):
             with use_adapter(model, "actor"), torch.no_grad():
                 assert (model(tokens).logits == 0).all() == expected
 
+    @pytest.mark.host
     def test_autocast_computes_as_without_the_option(self):
         found = []
         for products in ("bfloat16", None):

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
+from places import device
 from tiny_policies import make_model, make_policy, play, random_rows, same, teacher_forced
 
 from torchrl_llm.modules.adapters import AdapterError, FusedLora
@@ -108,7 +109,7 @@ class TestAdapters:
         kinds = lambda **options: {type(place[-1]) for place in FusedLora(model, adapter="actor", **options)._places}  # noqa: E731
         assert kinds() == {torch.nn.Linear}
         assert torch.nn.Linear not in kinds(max_bytes=1)
-        hidden = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+        hidden = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0)).to(device())
         with torch.no_grad():
             for _, _, layer, plain in FusedLora(model, adapter="actor", max_bytes=1)._places:
                 torch.testing.assert_close(plain(hidden), layer(hidden), rtol=0, atol=1e-5)

@@ -10,6 +10,8 @@ from tiny_policies import batch_of, make_model, make_policy, random_rows
 from torchrl_llm.modules.hf._kv_cache import SlotCache
 from torchrl_llm.testing.pretended_gpu import pretended_gpu
 
+pytestmark = pytest.mark.host  # which pretends a GPU of its own
+
 
 def waits_of_a_turn(width, **options):
     """Waits of a turn of ``width`` tokens, none of which ends a response, and of what is set up once, none."""

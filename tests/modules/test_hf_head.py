@@ -34,6 +34,7 @@ def is_packed(model):
     return "mkldnn._linear_pointwise.default" in called.names
 
 
+@pytest.mark.host  # where heads are packed
 class TestHead:
     @pytest.mark.parametrize(
         ("family", "fields"),

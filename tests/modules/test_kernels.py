@@ -8,6 +8,7 @@ import pytest
 import tiny_policies
 import torch
 import torch.nn.functional as F
+from places import device
 from test_prefix_attention import make_rows, shared
 from tiny_models import make_model
 from torch.backends.cuda import cudnn_sdp_enabled
@@ -47,7 +48,7 @@ class TestCalls:
         models = load_actor_critic(make_model(torch.float32, **window), gradient_checkpointing=True)
         scorer = TokenScorer(models.model, prefixes=shared(models.model) if prefixes else None)
         calls.clear()
-        out = scorer(make_rows())["log_prob"].sum()
+        out = scorer(make_rows().to(device()))["log_prob"].sum()
         forward = len(calls)
         out.backward()
         assert len(calls) > forward
@@ -63,6 +64,7 @@ class TestCalls:
         assert cudnn_sdp_enabled()
 
 
+@pytest.mark.host  # which pretends a GPU of its own
 class TestOnGPUs:
     """cuDNN's kernel would be taken without :func:`attention_kernels`; grouped heads in float32 would be left to "math"."""
 

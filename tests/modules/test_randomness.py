@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from places import device
 from tensordict import TensorDict
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -62,7 +63,7 @@ def rows() -> TensorDict:
     turn_ids = torch.tensor([-1, -1, 0, 0, 0, -1, 1, 1, 1, -1, -1, -1]).repeat(3, 1)
     return TensorDict(
         tokens=tokens, attention_mask=torch.ones_like(tokens, dtype=torch.bool), turn_ids=turn_ids, batch_size=[3]
-    )
+    ).to(device())
 
 
 def gradients(model_type: str, *, checkpointing: bool, seed: int) -> list[torch.Tensor]:
@@ -129,5 +130,5 @@ class TestRefusal:
         before = torch.get_rng_state()
         check_repeatable(model)
         assert torch.get_rng_state().equal(before)
-        assert hidden_states(model, torch.ones(1, 3, dtype=torch.int64)).requires_grad
+        assert hidden_states(model, torch.ones(1, 3, dtype=torch.int64, device=device())).requires_grad
         assert not any(module.training for module in model.modules())

@@ -97,6 +97,7 @@ class Sleeper:
         return True
 
 
+@pytest.mark.host  # which pretends a GPU of its own
 class TestWake:
     @pytest.fixture
     def llm(self):

@@ -48,7 +48,8 @@ def move_reference(models, seed: int) -> None:
     with torch.no_grad():
         for name, parameter in models.model.named_parameters():
             if "reference" in name.split("."):
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+                step = 0.1 * torch.randn(parameter.shape, generator=generator)
+                parameter.add_(step.to(parameter.device))
 
 
 def logits(models, adapter: str | None = "actor") -> torch.Tensor:
@@ -350,15 +351,16 @@ class TestOtherSettings:
         models = make(make_lora(), seed=2)
         sampling = SamplingConfig(max_output_tokens=6, stop_ids=())
         policies = [HFPolicy(m.model, byte_tokenizer(), sampling, adapter="actor") for m in (models, trained)]
+        tokens = make_rows()["tokens"]
         prompt = {
-            keys.PROMPT: make_rows()["tokens"],
+            keys.PROMPT: tokens,
             keys.PROMPT_LENGTH: torch.full((3, 1), 12),
             keys.TURN: torch.zeros(3, 1, dtype=torch.int64),
             keys.EPISODE_ID: torch.arange(3).unsqueeze(-1),
         }
 
         def play(policy):
-            return policy(TensorDict(prompt, batch_size=[3]))[keys.RESPONSE_LOG_PROBS]
+            return policy(TensorDict(prompt, batch_size=[3]).to(tokens.device))[keys.RESPONSE_LOG_PROBS]
 
         before = play(policies[0])
         models.load_pretrained(tmp_path, merge_lora_configs=True)
@@ -416,9 +418,10 @@ class TestExport:
         models = load_actor_critic(make_model(), lora=make_lora(**fields), **EVERYTHING)
         perturb(models)
         models.export_merged(tmp_path)
-        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        tokens = make_rows()["tokens"]
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path).to(tokens.device)
         with torch.no_grad():
-            found = loaded(input_ids=make_rows()["tokens"]).logits
+            found = loaded(input_ids=tokens).logits
         torch.testing.assert_close(found, logits(models), rtol=0, atol=1e-5)
         assert not torch.allclose(found, logits(models, None), atol=1e-3)
         assert not any("lora" in name or "modules_to_save" in name for name in loaded.state_dict())
@@ -467,8 +470,8 @@ torch.save([model(input_ids=ids).logits.detach() for model in (adapted, merged)]
         done = subprocess.run([sys.executable, str(file)], capture_output=True, text=True, cwd=tmp_path, check=False)
         assert done.returncode == 0, done.stderr
         adapted, exported = torch.load(tmp_path / "logits.pt")
-        torch.testing.assert_close(adapted, logits(models), rtol=0, atol=1e-6)
-        torch.testing.assert_close(exported, logits(models), rtol=0, atol=1e-5)
+        torch.testing.assert_close(adapted, logits(models).cpu(), rtol=0, atol=1e-6)
+        torch.testing.assert_close(exported, logits(models).cpu(), rtol=0, atol=1e-5)
 
 
 def test_folders_of_adapters_can_be_moved(tmp_path):

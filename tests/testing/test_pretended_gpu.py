@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import one_hot, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from torchrl_llm.objectives.functional import turn_sum
 from torchrl_llm.testing.pretended_gpu import DeviceError, pretended_gpu
@@ -372,6 +373,32 @@ class TestSurroundings:
             assert gpu.emptied == 1
         assert not torch.cuda.is_available()
         assert held.device.type == "cpu"
+
+    def test_streams_and_events_are_classes(self):
+        """Annotations name them, such as those of ``transformers.generation``."""
+        with pretended_gpu() as gpu:
+            stream = torch.cuda.Stream(gpu.device)
+            assert isinstance(stream, torch.cuda.Stream | None)
+            torch.cuda.Event(enable_timing=True).record(stream)
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def test_transformers_loads_there(self, tmp_path):
+        config = Qwen2Config(
+            vocab_size=8,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+        )
+        Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+        ids = torch.tensor([[1, 2, 3]])
+        expected = Qwen2ForCausalLM.from_pretrained(tmp_path)(ids).logits
+        with pretended_gpu() as gpu:
+            model = Qwen2ForCausalLM.from_pretrained(tmp_path, device_map="cuda")
+            assert {each.device for each in (*model.parameters(), *model.buffers())} == {gpu.device}
+            found = model(ids.cuda()).logits.cpu()
+        assert torch.equal(found, expected)
 
     def test_accelerate_chooses_the_gpu_and_forgets_it(self):
         before = Accelerator(cpu=True, mixed_precision="no")

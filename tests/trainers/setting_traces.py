@@ -176,7 +176,7 @@ def trained(config: RunConfig, env: Any) -> dict[str, Any]:
     files = [re.sub(r"events\..*", "events", str(path)) for path in config.output_dir.rglob("*") if path.is_file()]
     return {
         "metrics": str(timeless),
-        "weights": weights(run).double().numpy().tobytes(),
+        "weights": weights(run).double().cpu().numpy().tobytes(),
         "files": sorted(name.removeprefix(str(config.output_dir)) for name in files),
         "calls": (len(calls), len(layers), sorted(Guess.where)),
         "end": run.trainer.stop_reason,
@@ -217,7 +217,7 @@ def graded(config: RunConfig, env: Any) -> Any:
     loss = build.make_objective(config, run.models)
     loss(loss.value_estimator(rows))["loss_objective"].backward()
     run.close()
-    return {"gradient": [p.grad.numpy().tobytes() for p in run.models.actor_parameters() if p.grad is not None]}
+    return {"gradient": [p.grad.cpu().numpy().tobytes() for p in run.models.actor_parameters() if p.grad is not None]}
 
 
 def logged(config: RunConfig, env: Any) -> Any:

@@ -48,6 +48,7 @@ class TestPrepare:
             self.prepare(Accelerator(cpu=True), loss, torch.nn.Linear(2, 2, device="meta"))
 
 
+@pytest.mark.host  # which pretends a GPU of its own
 class TestOnAGPU:
     """Pretended: an operation that mixes devices raises."""
 

@@ -74,6 +74,7 @@ def pretended_gpu(*, count: int = 1, memory: int = 80 * 2**30, raise_errors: boo
         functions = Functions(gpu)
         for each in (
             _cuda.accelerate_state(),
+            _cuda.loading(),
             _cuda.memory_maps(),
             _cuda.autocast(gpu),
             _cuda.devices(gpu),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -15,6 +16,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchrl_llm.testing.pretended_gpu._record import HOST, PretendedGPU, device_of
+
+
+class _Queue(mock.MagicMock):
+    """A stream or an event, which is a class: annotations name it."""
+
+    def __init__(self, *_: Any, **given: Any) -> None:
+        super().__init__(**given)
 
 
 @contextmanager
@@ -64,7 +72,7 @@ def devices(gpu: PretendedGPU) -> Iterator[None]:
         "get_rng_state": lambda *_: state.clone(),
         "get_rng_state_all": lambda: [state.clone() for _ in range(gpu.count)],
         "is_current_stream_capturing": lambda: False,
-        **{name: lambda *_, **__: mock.MagicMock() for name in ("Event", "Stream", "current_stream", "default_stream")},
+        **dict.fromkeys(("Event", "Stream", "current_stream", "default_stream"), _Queue),
         "stream": lambda *_: nullcontext(),
     }
     nothing: tuple[str, ...] = (
@@ -164,6 +172,13 @@ def accelerate_state() -> Iterator[None]:
         for state, values in zip(states, kept, strict=True):
             state._shared_state.clear()
             state._shared_state.update(values)
+
+
+@contextmanager
+def loading() -> Iterator[None]:
+    """transformers loads in this thread: others see no GPU."""
+    with mock.patch.dict(os.environ, HF_DEACTIVATE_ASYNC_LOAD="1"):
+        yield
 
 
 @contextmanager
