@@ -16,8 +16,7 @@ GPU_FLAGS ?=
 USUAL  := not real and not families and not templates and not tune
 # What runs on a pretended GPU, too: runs and models of every kind are in tests/gpu_laws, which needs no plugin.
 BLOCKS := tests/test_docs.py::TestPythonBlocks::test_blocks_of_a_page_run_and_assert_what_they_show
-PRETENDED := tests/modules/test_actor_critic.py tests/modules/test_hf.py tests/modules/test_hf_cache.py tests/trainers/test_update.py \
-	tests/collectors/test_turn_collector.py tests/examples/test_examples.py tests/examples/test_reasoning.py \
+PRETENDED ?= tests/modules tests/collectors tests/trainers/test_update.py tests/examples/test_examples.py tests/examples/test_reasoning.py \
 	"$(BLOCKS)[README.md]" "$(BLOCKS)[quickstart.md]" "$(BLOCKS)[multiturn.md]"
 MODEL  ?= tiny
 ALGO   ?= $(if $(filter smollm2,$(MODEL)),LLMREINFORCE,LLMPPO)
@@ -118,7 +117,7 @@ test-all: $(VENV)/.test ## run all tests that need neither vLLM nor Ray nor a GP
 	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "$(USUAL)"
 	$(MAKE) test-pretended-gpu
 
-test-pretended-gpu: $(VENV)/.test ## run tests of models, runs, examples and pages on a GPU that is pretended (about 3 minutes)
+test-pretended-gpu: $(VENV)/.test ## run tests of models, collectors, examples and pages on a GPU that is pretended (about 4 minutes; PRETENDED=what)
 	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -p torchrl_llm.testing.pretended_gpu_plugin -m "not extra and not slow and not host and not gpu and $(USUAL)" $(PRETENDED)
 
 test-faults: $(VENV)/.test ## plant 38 faults, one at a time; the tests must find each (about 20 minutes)

@@ -81,7 +81,7 @@ class TestValues:
     @pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
     def test_copies_have_their_own_weights(self, copied):
         models = load("bfloat16")
-        twin = copied(models.model)
+        twin = copied(models.model).to(device())
         for parameter in twin.parameters():
             parameter.data.zero_()
         tokens = torch.arange(3, 9, device=device()).view(1, -1)

@@ -22,7 +22,8 @@ Places are those of your own code or of this package: frames of PyTorch and of o
     torchrl_llm...DeviceError: mul(cuda:0 [4], cpu [4]) mixes devices at <doctest ...>:3
 
 What is not pretended: speed, the order in which kernels run, rounding, and the capacity of the memory (sizes are counted). Other
-threads and processes see no GPU; in a thread that an environment or a collector starts, tensors say that they are on the CPU.
+threads and processes see no GPU; in a thread that an environment or a collector starts, tensors say that they are on the CPU, and so
+do those that were pickled.
 """
 
 from __future__ import annotations
