@@ -90,7 +90,7 @@ class TwoTurns(Won):
 def prepared(trainer):
     """A scored and credited batch."""
     next(iter(trainer.collector))
-    rows = trainer.replay_buffer[:].contiguous()
+    rows = trainer.replay_buffer[:].contiguous().to(trainer.accelerator.device)
     trainer.scorer.score(rows)
     trainer.loss.value_estimator(rows)
     return rows

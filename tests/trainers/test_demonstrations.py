@@ -109,7 +109,11 @@ class TestRecordings:
         ids = [read_recording(file).arrays["episode_id"].tolist() for file in files]
         assert len(ids) == 2
         assert len(episodes) == sum(map(len, ids)) >= 12
-        rows = [rows[rows["episode_id"].tolist().index(i)] for rows, own in zip(batches, ids, strict=True) for i in own]
+        rows = [
+            rows[rows["episode_id"].tolist().index(i)].cpu()
+            for rows, own in zip(batches, ids, strict=True)
+            for i in own
+        ]
         gaps = 0
         for episode, expected in zip(episodes, rows, strict=True):
             (row,) = rows_from_episodes([episode])
