@@ -18,6 +18,7 @@ class Elsewhere(Accelerator):
     device = torch.device("meta")
 
 
+@pytest.mark.host
 class TestPrepare:
     @staticmethod
     def prepare(accelerator, loss, reference):

@@ -323,6 +323,7 @@ class TestLimits:
 
 def likeliest(run, rows):
     """Which action tokens have the highest logit of all tokens at their position."""
+    rows = rows.to(run.trainer.accelerator.device)
     with torch.no_grad(), use_adapter(run.models.model, "actor"):
         logits = run.models.model(rows[keys.TOKENS]).logits[:, :-1]
     return (logits.argmax(-1) == rows[keys.TOKENS][:, 1:])[rows[keys.TURN_IDS][:, 1:] >= 0]
@@ -340,7 +341,7 @@ class TestCheckpoints:
         with torch.no_grad():
             plain = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32)(tokens).logits
             run.models.model.set_adapter("actor")
-            ours = run.models.model(tokens).logits
+            ours = run.models.model(tokens.to(run.trainer.accelerator.device)).logits.cpu()
             assert torch.allclose(loaded(tokens).logits, ours, atol=1e-6)
             assert not torch.allclose(plain, ours, atol=1e-3)
         head = load_file(folder / "critic" / "value_head.safetensors")

@@ -154,6 +154,7 @@ def half(monkeypatch):
     monkeypatch.setattr("torchrl_llm.trainers.run.make_accelerator", make_accelerator)
 
 
+@pytest.mark.host  # whose accelerator scales losses on a CPU
 class TestLossScale:
     """In float16 skipped steps are normal while they lower the scale."""
 
