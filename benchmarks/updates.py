@@ -4,7 +4,8 @@
     OMP_NUM_THREADS=1 python benchmarks/updates.py --before /tmp/before --pairs 9
 
 An update is a forward and a backward of all micro-batches, with shared prefixes. The cases named ``iteration`` are the whole
-:meth:`~torchrl_llm.trainers.LLMTrainer.learn` of ``benchmarks/iteration.py``'s work, ``random`` are shapes of
+:meth:`~torchrl_llm.trainers.LLMTrainer.learn` of ``benchmarks/iteration.py``'s work, ``guarded`` is the same in eight optimizer
+steps with a ``target_kl`` that none of them reaches, or that the first one does; ``random`` are shapes of
 ``benchmarks/learn.py --random``; the others are a group of rows, with the bound that their name ends in.
 
 Prints one JSON object, as ``benchmarks/sampling.py`` does.
@@ -13,7 +14,9 @@ Prints one JSON object, as ``benchmarks/sampling.py`` does.
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import iteration
 import learn
@@ -51,11 +54,12 @@ def random_shapes(count: int) -> list[tuple[int, int, int, int]]:
     ]
 
 
-def whole(algo: str) -> Work:
+def whole(algo: str, **settings: Any) -> Work:
     """The update of an iteration, credit and reference included."""
     folder = tempfile.mkdtemp()
     iteration.make_model(Path(folder))
-    run = build_run(iteration.make_config(algo, folder, 99), env=iteration.AnyGuess)
+    config = replace(iteration.make_config(algo, folder, 99), **settings)
+    run = build_run(config, env=iteration.AnyGuess)
     rows = run.trainer.collect(iter(run.trainer.collector))
     return lambda: run.trainer.learn(rows.clone())
 
@@ -68,6 +72,9 @@ CASES: dict[str, Callable[[], Work]] = {
     "9000+100, 16384": lambda: update("0.66M", 16_384, (9_000, 100, 3, 1), layers=1),
     "iteration, GRPO": lambda: whole("GRPO"),
     "iteration, LLMPPO": lambda: whole("LLMPPO"),
+    "guarded, GRPO": lambda: whole("GRPO", minibatch_size=4, target_kl=1.0),
+    "guarded, LLMPPO": lambda: whole("LLMPPO", minibatch_size=4, target_kl=1.0),
+    "guarded, GRPO, ended by the first step": lambda: whole("GRPO", minibatch_size=4, target_kl=1e-12),
 }
 
 

@@ -78,20 +78,20 @@ FAULTS = {
     ),
     "a long step is kept": Fault(
         "trainers/trust_region.py",
-        "self._shares.append(1.0 if self._kl <= self.target else self._shorten(before))",
-        "self._shares.append(1.0)",
+        "share = 1.0 if self._kl <= self.target else self._shorten(self._start)",
+        "share = 1.0",
         "tests/trainers/test_trust_region.py",
     ),
-    "the KL is read before the step": Fault(
+    "a step is measured on the next minibatch alone": Fault(
         "trainers/trust_region.py",
-        "        result = step()\n        self._kl = self.kl()\n",
-        "        self._kl = self.kl()\n        result = step()\n",
+        "        self._kl = self.kl()\n        # Not",
+        "        self._kl = kl.item() if kl is not None else 0.0\n        # Not",
         "tests/trainers/test_trust_region.py",
     ),
     "the bound is on each step and not on the update": Fault(
         "trainers/trust_region.py",
-        "        before = [parameter.detach().clone() for parameter in self._parameters]\n",
-        "        before = [parameter.detach().clone() for parameter in self._parameters]\n"
+        "        self._open += 1\n",
+        "        self._open += 1\n"
         "        self._old = data.apply_in_micro_batches(self.run.loss.actor_network, self._rows.copy(), 10**6)[keys.LOG_PROB]\n",
         "tests/trainers/test_trust_region.py",
     ),

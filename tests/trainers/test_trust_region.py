@@ -5,8 +5,10 @@ import torch
 from small_runs import one_batch, small_config, weights
 
 from torchrl_llm import keys
+from torchrl_llm.objectives import LLMReinforceLoss
 from torchrl_llm.objectives.functional import kl_estimate
-from torchrl_llm.trainers import ConfigError, build_run
+from torchrl_llm.trainers import Callback, ConfigError, build_run
+from torchrl_llm.trainers.trust_region import ATTEMPTS
 
 FAR = {"lr_actor": 0.03, "epochs": 3}
 """Settings whose first step moves the policy by much more than 0.01 nats a token."""
@@ -107,6 +109,82 @@ def test_a_batch_in_which_nothing_was_sampled_moves_nothing(tmp_path, guard):
 def test_nothing_is_measured_while_the_actor_keeps_still(tmp_path):
     *_, metrics = updated(tmp_path, "LLMPPO", target_kl=0.01, critic_warmup=1)
     assert "policy/kl_update" not in metrics
+
+
+FOUR = {"epochs": 2, "minibatch_size": 4, "lr_actor": 1e-4}
+"""An update of four short steps."""
+
+
+class Heard(Callback):
+    """How many optimizer steps there were."""
+
+    steps = 0
+
+    def on_minibatch(self, trainer, rows, metrics):
+        self.steps += 1
+
+
+def counted_update(tmp_path, make_loss=None, **settings):
+    """The metrics of an update, how often the actor scored rows without a gradient meanwhile, how many steps were heard of."""
+    heard, scored = Heard(), []
+    config = small_config(tmp_path, **{"target_kl_share": 1.0} | settings)
+    run = build_run(config, make_loss=make_loss, callbacks=[heard])
+    rows = prepared(run.trainer, one_batch(run))
+    run.models.actor.register_forward_hook(lambda *_: None if torch.is_grad_enabled() else scored.append(1))
+    metrics = run.trainer.update(rows)
+    passes, decide = len(scored), rows[:: int(1 / config.target_kl_share)]
+    assert metrics["policy/kl_update"] == pytest.approx(kl(run, decide), rel=1e-4)
+    assert metrics["policy/kl_update"] <= config.target_kl
+    assert all(parameter.grad is None for parameter in run.trainer.loss.parameters())
+    return metrics, passes, heard.steps
+
+
+class TestNextForward:
+    """The log-probs of the next optimizer step's forward tell how far the step before has led."""
+
+    def test_within_the_target_only_the_last_step_is_scored(self, tmp_path):
+        _, scored, steps = counted_update(tmp_path, target_kl=0.01, **FOUR)
+        assert (scored, steps) == (1, 4)
+
+    @pytest.mark.parametrize("loss", [{"weighting": "sequence"}, {"weighting": "constant", "weight_constant": 10**6}])
+    def test_a_loss_whose_kl_is_no_mean_over_tokens_is_not_asked(self, tmp_path, loss):
+        _, scored, steps = counted_update(tmp_path, target_kl=0.01, **FOUR, **loss)
+        assert (scored, steps) == (4, 4)
+
+    def test_where_it_finds_the_step_too_long_the_rows_decide(self, tmp_path):
+        """A minibatch, here of all rows, is beyond the target, and every fourth row is not: the step is kept, and the next taken."""
+        settings = {"epochs": 2, "lr_actor": 1e-4, "seed": 0}
+        free, *_, rows, _ = updated(tmp_path, **settings | {"epochs": 1})
+        found, decides = kl(free, rows), kl(free, rows[::4])
+        assert decides < 0.9 * found
+        target = (found * decides) ** 0.5
+        metrics, scored, steps = counted_update(tmp_path, target_kl=target, target_kl_share=0.25, **settings)
+        assert scored > steps == 2
+        assert 0.5 < metrics["optim/step_share"] < 1
+
+    def test_a_minibatch_that_finds_the_step_too_long_is_left_out(self, tmp_path):
+        """Of means, callbacks and weights: the update is that of the first step alone."""
+        settings = {"target_kl": 0.01, "minibatch_size": 4, "lr_actor": 0.03}
+        metrics, scored, steps = counted_update(tmp_path, **settings)
+        assert metrics["optim/step_share"] < 1 == steps
+        assert 1 < scored <= 1 + ATTEMPTS  # the whole step, and those that were tried
+        assert metrics["policy/kl_old"] == pytest.approx(0, abs=1e-6)
+
+    def test_a_step_before_one_that_is_skipped_is_bounded(self, tmp_path):
+        class BrokenInTheEnd(LLMReinforceLoss):
+            calls = 0
+
+            def objective(self, log_ratio, advantage):
+                self.calls += 1
+                objective = super().objective(log_ratio, advantage)
+                return objective * float("nan") if self.calls == 2 else objective
+
+        def make_loss(config, models):
+            return BrokenInTheEnd(models.actor, **config.loss_options(BrokenInTheEnd))
+
+        metrics, *_ = counted_update(tmp_path, make_loss, target_kl=0.01, minibatch_size=4, lr_actor=1e-3)
+        assert metrics["optim/skipped_steps"] == 1
+        assert 0 < metrics["policy/kl_update"] <= 0.01
 
 
 def test_a_share_without_a_target_is_an_error(tmp_path):

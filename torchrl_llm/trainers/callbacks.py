@@ -47,6 +47,8 @@ class Callback:
     def on_minibatch(self, trainer: Any, rows: TensorDictBase, metrics: dict[str, Tensor]) -> None:
         """After each optimizer step, with its rows ``[b]`` and its metrics, scalars.
 
+        ``target_kl`` may shorten a step afterwards, unless it is the update's last.
+
         What is added to ``metrics``, scalars under names of their own, is logged as the mean over the steps that add it.
         """
 

@@ -84,9 +84,10 @@ class TrainerConfig(Checked):
     target_kl: Positive | None = None
     """KL from the policy before an update to the one after it, per action token, in nats: a step that goes further is
     shortened, and is the update's last. None sets no bound."""
-    # A quarter costs 7 % of an iteration of LLMREINFORCE, 8 % of GRPO's, 1 % of LLMPPO's (CPU, 128 episodes).
+    # After each step a quarter costs 7 % of an iteration of LLMREINFORCE, 8 % of GRPO's, 1 % of LLMPPO's (CPU, 128 episodes).
     target_kl_share: PositiveShare = 0.25
-    """Share of the batch's episodes, at least, on which that KL is measured: each step costs a scoring pass of them."""
+    """Share of the batch's episodes, at least, on which that KL is measured, by a scoring pass: after the last step, and where the
+    next step's minibatch shows a KL beyond it."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """The learning rates' course after the warm-up, over ``max_steps``."""
     warmup_fraction: Share = 0.0

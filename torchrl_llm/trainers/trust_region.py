@@ -24,12 +24,13 @@ ATTEMPTS = 4
 class Unbounded:
     """Takes every optimizer step as it is."""
 
-    reached = False
-    """Whether a step was shortened, which is to be the last."""
-
-    def bound(self, step: Callable[[], T]) -> T:
+    def take(self, step: Callable[[], T]) -> T:
         """Take ``step``, and return what it returns."""
         return step()
+
+    def settle(self, kl: Tensor | None) -> bool:
+        """Whether the last step was shortened: none is."""
+        return False
 
     def metrics(self) -> dict[str, float]:
         """None: nothing is measured."""
@@ -43,6 +44,10 @@ class TrustRegion:
     it, on episodes of the batch, and a step that goes beyond ``config.target_kl`` is shortened until it stays within: as the
     line search of TRPO does (Schulman et al., 2015, arXiv:1502.05477, appendix C). The steps that would follow in the same
     update lead further away, so they are left out, as PPO's early stopping does.
+
+    The forward of the next optimizer step computes with the same weights, so its KL is had for nothing: where it is within the
+    target, no pass is spent on those episodes. They decide in all other cases and after the update's last step, and the way
+    since they were last asked is what is shortened: so they always end within the target.
 
     The critic's own parameters take the whole step.
 
@@ -61,8 +66,9 @@ class TrustRegion:
         self._rows = chosen.select(*run.loss.actor_network.in_keys, keys.ATTENTION_MASK)
         self._actions = chosen[keys.TURN_IDS] >= 0
         self._parameters: list[Tensor] = run.optimizer.param_groups[0]["params"]
-        # The first share is of no step, so that `reached` can be asked before one.
-        self._kl, self._shares = 0.0, [1.0]
+        self._kl, self._shares = 0.0, list[float]()
+        # Where the steps began that are not measured yet, and how many they are.
+        self._start, self._open = list[Tensor](), 0
         self._old = self._old_log_prob(chosen)
 
     def _old_log_prob(self, rows: TensorDictBase) -> Tensor:
@@ -72,26 +78,39 @@ class TrustRegion:
         return rows[keys.SAMPLE_LOG_PROB] if self.run.logprobs_match_trainer else self._score()
 
     @property
-    def reached(self) -> bool:
-        """Whether a step was shortened, which is to be the last."""
-        return self._shares[-1] < 1
+    def _reads_next(self) -> bool:
+        """Whether the loss's KL is a mean over action tokens, as the target is; one of your own may say nothing of it."""
+        return getattr(self.run.loss, "weighting", None) == "token"
 
-    def bound(self, step: Callable[[], T]) -> T:
-        """Let ``step`` move the actor, keep the share of it that stays within the target, and return what it returns."""
-        before = [parameter.detach().clone() for parameter in self._parameters]
-        result = step()
+    def take(self, step: Callable[[], T]) -> T:
+        """Let ``step`` move the actor, and return what it returns; :meth:`settle` says how much of it is kept."""
+        if not self._open:
+            self._start = [parameter.detach().clone() for parameter in self._parameters]
+        self._open += 1
+        return step()
+
+    def settle(self, kl: Tensor | None) -> bool:
+        """Keep the share of the last steps that stays within the target; returns whether they were shortened, and so end the update.
+
+        Args:
+            kl: from the old policy to the present one on the next minibatch; ``None``: not known.
+        """
+        if not self._open or (kl is not None and self._reads_next and kl.item() <= self.target):
+            return False
         self._kl = self.kl()
         # Not ">": a KL may be nan.
-        self._shares.append(1.0 if self._kl <= self.target else self._shorten(before))
-        return result
+        share = 1.0 if self._kl <= self.target else self._shorten(self._start)
+        self._shares += [share] * self._open
+        self._open = 0
+        return share < 1
 
     def metrics(self) -> dict[str, float]:
         """The KL after the last step, and the mean share that was kept of the steps; nothing if all steps were skipped."""
-        shares = self._shares[1:]
+        shares = self._shares
         return {"policy/kl_update": self._kl, "optim/step_share": sum(shares) / len(shares)} if shares else {}
 
     def _shorten(self, before: Sequence[Tensor]) -> float:
-        """Go back along the step until the KL is within the target; returns the share of it that is left."""
+        """Go back to where the KL is within the target, in a straight line; returns the share of the way that is left."""
         share, whole = 1.0, [after.detach() - start for after, start in zip(self._parameters, before, strict=True)]
         for _ in range(ATTEMPTS):
             # The KL grows about with the square of the length.

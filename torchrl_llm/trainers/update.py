@@ -184,12 +184,17 @@ class Updater:
         """Take the optimizer steps of an update on rows ``[B]``; returns the means of their metrics."""
         target, steps, added = self.run.config.target_kl, [], []
         region = Unbounded() if target is None or self.warms_up_critic else TrustRegion(self.run, batch, target)
-        for minibatch in self._passes(batch):
-            metrics = self.accumulate(self.micro_batches(minibatch)) | self.step(region)
+        for minibatch, last in self._passes(batch):
+            metrics = self.accumulate(self.micro_batches(minibatch))
+            if region.settle(metrics.get("policy/kl_old")):
+                # The gradient was taken where the step before led, and not where it is now.
+                self.run.optimizer.zero_grad(set_to_none=True)
+                break
+            metrics |= self.step(region)
+            if last:
+                region.settle(None)
             steps.append(metrics)
             added.append(self._added(minibatch, metrics))
-            if region.reached:
-                break
         means = _means(steps) | {SKIPPED: sum(metrics[SKIPPED].item() for metrics in steps)}
         means |= checked_metrics(_means(added), source="callbacks")
         return means | self.log_prob_gap(batch, steps[0]) | _at_start(steps[0]) | region.metrics()
@@ -201,9 +206,12 @@ class Updater:
             callback.on_minibatch(self.run, minibatch, heard)
         return {name: torch.as_tensor(value).float() for name, value in heard.items() if value is not metrics.get(name)}
 
-    def _passes(self, batch: TensorDictBase) -> Iterator[TensorDictBase]:
-        for _ in range(self.run.config.epochs):
-            yield from self.minibatches(batch)
+    def _passes(self, batch: TensorDictBase) -> Iterator[tuple[TensorDictBase, bool]]:
+        """The optimizer batches of all epochs, each with whether it is the last."""
+        for left in reversed(range(self.run.config.epochs)):
+            *others, final = self.minibatches(batch)
+            yield from ((rows, False) for rows in others)
+            yield final, not left
 
     def minibatches(self, batch: TensorDictBase) -> list[TensorDictBase]:
         """Rows ``[B]``, shuffled and cut into optimizer batches; equally many on all ranks, none empty."""
@@ -245,7 +253,7 @@ class Updater:
         """Clip the gradient and step; a gradient that is not finite takes no step, and weights and optimizer stay as they are.
 
         Args:
-            region: bounds the step; ``None``: it is taken as it is.
+            region: takes the step, which it may shorten later; ``None``: it is taken as it is.
 
         Returns:
             The norms before clipping if the step was taken, and whether it was skipped (1.0, or 0.0).
@@ -257,7 +265,7 @@ class Updater:
         taken = all_finite(norms, self.run.accelerator.device)
         if taken:
             self.run.skipped_in_a_row = 0
-            (region or Unbounded()).bound(self.run.optimizer.step)
+            (region or Unbounded()).take(self.run.optimizer.step)
         self.run.optimizer.zero_grad(set_to_none=True)
         if not taken:
             skip_step(self.run, norms)
