@@ -102,6 +102,7 @@ class TestDoctor:
             (["--tokenizer-path=larger"], "model", "but the model tiny embeds only 515 tokens"),
             (["--policy=vllm"], "vllm", "pip install 'torchrl-llm[vllm]'"),
             (["--device=cuda"], "device", "finds no GPU"),
+            (["--device=gpu"], "device", "device is 'gpu': expected cpu or cuda"),
             (
                 ["--lora-r=4", "--quantization=nf4"],
                 "bitsandbytes",

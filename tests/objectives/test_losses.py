@@ -310,13 +310,26 @@ class TestTurnPolicyLoss:
         expected = ((rows["theta"] - rows["old_log_prob"]) * rows["advantage"])[action].mean()
         close(out["loss_objective"], -expected, atol=1e-6)
 
-    def test_an_objective_of_another_shape_is_refused(self):
-        class Mean(TurnPolicyLoss):
+    @pytest.mark.parametrize(
+        ("change", "error", "said"),
+        [
+            (lambda x: x.mean(), ValueError, r"Changed.objective returned the shape \[\]; expected that of log_ratio"),
+            (lambda x: None, TypeError, "Changed.objective returned None; expected a tensor"),
+            (lambda x: x.detach(), ValueError, "Changed.objective returned a tensor without a gradient"),
+            (lambda x: x.round().long(), ValueError, r"without a gradient \(torch.int64\)"),
+            (lambda x: x.to("meta"), ValueError, "returned a tensor on meta; log_ratio is on cpu"),
+        ],
+        ids=["shape", "none", "detached", "whole numbers", "device"],
+    )
+    def test_an_objective_that_cannot_be_learned_from_is_refused(self, change, error, said):
+        class Changed(TurnPolicyLoss):
             def objective(self, log_ratio, advantage):
-                return (log_ratio * advantage).mean()
+                return change(log_ratio * advantage)
 
-        with pytest.raises(ValueError, match=r"Mean.objective returned the shape \[\]; expected that of log_ratio"):
-            Mean(table_actor())(make_rows(LAYOUT))
+        rows = make_rows(LAYOUT)
+        rows["theta"].requires_grad_()
+        with pytest.raises(error, match=said):
+            Changed(table_actor())(rows)
 
     def test_nothing_is_written_into_the_rows(self):
         rows = make_rows(LAYOUT)
@@ -347,7 +360,7 @@ class TestTurnPolicyLoss:
             ({"clipping": "tight"}, "'ppo', 'cispo', 'none'"),
             ({"clipping": "cispo", "dual_clip": 3.0}, "does nothing with clipping='cispo'"),
             ({"dual_clip": 1.1}, "expected a ratio > 1"),
-            ({"sampler_correction": "truncate"}, "go together"),
+            ({"sampler_correction": "truncate"}, "give a cap"),
             ({"sampler_bounds": 2.0}, "does nothing with sampler_correction=None"),
             ({"sampler_correction": "truncate", "sampler_bounds": (0.5, 2.0)}, "takes a cap"),
             ({"sampler_correction": "mask", "sampler_bounds": 2.0}, r"takes \(low, high\)"),

@@ -22,6 +22,7 @@ from torchrl.objectives.value import ValueEstimatorBase
 from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
 from torchrl_llm.objectives import functional as F
+from torchrl_llm.objectives.checks import check_objective
 from torchrl_llm.objectives.estimators import NoCredit, ReBN, TurnEstimator, TurnGAE
 from torchrl_llm.objectives.estimators.base import RowReader
 from torchrl_llm.objectives.sampler import SamplerRule
@@ -373,12 +374,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         token_ratio = log_prob - old
         log_ratio = F.pool_log_ratio(token_ratio, turn_ids, self.ratio_level, self.ratio_reduction)
         advantage = self._frozen(tensordict, "advantage", "Run the value estimator first.")
-        objective = self.objective(log_ratio, advantage)
-        if objective.shape != turn_ids.shape:
-            raise ValueError(
-                f"{type(self).__name__}.objective returned the shape {list(objective.shape)}; expected that of log_ratio, "
-                f"{list(turn_ids.shape)}: one term a token, which the loss weighs and sums."
-            )
+        objective = check_objective(type(self).__name__, self.objective(log_ratio, advantage), log_ratio)
         gain = self._unit_weight(weight, turn_ids) * correction * objective
         out = TensorDict({"loss_objective": -gain.sum()})
         self._diagnose(out, weight, token_ratio.detach(), log_ratio.detach(), advantage)

@@ -54,7 +54,12 @@ def choose_device(config: RunConfig) -> torch.device:
     # accelerate takes no device, only the wish for the CPU.
     chosen = PartialState(cpu=config.device == "cpu").device
     if config.device is not None:
-        wanted = torch.device(config.device)
+        try:
+            wanted = torch.device(config.device)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"device is {config.device!r}: expected cpu or cuda, or leave it out. ({error})"
+            ) from error
         if wanted.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(
                 f"device is {config.device!r}, but PyTorch {torch.__version__} finds no GPU: leave device out to compute on a CPU; on a "
