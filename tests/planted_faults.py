@@ -72,8 +72,8 @@ FAULTS = {
     ),
     "a custom objective is never called": Fault(
         "objectives/loss.py",
-        "objective = self.objective(log_ratio, advantage)",
-        "objective = self.surrogate(log_ratio, advantage)[0]",
+        "self.objective(log_ratio, advantage), log_ratio)",
+        "self.surrogate(log_ratio, advantage)[0], log_ratio)",
         "tests/objectives/test_losses.py",
     ),
     "a long step is kept": Fault(
