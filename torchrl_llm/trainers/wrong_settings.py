@@ -160,7 +160,8 @@ def wrong_engine(config: Any) -> Iterator[str]:
     if config.weight_sync == "adapter" and not config.lora_r:
         yield "weight_sync='adapter' sends an adapter, and lora_r=0 has none: leave it out."
     size, gpus = config.tensor_parallel_size or 1, config.ray_worker_gpus
-    if config.collector == "ray" and gpus and gpus < size:
+    # With one GPU for each engine, a part of it is what several workers share.
+    if config.collector == "ray" and gpus and size > 1 and gpus < size:
         yield (
             f"tensor_parallel_size={size} spreads the engine of a worker over {size} GPUs, and ray_worker_gpus={gpus} gives it fewer: set "
             f"ray_worker_gpus to {size}."
