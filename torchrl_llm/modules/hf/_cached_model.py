@@ -1,14 +1,13 @@
 """A causal language model that caches keys and values by slot: :class:`CachedModel`.
 
-Decides which tokens are computed, in which forward, under which mask, and whether the cache is still valid.
-:mod:`torchrl_llm.modules.hf.policy` samples, :mod:`torchrl_llm.modules.hf._kv_cache` stores.
+Decides which tokens are computed, in which forward, and whether the cache is still valid. Beside it in this folder:
+``policy`` samples, ``_step`` makes a forward, ``_kv_cache`` stores, ``_self_check`` compares with the model's own forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -18,30 +17,20 @@ from torch import Tensor, nn
 from torchrl_llm.modules import lm
 from torchrl_llm.modules.adapters import FusedLora, use_adapter
 from torchrl_llm.modules.base_products import has_narrow_base_products
-from torchrl_llm.modules.checks import (
-    FAILURES,
-    UnsupportedModelError,
-    declared_windows,
-    name_of,
-    probe_ids,
-    unusual_layers,
-)
 from torchrl_llm.modules.engine import ContextLengthError
+from torchrl_llm.modules.hf._family import attention_windows
 from torchrl_llm.modules.hf._head import sampling_head
 from torchrl_llm.modules.hf._kv_cache import SlotCache
-from torchrl_llm.modules.kernels import attention_kernels, float32_products
-from torchrl_llm.modules.prefix_attention import ATTENTION
+from torchrl_llm.modules.hf._step import CachedBackbone
+from torchrl_llm.modules.kernels import attention_kernels
 from torchrl_llm.prefixes import Ints, common_prefix, first_equal
 
-_ATTENTION = ("sdpa", "eager", ATTENTION)
 _BORROW = 32  # tokens that are worth copying from another row instead of computing them
 _SPLIT = 16  # columns of padding that are worth another forward
 _MAX_TOKENS = 8192  # most tokens in one forward
 _MAX_MASK = 2**25  # most elements in one attention mask
-_ADVICE = "Use a vLLM policy for this model, or another model."
 _BUCKET = {"cpu": 1}  # by kind of device: a CPU has nothing to gain from shapes that repeat
 _BUCKET_ELSEWHERE = 128
-_MORE = 5  # tokens that the self-check adds to its rows
 _SAMPLE = 16  # elements of each parameter that the staleness check reads
 
 
@@ -55,9 +44,6 @@ class CachedModel:
         model: a causal language model of transformers, or a ``PeftModel`` around one.
         adapter: the LoRA adapter to run under; ``None``: the model itself, adapters off.
         bucket: steps see a multiple of so many columns; ``None``: 1 on a CPU, elsewhere 128.
-
-    Raises:
-        UnsupportedModelError: see :class:`torchrl_llm.modules.hf.HFPolicy`.
     """
 
     def __init__(self, model: nn.Module, *, adapter: str | None = None, bucket: int | None = None) -> None:
@@ -68,18 +54,12 @@ class CachedModel:
         self._fingerprint: tuple[Any, Tensor] | None = None
         self._fused: FusedLora | None = None
         self._backbone: Any = None
-        self._cache_argument = ""
         self._logits: Any = None
-        _check_family(model)
         config = lm.causal_lm(model).config.get_text_config()
-        self._windows = _attention_windows(config)
+        self._windows = attention_windows(config)
         self.max_positions = lm.max_positions(config)
         # Inference mode is faster, but rope variants that rewrite their own buffers would leave inference tensors there.
         self._no_graph = torch.no_grad if lm.moving_ropes(model) else torch.inference_mode
-        # Windows are tried out when the first context is longer: at 4096 tokens that takes as long as a long prompt.
-        self._untried = [window for window in declared_windows(config) if window < self.max_positions]
-        self._limit = float("inf")
-        self._check_forward()
 
     def __getstate__(self) -> dict[str, Any]:
         # Fused layers, and the functions of the model that a session looks up, cannot be pickled.
@@ -121,10 +101,9 @@ class CachedModel:
                 use_adapter(self.model, self.adapter),
                 attention_kernels(),
             ):
-                self._backbone = lm.backbone(self.model)
-                self._cache_argument = lm.cache_argument(self._backbone)
+                self._backbone = CachedBackbone(self.model, self.cache)
                 # A forward of the scorer may have left dynamic RoPE at the scaling of a longer input.
-                lm.reset_ropes(self._backbone)
+                lm.reset_ropes(lm.backbone(self.model))
                 # Before fusing and packing: stale weights drop the fused layers and the packed head too.
                 self._drop_if_stale()
                 self._logits = self._logits or sampling_head(self.model)
@@ -163,8 +142,11 @@ class CachedModel:
             ContextLengthError: the longest prompt and ``room`` more tokens are more than the model's positions.
         """
         n, longest = len(slots), int(lengths.max())
-        self._try_windows(longest + room)
-        self._check_length(longest, room)
+        if longest + room > self.max_positions:
+            raise ContextLengthError(
+                f"A prompt of {longest} tokens and a response of up to {room} are more than the {self.max_positions} "
+                "positions of the model. Lower max_model_len or max_output_tokens, or take a model with more positions."
+            )
         prompts = prompts[:, :longest]
         self.cache.arrange(slots, self._in_buckets(longest + room))
         # One token is always computed: the logits after a prompt are not cached.
@@ -219,32 +201,6 @@ class CachedModel:
         self.cache.lengths[:n] = lengths + ends - 1
 
     # Prefill: what to read, and reading it.
-
-    def _try_windows(self, longest: int) -> None:
-        """Compare with the model's own forward beyond every window that a context of ``longest`` tokens is the first to exceed."""
-        passed = [window for window in self._untried if window < longest <= self.max_positions]
-        if not passed:
-            return
-        rest, self._untried = self._untried[len(passed) :], []  # the comparison itself exceeds some of them
-        try:
-            with float32_products("highest"):
-                failed = [window for window in passed if not self._check_window(window)]
-        finally:
-            self._untried = rest
-        self._limit = min([self._limit, *failed])
-
-    def _check_length(self, longest: int, room: int) -> None:
-        if longest + room > self._limit:
-            raise ContextLengthError(
-                f"A prompt of {longest} tokens and a response of up to {room} are more than the window of {self._limit} "
-                f"tokens of {name_of(lm.causal_lm(self.model))}, beyond which it has other logits with keys and values cached by "
-                f"slot than without, so log-probs would be wrong. Lower max_model_len or max_output_tokens. {_ADVICE}"
-            )
-        if longest + room > self.max_positions:
-            raise ContextLengthError(
-                f"A prompt of {longest} tokens and a response of up to {room} are more than the {self.max_positions} "
-                "positions of the model. Lower max_model_len or max_output_tokens, or take a model with more positions."
-            )
 
     def _share(self, prompts: Ints, lengths: Ints, held: Ints, rows: Ints) -> Ints:
         """Fill rows with prefixes that other rows hold, or that several of them share; returns the new ``held``."""
@@ -315,128 +271,9 @@ class CachedModel:
     def _put(self, array: Ints) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
-    # One forward.
-
     def _forward(self, ids: Tensor, positions: Tensor, *, width: int, rows: Tensor | None = None) -> Tensor:
         """Run the backbone on new tokens ``[m, q]``; negative positions are padding. Returns ``[m, H]``, last column."""
-        self.cache.aim(positions, width=width, rows=rows)
-        if positions.shape[1] > 1:
-            positions = positions.clamp(min=0)
-        out = self._backbone(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=self._masks(positions, width),
-            use_cache=True,
-            **{self._cache_argument: self.cache},
-        )
-        return out.last_hidden_state[:, -1]
-
-    def _masks(self, positions: Tensor, width: int) -> Tensor | dict[str, Tensor]:
-        """Additive masks ``[m, 1, q, width]``: a token sees its own column, those before, and no further than its window."""
-        columns, positions = torch.arange(width, device=positions.device), positions[:, None, :, None]
-        behind, dtype, masks = columns > positions, lm.embedding_of(self.model).dtype, {}
-        for kind, window in self._windows.items():
-            hidden = behind if window is None else behind | (columns <= positions - window)
-            masks[kind] = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)
-        # A single kind goes in as a tensor: models that do not tell kinds apart do not know the dictionary.
-        return masks if len(masks) > 1 else next(iter(masks.values()))
-
-    # Comparing with the model's own forward.
-
-    def _check_forward(self) -> None:
-        """Compare cached, padded, stepwise computation with the model's own forward on two short rows."""
-        name = name_of(lm.causal_lm(self.model))
-        with self.session(), float32_products("highest"):
-            try:
-                gaps, tolerance = self._gaps([3, 2], own_forward=True)
-            except FAILURES as error:
-                raise UnsupportedModelError(
-                    f"{name} fails in a forward with keys and values cached by slot: {error} {_ADVICE}"
-                ) from error
-        self.drop()
-        if not bool((gaps <= tolerance).all()):  # also where a gap is NaN
-            raise UnsupportedModelError(
-                f"{name} has other logits with keys and values cached by slot than without (largest difference "
-                f"{float(gaps.max()):.3g}), so log-probs would be wrong. {_ADVICE}"
-            )
-
-    def _check_window(self, window: int) -> bool:
-        """Whether contexts longer than ``window`` are computed as the model's own forward does.
-
-        A window of the configuration that the model's forward does not apply (Moshi's) is dropped.
-        """
-        longest = int(min(window + 4, self.max_positions - _MORE))
-        lengths = [longest, longest - 2, max(1, window // 2), 2]
-        declared = self._windows
-        for windows in (declared, dict.fromkeys(declared)):
-            self._windows = windows
-            self.cache.drop()
-            gaps, tolerance = self._gaps(lengths)
-            self.cache.drop()
-            # Wrong masks spoil the rows beyond the window. In half precision the experts of a mixture may tip over at
-            # some token, which is no fault of the cache.
-            worst = gaps.max() if lm.is_full_precision(self.dtype) else gaps.quantile(0.75)
-            if bool(worst <= tolerance):
-                return True
-        self._windows = declared
-        return False
-
-    def _gaps(self, lengths: Sequence[int], *, own_forward: bool = False) -> tuple[Tensor, float]:
-        """Differences of logits ``[n, 3]`` after a prompt, one more token, and a second prompt; and the tolerance."""
-        n, sizes = len(lengths), np.array(lengths, np.int64)
-        ids = probe_ids(self.model, n, max(lengths) + _MORE).cpu().numpy()
-        ends = np.stack([sizes, sizes + 1, sizes + _MORE], axis=1)
-        expected = []
-        for row, end in zip(ids, ends, strict=True):
-            tokens = self._put(row[None, : end[-1]])
-            if own_forward:  # with a cache of its own, so that a compiled model compiles nothing for it
-                expected.append(lm.causal_lm(self.model)(input_ids=tokens).logits[0, end - 1])
-            else:  # without the logits of a long row
-                hidden = self._backbone(input_ids=tokens, use_cache=False).last_hidden_state
-                expected.append(self._logits(hidden[0, end - 1]))
-        slots, following = np.arange(n), np.take_along_axis(ids, sizes[:, None] + np.arange(2), axis=1)
-        found = [self.prefill(ids, sizes, slots=slots, room=1)]
-        found.append(self.step(self._put(following[:, 0]), self._put(sizes), width=max(lengths) + 1))
-        self.remember(ids[:, : max(lengths)], sizes, following, np.full(n, 2))
-        found.append(self.prefill(ids, sizes + _MORE, slots=slots, room=0))
-        wanted = torch.stack(expected).float()
-        gaps = (torch.stack(found, dim=1).float() - wanted).abs().amax(-1)
-        return gaps, (1e-4 if lm.is_full_precision(self.dtype) else 3e-2) * max(1.0, float(wanted.abs().max()))
-
-
-def _check_family(model: nn.Module) -> None:
-    """Refuse models whose layers keep something else than keys and values by position."""
-    causal = lm.causal_lm(model)
-    config = causal.config.get_text_config()
-    problems = {
-        str(unusual_layers(causal)): unusual_layers(causal),
-        "is an encoder-decoder": causal.config.is_encoder_decoder,
-        "attends in chunks": getattr(config, "attention_chunk_size", None) is not None,
-        "has a prompt-learning adapter, which lengthens every prompt": any(
-            peft.is_prompt_learning for peft in getattr(model, "peft_config", {}).values()
-        ),
-        "takes no position_ids": "position_ids" not in signature(lm.backbone(model).forward).parameters,
-    }
-    if problem := next((problem for problem, found in problems.items() if found), None):
-        raise UnsupportedModelError(
-            f"{name_of(causal)} {problem}; HFPolicy needs attention layers with keys and values by position. {_ADVICE}"
-        )
-    # transformers 5 has a public setter of the implementation, and no public getter.
-    implementation = config._attn_implementation
-    if implementation not in _ATTENTION:
-        raise UnsupportedModelError(
-            f"{name_of(causal)} uses attn_implementation={implementation!r}, which takes no ready-made mask; HFPolicy expects "
-            "'sdpa' or 'eager'. Load the model with attn_implementation='sdpa', which runs flash attention on a GPU where no mask "
-            "is needed, or sample with a vLLM policy."
-        )
-
-
-def _attention_windows(config: Any) -> dict[str, int | None]:
-    """How far back the layers of each kind see; ``None``: to the beginning."""
-    window = getattr(config, "sliding_window", None)
-    default = "full_attention" if window is None else "sliding_attention"
-    kinds = getattr(config, "layer_types", None) or [default]
-    return {kind: window if kind == "sliding_attention" else None for kind in sorted(set(kinds))}
+        return self._backbone.read(ids, positions, width=width, windows=self._windows, rows=rows)
 
 
 def _buckets(rows: Ints, missing: Ints) -> list[Ints]:

@@ -117,11 +117,10 @@ class SlotCache(Cache):
         """
         self._width, self._rows, self._num = width, rows, positions.shape[0]
         row = torch.arange(self._num, device=positions.device) if rows is None else rows
-        columns = self.tokens.shape[1]
         self._row = row.view(-1, 1, 1)
         # Only prompts are padded; a step of one token is spared the operation.
         if positions.shape[1] > 1:
-            positions = torch.where(positions < 0, columns - 1, positions)
+            positions = torch.where(positions < 0, self.tokens.shape[1] - 1, positions)
         self._column = positions.unsqueeze(1)
         # By number of heads, in which layers may differ: layers that agree share one index a forward.
         self._indices: dict[int, Tensor] = {}

@@ -20,8 +20,8 @@ from torchrl_llm.interrupts import held
 from torchrl_llm.modules.adapters import parameters_under
 from torchrl_llm.modules.checks import check_vocabulary
 from torchrl_llm.modules.engine import NamedTensors, NonFiniteLogitsError, TurnRequest, WeightSyncError, sync_step
-from torchrl_llm.modules.hf._cached_model import CachedModel
 from torchrl_llm.modules.hf._kv_cache import Ints
+from torchrl_llm.modules.hf._self_check import CheckedModel
 from torchrl_llm.modules.lm import causal_lm, generation_end_ids, is_full_precision, vocabulary_of
 from torchrl_llm.modules.policy import Generation, TurnPolicy
 from torchrl_llm.modules.sampling import SamplingConfig, SamplingProcessor, decide_stop_ids, draw, likeliest, turn_noise
@@ -123,7 +123,7 @@ class HFPolicy(TurnPolicy):
         super().__init__(sampling, seed=seed)
         self.model = model
         self.adapter = adapter
-        self._engine = CachedModel(model, adapter=adapter, bucket=bucket)
+        self._engine = CheckedModel(model, adapter=adapter, bucket=bucket)
         self._processor = SamplingProcessor(sampling)
         self._check_every = check_every
 
