@@ -1,18 +1,17 @@
 """The pretended GPU: what a CUDA device refuses is refused, what makes the host wait is counted, and values are those of the CPU."""
 
 import copy
+import io
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import one_hot, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from torchrl_llm.objectives.functional import turn_sum
 from torchrl_llm.testing.pretended_gpu import DeviceError, pretended_gpu
@@ -68,6 +67,10 @@ class TestPlaces:
             lambda x: torch.where(x > 0, x, 0.0),
             lambda x: torch.histc(x.int(), bins=2, min=0, max=1),
             lambda x: x.data,
+            lambda x: x.to_sparse(),
+            lambda x: torch.sparse_coo_tensor(HERE[None], torch.ones(2), (3,), device="cuda"),
+            lambda x: torch.eye(2).to_sparse().to("cuda") @ torch.eye(2, device="cuda"),
+            lambda x: torch.eye(2).to_sparse_csr().cuda(),
         ],
     )
     def test_on_the_gpu(self, gpu, make):
@@ -86,6 +89,8 @@ class TestPlaces:
             lambda x: torch.empty_like(x, device="cpu"),
             lambda x: x.new_zeros(2, device="cpu"),
             lambda x: torch.tensor(x.tolist()),
+            lambda x: torch.eye(2).to_sparse(),
+            lambda x: x.to_sparse().cpu(),
         ],
     )
     def test_on_the_host(self, gpu, make):
@@ -172,6 +177,14 @@ class TestErrors:
             lambda x: x.normal_(generator=torch.Generator()),
             lambda x: x.numpy(),
             lambda x: np.asarray(x),
+            lambda x: torch.eye(4).to_sparse() @ x[:, None],
+            lambda x: x.pin_memory(),
+            lambda x: torch.ones(2, device="cuda", pin_memory=True),
+            lambda x: torch.ones(2, device="cuda:1"),
+            lambda x: x.to("cuda:1"),
+            lambda x: x.cuda(1),
+            lambda x: torch.cuda.set_device(1),
+            lambda x: torch.cuda.get_device_properties(1),
         ],
     )
     def test_are_raised_and_noted(self, gpu, mix):
@@ -243,6 +256,10 @@ class TestWaits:
             ("copy_ between host and device", lambda x: x.copy_(torch.ones(4))),
             ("copy_ between host and device", lambda x: torch.ones(4).copy_(x)),
             ("synchronize", lambda x: torch.cuda.synchronize()),
+            ("synchronize", lambda x: torch.accelerator.synchronize()),
+            ("synchronize", lambda x: torch.cuda.Event().synchronize()),
+            ("print", repr),
+            ("copy to the host", lambda x: torch.save(x, io.BytesIO())),
         ],
     )
     def test_are_counted_by_place(self, gpu, what, does):
@@ -266,6 +283,7 @@ class TestWaits:
             lambda x: x[x.long() * 0],
             lambda x: torch.full((), 3.0, device="cuda"),
             lambda x: torch.ones(4).sum().item(),
+            lambda x: repr(torch.ones(4)),
             lambda x: (x @ x).exp().clamp(max=2.0),
         ],
     )
@@ -356,83 +374,3 @@ class TestAttention:
     def test_that_of_the_host_is_not_noted(self, gpu):
         scaled_dot_product_attention(*(each.cpu() for each in tensors()))
         assert not gpu.attention
-
-
-class TestSurroundings:
-    def test_what_pytorch_says(self):
-        with pretended_gpu(memory=24 * 2**30) as gpu:
-            assert torch.cuda.is_available()
-            assert torch.cuda.get_device_capability() == (9, 0)
-            assert torch.cuda.get_device_properties(0).total_memory == 24 * 2**30
-            held = torch.ones(1000, device="cuda")
-            assert torch.cuda.memory_allocated() == 4000
-            assert torch.cuda.mem_get_info() == (24 * 2**30 - 4000, 24 * 2**30)
-            held = held[:1].clone()
-            assert torch.cuda.memory_allocated() == 4
-            torch.cuda.empty_cache()
-            assert gpu.emptied == 1
-        assert not torch.cuda.is_available()
-        assert held.device.type == "cpu"
-
-    def test_streams_and_events_are_classes(self):
-        """Annotations name them, such as those of ``transformers.generation``."""
-        with pretended_gpu() as gpu:
-            stream = torch.cuda.Stream(gpu.device)
-            assert isinstance(stream, torch.cuda.Stream | None)
-            torch.cuda.Event(enable_timing=True).record(stream)
-            torch.cuda.current_stream().wait_stream(stream)
-
-    def test_transformers_loads_there(self, tmp_path):
-        config = Qwen2Config(
-            vocab_size=8,
-            hidden_size=8,
-            intermediate_size=8,
-            num_hidden_layers=1,
-            num_attention_heads=1,
-            num_key_value_heads=1,
-        )
-        Qwen2ForCausalLM(config).save_pretrained(tmp_path)
-        ids = torch.tensor([[1, 2, 3]])
-        expected = Qwen2ForCausalLM.from_pretrained(tmp_path)(ids).logits
-        with pretended_gpu() as gpu:
-            model = Qwen2ForCausalLM.from_pretrained(tmp_path, device_map="cuda")
-            assert {each.device for each in (*model.parameters(), *model.buffers())} == {gpu.device}
-            found = model(ids.cuda()).logits.cpu()
-        assert torch.equal(found, expected)
-
-    def test_accelerate_chooses_the_gpu_and_forgets_it(self):
-        before = Accelerator(cpu=True, mixed_precision="no")
-        with pretended_gpu() as gpu:
-            inside = Accelerator(mixed_precision="bf16")
-            assert inside.device.type == "cuda"
-            with inside.autocast():
-                product = torch.ones(2, 2, device=gpu.device) @ torch.ones(2, 2, device=gpu.device)
-            assert product.dtype == torch.bfloat16
-        assert before.device.type == "cpu"
-        assert Accelerator(cpu=True).mixed_precision == "no"
-
-    def test_all_is_as_before_after_an_error(self):
-        before = torch.get_autocast_dtype("cpu"), torch.Generator, torch.cuda.is_available
-        with pytest.raises(DeviceError), pretended_gpu():
-            torch.ones(2, device="cuda") + torch.ones(2)
-        assert (torch.get_autocast_dtype("cpu"), torch.Generator, torch.cuda.is_available) == before
-        assert isinstance(torch.Generator(), torch.Generator)
-        with pytest.raises((RuntimeError, AssertionError)):
-            torch.ones(2, device="cuda")
-
-    def test_values_and_draws_are_those_of_the_cpu(self):
-        def compute(device):
-            torch.manual_seed(0)
-            layer = nn.Linear(4, 3, device=device)
-            x = torch.rand(5, 4, device=device, generator=torch.Generator(device).manual_seed(1))
-            optimizer = torch.optim.AdamW(layer.parameters())
-            for _ in range(2):
-                nn.functional.cross_entropy(layer(x), torch.arange(5, device=device) % 3).backward()
-                nn.utils.clip_grad_norm_(layer.parameters(), 1e-3)
-                optimizer.step()
-            assert layer.weight.grad.norm() < 1.1e-3
-            return layer.weight.cpu()
-
-        with pretended_gpu():
-            there = compute("cuda")
-        torch.testing.assert_close(there, compute("cpu"), rtol=0, atol=0)

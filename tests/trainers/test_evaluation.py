@@ -345,4 +345,4 @@ class TestCheckpoints:
             assert torch.allclose(loaded(tokens).logits, ours, atol=1e-6)
             assert not torch.allclose(plain, ours, atol=1e-3)
         head = load_file(folder / "critic" / "value_head.safetensors")
-        assert all(torch.equal(head[k], v) for k, v in run.models.critic.value_head.state_dict().items())
+        assert all(torch.equal(head[k], v.cpu()) for k, v in run.models.critic.value_head.state_dict().items())

@@ -76,7 +76,7 @@ class Returns(ReBN):
         self.seen = state
 
     def compare(self, tensordict, score, penalty, acted):
-        self.seen = torch.cat([self.seen, score[acted]])
+        self.seen = torch.cat([self.seen.to(score.device), score[acted]])
         return super().compare(tensordict, score, penalty, acted)
 
 

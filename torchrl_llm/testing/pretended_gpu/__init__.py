@@ -21,9 +21,22 @@ Places are those of your own code or of this package: frames of PyTorch and of o
     Traceback (most recent call last):
     torchrl_llm...DeviceError: mul(cuda:0 [4], cpu [4]) mixes devices at <doctest ...>:3
 
-What is not pretended: speed, the order in which kernels run, rounding, and the capacity of the memory (sizes are counted). Other
-threads and processes see no GPU; in a thread that an environment or a collector starts, tensors say that they are on the CPU, and so
-do those that were pickled.
+What it does not do, and where it differs:
+
+- Speed, the order in which kernels run, rounding and the capacity of the memory are not pretended; sizes are counted. Streams and
+  events do nothing, and measure 0 ms. A CUDA graph cannot be captured: PyTorch built for CPUs has none, and says so.
+- Draws are those of the CPU's generators: ``torch.cuda.manual_seed`` does nothing, and a checkpoint that forgets the state of the
+  GPU's global generator is not found.
+- Functions of ``torch.compile`` run as if they were not compiled: what is said of them is true of the eager ones.
+- Other threads see no GPU. ``device="cuda"`` is an error of PyTorch's there, and a tensor says that it is on the CPU, where its
+  results stay: they are an error of devices once this thread computes with them. Nor do other processes, as if the machine
+  they run on had no GPU: a tensor of the GPU that is pickled for one cannot be loaded there.
+- ``torch.save`` keeps the device, as it does on a GPU: a file that is loaded outside needs ``map_location="cpu"``.
+- Sparse tensors are where their values are; how often their kernels wait (``coalesce``, ``to_sparse``) is not counted.
+- ``print(tensor)`` counts as one wait, though a GPU waits for several copies.
+- Pinned memory is noted: only from it is ``copy_`` or ``to`` with ``non_blocking=True`` no wait. That the host must not read
+  early what was copied to it so is not checked.
+- A device beyond ``count`` is an error, such as ``cuda:1`` by default. Collectives between devices are not pretended.
 """
 
 from __future__ import annotations
@@ -77,6 +90,7 @@ def pretended_gpu(*, count: int = 1, memory: int = 80 * 2**30, raise_errors: boo
             _cuda.accelerate_state(),
             _cuda.loading(),
             _cuda.memory_maps(),
+            _cuda.files(gpu),
             _cuda.autocast(gpu),
             _cuda.devices(gpu),
             functions.called_back(),

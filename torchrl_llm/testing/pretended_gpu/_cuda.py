@@ -12,22 +12,35 @@ from unittest import mock
 import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from tensordict.memmap import MemoryMappedTensor
-from torch import Tensor
+from torch import Tensor, serialization
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import DefaultDeviceType
 
-from torchrl_llm.testing.pretended_gpu._record import HOST, PretendedGPU, device_of
+from torchrl_llm.testing.pretended_gpu._record import HOST, PretendedGPU, device_of, device_of_memory
 
 
-class _Queue(mock.MagicMock):
-    """A stream or an event, which is a class: annotations name it."""
+def _queue(gpu: PretendedGPU) -> type:
+    """Streams and events, which do nothing but wait; a class, because annotations name it."""
 
-    def __init__(self, *_: Any, **given: Any) -> None:
-        super().__init__(**given)
+    class Queue(mock.MagicMock):
+        def __init__(self, *_: Any, **given: Any) -> None:
+            super().__init__(**given)
+
+        def synchronize(self) -> None:
+            gpu.wait("synchronize")
+
+        def is_capturing(self) -> bool:
+            return False
+
+        def elapsed_time(self, end: Any) -> float:
+            return 0.0
+
+    return Queue
 
 
 @contextmanager
 def devices(gpu: PretendedGPU) -> Iterator[None]:
-    """``torch.cuda`` and ``torch.Generator``."""
+    """``torch.cuda``, ``torch.accelerator`` and ``torch.Generator``."""
 
     def empty_cache() -> None:
         gpu.emptied += 1
@@ -35,15 +48,15 @@ def devices(gpu: PretendedGPU) -> Iterator[None]:
     def set_device(device: Any) -> None:
         gpu.current = gpu.normal(device).index
 
-    @contextmanager
-    def device(wanted: Any) -> Iterator[None]:
-        before = gpu.current
-        if wanted is not None:
-            set_device(wanted)
-        try:
-            yield
-        finally:
-            gpu.current = before
+    class device:
+        def __init__(self, wanted: Any) -> None:
+            self.idx = gpu.normal(wanted).index
+
+        def __enter__(self) -> None:
+            self.prev_idx, gpu.current = gpu.current, self.idx
+
+        def __exit__(self, *_: object) -> None:
+            gpu.current = self.prev_idx
 
     def allocated(wanted: Any = None) -> int:
         return gpu.allocated(gpu.normal(wanted).index)
@@ -59,7 +72,7 @@ def devices(gpu: PretendedGPU) -> Iterator[None]:
         "device_count": lambda: gpu.count,
         "current_device": lambda: gpu.current,
         "get_device_name": lambda *_: properties.name,
-        "get_device_properties": lambda *_: properties,
+        "get_device_properties": lambda wanted=None: gpu.normal(wanted) and properties,
         "get_device_capability": lambda *_: (9, 0),
         "mem_get_info": lambda wanted=None: (gpu.memory - allocated(wanted), gpu.memory),
         **dict.fromkeys(
@@ -72,7 +85,7 @@ def devices(gpu: PretendedGPU) -> Iterator[None]:
         "get_rng_state": lambda *_: state.clone(),
         "get_rng_state_all": lambda: [state.clone() for _ in range(gpu.count)],
         "is_current_stream_capturing": lambda: False,
-        **dict.fromkeys(("Event", "Stream", "current_stream", "default_stream"), _Queue),
+        **dict.fromkeys(("Event", "Stream", "current_stream", "default_stream"), _queue(gpu)),
         "stream": lambda *_: nullcontext(),
     }
     nothing: tuple[str, ...] = (
@@ -85,11 +98,45 @@ def devices(gpu: PretendedGPU) -> Iterator[None]:
     )
     nothing += ("set_rng_state", "set_rng_state_all")
     says |= {name: lambda *_, **__: None for name in nothing}
+    accelerator: dict[str, Any] = {
+        "is_available": lambda: True,
+        "current_accelerator": lambda *_, **__: torch.device("cuda"),
+        "device_count": lambda: gpu.count,
+        "current_device_index": lambda: gpu.current,
+        "set_device_index": set_device,
+        "current_stream": lambda *_: says["Stream"](),
+        "synchronize": says["synchronize"],
+    }
     with (
         mock.patch.multiple(torch.cuda, **says),
+        mock.patch.multiple(torch.accelerator, **accelerator),
+        # Asked for once, and kept.
+        mock.patch.object(DefaultDeviceType, "_default_device_type", None),
         mock.patch.object(torch, "Generator", _generator(gpu)),
         mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", _by_device_and_dtype),
     ):
+        yield
+
+
+@contextmanager
+def files(gpu: PretendedGPU) -> Iterator[None]:
+    """``torch.save`` writes where a tensor is, and ``torch.load`` puts it there, or where ``map_location`` says."""
+    tag, restore = serialization.location_tag, serialization.default_restore_location
+
+    def location_tag(storage: torch.UntypedStorage) -> str:
+        if (device := device_of_memory(storage)) == HOST:
+            return tag(storage)
+        gpu.wait("copy to the host")
+        return str(device)
+
+    def restore_location(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        if not location.startswith("cuda"):
+            return restore(storage, location)
+        gpu.wait("copy to the device")
+        gpu.put_memory(storage, gpu.normal(location))
+        return storage
+
+    with mock.patch.multiple(serialization, location_tag=location_tag, default_restore_location=restore_location):
         yield
 
 

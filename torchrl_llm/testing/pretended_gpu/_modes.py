@@ -15,7 +15,15 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrl_llm.testing.pretended_gpu._attention import choose_kernel
-from torchrl_llm.testing.pretended_gpu._record import EITHER, HOST, AttentionCall, PretendedGPU, device_of, place
+from torchrl_llm.testing.pretended_gpu._record import (
+    EITHER,
+    HOST,
+    AttentionCall,
+    PretendedGPU,
+    device_of,
+    memory_of,
+    place,
+)
 
 aten = torch.ops.aten
 
@@ -34,7 +42,11 @@ def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def _same_memory(one: Tensor, other: Any) -> bool:
-    return isinstance(other, Tensor) and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return isinstance(other, Tensor) and _address(one) == _address(other)
+
+
+def _address(tensor: Tensor) -> int | None:
+    return None if (memory := memory_of(tensor)) is None else memory._cdata
 
 
 class Functions(TorchFunctionMode):
@@ -117,7 +129,7 @@ class Functions(TorchFunctionMode):
             made = func(*args, **kwargs)
         if isinstance(made, Tensor) and device.type in ("cpu", "cuda"):
             self.gpu.put(made, device)
-            made.untyped_storage().pinned = pinned  # type: ignore[attr-defined]
+            return self.pin_memory(None, made) if pinned else made
         return made
 
     def make_of_data(self, func: Callable[..., Any], data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -209,12 +221,25 @@ class Functions(TorchFunctionMode):
             self.gpu.wait("tolist")
         return func(tensor)
 
+    def show(self, func: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> str:
+        """``Tensor.__repr__``, for which the values are copied to the host."""
+        device = device_of(tensor)
+        if device.type != "cuda":
+            return func(tensor, *args, **kwargs)
+        self.gpu.wait("print")
+        with mock.patch.object(torch._C, "_get_default_device", return_value="cuda"):  # the text names other devices
+            return func(tensor, *args, **kwargs).replace("device='cpu'", f"device='{device}'", 1)
+
     def is_pinned(self, func: Any, tensor: Tensor, *args: Any) -> bool:
         """``Tensor.is_pinned``."""
-        return getattr(tensor.untyped_storage(), "pinned", False)
+        return getattr(memory_of(tensor), "pinned", False)
 
     def pin_memory(self, func: Any, tensor: Tensor, *args: Any) -> Tensor:
         """``Tensor.pin_memory``."""
+        if device_of(tensor).type == "cuda":
+            self.gpu.fault("memory of the GPU is pinned, and only that of the host can be")
+        if self.is_pinned(None, tensor):
+            return tensor
         pinned = tensor.clone()
         pinned.untyped_storage().pinned = True  # type: ignore[attr-defined]
         return pinned
@@ -271,6 +296,7 @@ _ANSWERS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.Tensor.numpy: Functions.numpy,
     torch.Tensor.__array__: Functions.numpy,
     torch.Tensor.tolist: Functions.to_list,
+    torch.Tensor.__repr__: Functions.show,
     torch.Tensor.is_pinned: Functions.is_pinned,
     torch.Tensor.pin_memory: Functions.pin_memory,
     torch.Tensor.__deepcopy__: Functions.deep_copy,
@@ -340,10 +366,8 @@ class Operations(TorchDispatchMode):
     def place(self, func: Any, name: str, tensors: list[Tensor], result: Any, target: torch.device) -> None:
         """Note that results are on ``target``, and that a kernel was launched for them."""
         results = [*_tensors([result])]
-        known = {each.untyped_storage()._cdata for each in tensors if each.layout == torch.strided}
-        fresh = [
-            each for each in results if each.layout == torch.strided and each.untyped_storage()._cdata not in known
-        ]
+        known = {None, *map(_address, tensors)}
+        fresh = [each for each in results if _address(each) not in known]
         for each in fresh:
             self.gpu.put(each, target)
         if target != EITHER and (fresh or func._schema.is_mutable) and name not in _NO_KERNEL:
@@ -388,7 +412,7 @@ class Operations(TorchDispatchMode):
         """``copy_`` between host and device."""
         into, source, non_blocking = args[0], args[1], kwargs.get("non_blocking") or args[2:3] == (True,)
         host = next(each for each in _tensors([into, source]) if device_of(each) == HOST)
-        if not (non_blocking and getattr(host.untyped_storage(), "pinned", False)):
+        if not (non_blocking and getattr(memory_of(host), "pinned", False)):
             self.gpu.wait("copy_ between host and device")
 
     def mixed(self, name: str, tensors: list[Tensor], devices: list[torch.device]) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 HOST = torch.device("cpu")
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 EITHER = torch.device("meta")
 """Of what C++ makes in a backward pass: on a GPU it would be on the device of a tensor that is not seen here."""
 
@@ -129,20 +130,29 @@ class PretendedGPU:
     def allocated(self, index: int | None = None) -> int:
         """Bytes of the tensors on a device (default: the current one)."""
         device = torch.device("cuda", self.current if index is None else index)
-        return sum(storage.nbytes() for storage in self._storages if _device(storage) == device)
+        return sum(storage.nbytes() for storage in self._storages if device_of_memory(storage) == device)
 
     # What the modes write.
 
     def normal(self, device: torch.device | str | int | None) -> torch.device:
-        """``device`` with an index."""
-        if device is None or isinstance(device, int):
-            return torch.device("cuda", self.current if device is None else device)
-        found = torch.device(device)
-        return torch.device("cuda", self.current) if found.type == "cuda" and found.index is None else found
+        """``device`` with an index; one that there is not is an error."""
+        found = torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+        if found.type != "cuda":
+            return found
+        if found.index is None:
+            return self.device
+        if found.index >= self.count:
+            self.fault(f"{found} does not exist: the number of CUDA devices is {self.count}, and the first is cuda:0,")
+        return found
 
     def put(self, tensor: Tensor, device: torch.device) -> None:
         """Note that the memory of ``tensor`` is on ``device``."""
-        storage = tensor.untyped_storage()
+        if (storage := memory_of(tensor)) is None:
+            raise NotImplementedError(f"a pretended GPU holds dense and sparse tensors only: given {tensor.layout}")
+        self.put_memory(storage, device)
+
+    def put_memory(self, storage: torch.UntypedStorage, device: torch.device) -> None:
+        """Note that ``storage`` is on ``device``."""
         storage.pretended = device  # type: ignore[attr-defined]
         if device.type == "cuda":
             self._storages.add(storage)
@@ -159,17 +169,25 @@ class PretendedGPU:
             raise DeviceError(message)
 
 
-def _device(storage: torch.UntypedStorage) -> torch.device:
+def device_of_memory(storage: torch.UntypedStorage) -> torch.device:
+    """Where memory would be."""
     return getattr(storage, "pretended", HOST)
+
+
+def memory_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """The memory of a tensor, of a sparse one that of its values; ``None`` for those that functorch wraps or oneDNN packed."""
+    try:
+        if tensor.layout in _SPARSE:
+            tensor = tensor._values() if tensor.layout == torch.sparse_coo else tensor.values()
+        return tensor.untyped_storage()  # which the mode does not answer for, as it does for the tensor's device
+    except (NotImplementedError, RuntimeError):
+        return None
 
 
 def device_of(tensor: Tensor) -> torch.device:
     """Where a tensor would be: :data:`HOST`, a CUDA device, or :data:`EITHER` for those that have no memory, too."""
-    try:
-        storage = tensor.untyped_storage()  # which the mode does not answer for, as it does for the tensor's device
-    except (NotImplementedError, RuntimeError):  # sparse tensors, and those that functorch wraps
-        return EITHER
-    return _device(storage) if storage.device.type == "cpu" else EITHER
+    storage = memory_of(tensor)
+    return EITHER if storage is None or storage.device.type != "cpu" else device_of_memory(storage)
 
 
 def place() -> str:
