@@ -113,7 +113,7 @@ class TestOffload:
         expected = {id(p) for p in models.reference.model.parameters()}
         assert {id(p) for p in models.base_parameters()} == expected
 
-    @pytest.mark.host
+    @pytest.mark.host  # where there is nowhere to move to
     def test_on_the_cpu_nothing_moves(self, lora):
         models = load_actor_critic(make_model(), lora=lora, critic=True, reference=True)
         expected = outputs(models)

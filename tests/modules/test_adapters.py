@@ -212,7 +212,7 @@ class TestGradientCheckpointing:
             torch.testing.assert_close(actual[name], grad, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.host
+@pytest.mark.host  # compares the products of its autocast, and what they keep
 def test_autocast_is_not_undone_by_casts_to_float32():
     """PEFT casts the inputs of adapters to float32, and autocast back: the same results, at a cost."""
     results, kept = [], []

@@ -89,7 +89,7 @@ class TestValues:
             with use_adapter(model, "actor"), torch.no_grad():
                 assert (model(tokens).logits == 0).all() == expected
 
-    @pytest.mark.host
+    @pytest.mark.host  # whose autocast it is
     def test_autocast_computes_as_without_the_option(self):
         found = []
         for products in ("bfloat16", None):

@@ -18,7 +18,7 @@ class Elsewhere(Accelerator):
     device = torch.device("meta")
 
 
-@pytest.mark.host
+@pytest.mark.host  # whose accelerator is on another device
 class TestPrepare:
     @staticmethod
     def prepare(accelerator, loss, reference):

@@ -34,10 +34,15 @@ def smollm2(tmp_path_factory):
     return str(folder)
 
 
+def give_memory(patch, size):
+    """The trainer's device has ``size`` bytes, all free, whichever it is."""
+    patch.setattr(memory, "trainer_memory", lambda *_: (size, size))
+
+
 @pytest.fixture
 def little_memory(monkeypatch):
-    """A machine on which the tiny model's run gets a part of the usual number."""
-    monkeypatch.setattr(memory, "host_memory", lambda: 2**27)
+    """A device on which the tiny model's run gets a part of the usual number."""
+    give_memory(monkeypatch, 2**27)
 
 
 @pytest.fixture
@@ -115,7 +120,7 @@ class TestRun:
         # Below it differs how many rows are computed together, and so the rounding.
         config = partial(small_config, lora_r=4, max_iterations=2, num_envs=2, batch_size=16, save_checkpoints=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(memory, "host_memory", lambda: 2**23)
+            give_memory(patch, 2**23)
             whole = trained("whole")
             stopped = trained("stopped", max_iterations=1)
         assert whole.config.max_tokens == stopped.config.max_tokens == 256

@@ -32,8 +32,14 @@ class Switches(Callback):
         )
 
 
+@pytest.fixture
+def workspace(monkeypatch):
+    """A GPU needs the variable to compute the same twice."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 class TestNumerics:
-    def test_hold_while_a_run_works_and_not_after(self, tmp_path):
+    def test_hold_while_a_run_works_and_not_after(self, tmp_path, workspace):
         seen, before = Switches(), switches()
         config = small_config(tmp_path, max_iterations=1, float32_matmul_precision="high", deterministic=True)
         run = build_run(config, callbacks=[seen])
@@ -44,8 +50,8 @@ class TestNumerics:
         assert seen.found == {"samples": ("high", False), "learns": ("high", True)}
         run.close()
 
-    def test_a_step_by_hand_has_them_and_an_error_leaves_none(self, tmp_path):
-        run = build_run(small_config(tmp_path, deterministic=True))
+    def test_a_step_by_hand_has_them_and_an_error_leaves_none(self, tmp_path, workspace):
+        run = build_run(small_config(tmp_path, deterministic=True, float32_matmul_precision="highest"))
         rows, found = one_batch(run), []
         attention_of(run.models.model).register_forward_pre_hook(lambda *_: found.append(switches()))
         run.trainer.learn(rows)

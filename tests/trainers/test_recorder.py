@@ -71,7 +71,7 @@ def test_first_last_and_every_few_are_kept_as_the_update_saw_them(tmp_path):
         arrays, width = recording.arrays, recording.arrays["tokens"].shape[1]
         places = [rows[keys.EPISODE_ID].tolist().index(episode) for episode in arrays["episode_id"].tolist()]
         for key in ("tokens", "turn_ids", "advantage", "sample_log_prob", "ref_log_prob"):
-            assert np.array_equal(arrays[key], rows[key][places][:, :width].numpy()), key
+            assert np.array_equal(arrays[key], rows[key][places][:, :width].cpu().numpy()), key
         # Four rows a step; of both, a task's episodes are recorded, if not all.
         actions = (arrays["turn_ids"] >= 0) & (arrays["loss_weight"] > 0)
         assert np.array_equal(actions, arrays["turn_ids"] >= 0)
