@@ -5,6 +5,7 @@
 Nothing of it was measured on a GPU, and none is needed.
 """
 
+import json
 import tempfile
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import torch
 from benchmarks.gpu.place import SHAPES
 from torchrl_llm.trainers import RunConfig
 from torchrl_llm.trainers.engines import engine_share
-from torchrl_llm.trainers.memory import choose_max_tokens, empty_model, memory_estimate
+from torchrl_llm.trainers.memory import OF_UPDATES, choose_max_tokens, empty_model, memory_estimate
 
 CARDS = {"24 GB": 23.5, "80 GB": 79.1, "8 of 80 GB": 79.1}
 """GiB of each card that PyTorch finds: of an RTX 4090 and an H100."""
@@ -23,7 +24,9 @@ SHARE = 0.95
 """Of a card, that may be taken: CUDA itself and fragments take the rest."""
 
 
-_TABLE: dict[str, Any] = {"algo": "GRPO", "group_size": 8, "batch_size": 64, "max_model_len": 4_096, "policy": "vllm"}
+_TABLE: dict[str, Any] = {
+    "algo": "GRPO", "group_size": 8, "batch_size": 64, "max_model_len": 4_096, "policy": "vllm", "target_kl": 0.01
+}  # fmt: skip
 """Settings of all cases."""
 
 _LESS: dict[str, Any] = {"gradient_checkpointing": True}
@@ -60,6 +63,7 @@ CASES = (
     Case("8 of 80 GB", "Qwen2.5-7B", _LESS),
     Case("8 of 80 GB", "Qwen2.5-7B", _FULL | asleep(0.4), shards=8),
     Case("8 of 80 GB", "Qwen2.5-7B", _FULL | {"collector": "ray"}, shards=4),
+    Case("8 of 80 GB", "Qwen2.5-7B", _FULL | {"collector": "ray", "target_kl": None}, shards=4),
 )
 
 
@@ -93,13 +97,14 @@ def estimate(case: Case) -> Estimate:
     context = 4 * text.num_hidden_layers * text.num_key_value_heads * text.hidden_size // text.num_attention_heads
     cache = engine * 2**30 - 2 * model.num_parameters()
     contexts = max(0, int(cache // (context * config.max_model_len)))
-    return Estimate(tokens, engine, contexts, weights, working, beside + weights + working, engine + weights)
+    stays = sum(size for name, size in parts.items() if name not in OF_UPDATES) / 2**30
+    return Estimate(tokens, engine, contexts, weights, working, beside + weights + working, engine + stays)
 
 
 def row(case: Case) -> list[str]:
     """The cells of a case."""
     found = estimate(case)
-    shown = [f"`{name}: {str(value).lower()}`" for name, value in case.settings.items()]
+    shown = [f"`{name}: {json.dumps(value).strip(chr(34))}`" for name, value in case.settings.items()]
     sharded = [f"FSDP2, {case.shards} processes"] if case.shards > 1 else []
     engine = f"{found.engine:.1f}, {found.contexts} contexts" if found.engine else "on other cards"
     sizes = [f"{size:.1f}" for size in (found.weights, found.working, found.update, found.sync)]

@@ -244,3 +244,14 @@ class TestEstimate:
         for given, expected in ((None, None), ("tiny", 2 * size), (str(tmp_path), size)):
             config = RunConfig(model_path="tiny", lora_r=lora_r, kl_coeff=0.1, teacher=given)
             assert memory_estimate(config, empty_model(config)).get("teacher") == expected
+
+    @pytest.mark.parametrize("lora_r", [0, 4])
+    def test_a_trust_region_keeps_the_weights_that_steps_began_with(self, lora_r):
+        """One copy of those of the actor, on each process of its shards: it computes nothing, and is not gathered."""
+        config = RunConfig(model_path="tiny", algo="LLMPPO", lora_r=lora_r, kl_coeff=0.0)
+        bounded, model = replace(config, target_kl=0.01), empty_model(config)
+        actor = load_actor_critic(load_tiny_model(), lora=make_lora(config), critic=True).actor_parameters()
+        copy = 4 * sum(parameter.numel() for parameter in actor)
+        for shards in (1, 4):
+            free, bound = (memory_estimate(each, model, shards=shards) for each in (config, bounded))
+            assert bound == free | {"weights before the step": copy // shards}

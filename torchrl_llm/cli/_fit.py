@@ -27,6 +27,7 @@ from torchrl_llm.trainers.demonstrations import (
 )
 from torchrl_llm.trainers.device import make_accelerator, make_numerics
 from torchrl_llm.trainers.memory import (
+    OF_UPDATES,
     choose_max_tokens,
     empty_model,
     engine_memory,
@@ -210,7 +211,7 @@ def _memory(config: RunConfig, model: Any, device: torch.device | None) -> Itera
     said = f"about {_size(total)} of {_size(there)} (an estimate, at most; docs/memory.md says what lowers it)"
     yield Finding("memory", "note" if total > there else "ok", said)  # a bound from above may be reached by no run
     if (share := engine_memory(config, device)) > 0:
-        kept = sum(size for name, size in parts.items() if name not in ("activations", "logits"))
+        kept = sum(size for name, size in parts.items() if name not in OF_UPDATES)
         yield from _beside(config, share, engine_weights(config, model), kept, device)
 
 

@@ -39,6 +39,12 @@ _CPU = torch.device("cpu")
 _TRAINED = 16
 """Bytes of a trained weight: the weight, its gradient and AdamW's two moments, in float32."""
 
+_START = "weights before the step"
+"""The copy of the actor's trained weights from which ``target_kl`` shortens steps, in float32."""
+
+OF_UPDATES = ("activations", "logits", _START)
+"""The parts of :func:`memory_estimate` that are freed where an update ends; the others stay while an engine samples."""
+
 _NF4 = 0.55
 """Bytes of a weight of the base in 4 bits, with its scales."""
 
@@ -224,7 +230,8 @@ def _kept(config: RunConfig, model: Any, shards: int, device: torch.device) -> d
     """The parts that do not depend on ``max_tokens``."""
     weights = _weights(config, model)
     if shards > 1:
-        gathered = {name: size // 4 if name == "trained weights" else size for name, size in weights.items()}
+        computed = {name: size for name, size in weights.items() if name != _START}
+        gathered = {name: size // 4 if name == "trained weights" else size for name, size in computed.items()}
         weights = {name: size // shards for name, size in weights.items()}
         weights["gathered weights"] = sum(gathered.values())
     return {**weights, **_casts(config, model, device), **_sampler(config, model, device)}
@@ -235,7 +242,8 @@ def _weights(config: RunConfig, model: Any) -> dict[str, int]:
     critics = config.algo == "LLMPPO" and config.critic_trunk == "separate"
     if lora is None:
         copies = 4 * parameters if config.has_reference and config.teacher is None else 0
-        return {"trained weights": _TRAINED * parameters * (1 + critics), "reference": copies, **_teacher(config)}
+        trained = _TRAINED * parameters * (1 + critics)
+        return {"trained weights": trained, **_start(config, parameters), "reference": copies, **_teacher(config)}
     base = parameters * (_NF4 if config.quantization else size + (_HALF if config.base_products else 0))
     with torch.device("meta"), warnings.catch_warnings():
         # PEFT asks transformers under a name that transformers has renamed.
@@ -243,7 +251,13 @@ def _weights(config: RunConfig, model: Any) -> dict[str, int]:
         adapter, _ = get_peft_model(copy.deepcopy(model), lora).get_nb_trainable_parameters()
     own = 4 * adapter if has_own_reference(config) else 0
     trained = _TRAINED * adapter * (1 + critics)
-    return {"base weights": int(base), "trained weights": trained, "reference": own, **_teacher(config)}
+    parts = {"base weights": int(base), "trained weights": trained, **_start(config, adapter)}
+    return {**parts, "reference": own, **_teacher(config)}
+
+
+def _start(config: RunConfig, trained: int) -> dict[str, int]:
+    """The copy that a trust region keeps of the actor's ``trained`` weights."""
+    return {} if config.target_kl is None else {_START: 4 * trained}
 
 
 def _casts(config: RunConfig, model: Any, device: torch.device) -> dict[str, int]:

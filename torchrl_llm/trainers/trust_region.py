@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -99,7 +99,7 @@ class TrustRegion:
             return False
         self._kl = self.kl()
         # Not ">": a KL may be nan.
-        share = 1.0 if self._kl <= self.target else self._shorten(self._start)
+        share = 1.0 if self._kl <= self.target else self._shorten()
         self._shares += [share] * self._open
         self._open = 0
         return share < 1
@@ -109,22 +109,24 @@ class TrustRegion:
         shares = self._shares
         return {"policy/kl_update": self._kl, "optim/step_share": sum(shares) / len(shares)} if shares else {}
 
-    def _shorten(self, before: Sequence[Tensor]) -> float:
+    def _shorten(self) -> float:
         """Go back to where the KL is within the target, in a straight line; returns the share of the way that is left."""
-        share, whole = 1.0, [after.detach() - start for after, start in zip(self._parameters, before, strict=True)]
+        share = 1.0
         for _ in range(ATTEMPTS):
             # The KL grows about with the square of the length.
             # 0.9 aims below the target. The bounds keep a bad estimate from hardly moving, or from giving up the step
             # at once.
-            share *= min(0.9, max(0.1, 0.9 * math.sqrt(self.target / self._kl))) if math.isfinite(self._kl) else 0.1
-            self._move([start + share * step for start, step in zip(before, whole, strict=True)])
+            factor = min(0.9, max(0.1, 0.9 * math.sqrt(self.target / self._kl))) if math.isfinite(self._kl) else 0.1
+            share *= factor
+            # One at a time and in place: a list of all, or of the steps, would take as much memory again.
+            self._move(start + factor * (now - start) for now, start in zip(self._parameters, self._start, strict=True))
             if self._kl <= self.target:
                 return share
-        self._move(before)
+        self._move(self._start)
         return 0.0
 
     @torch.no_grad()
-    def _move(self, values: Sequence[Tensor]) -> None:
+    def _move(self, values: Iterable[Tensor]) -> None:
         for parameter, value in zip(self._parameters, values, strict=True):
             # In place: the optimizer and a policy that samples with these weights hold the tensors.
             parameter.copy_(value)
