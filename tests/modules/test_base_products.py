@@ -14,6 +14,7 @@ from tiny_actor_critic import make_rows
 from torchrl_llm import keys
 from torchrl_llm.modules import AdapterError, HFPolicy, SamplingConfig, load_actor_critic, use_adapter
 from torchrl_llm.modules.adapters import adapter_layers
+from torchrl_llm.modules.base_products import narrow_base_products
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 
 LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -64,6 +65,22 @@ class TestValues:
         models = load_actor_critic(load_tiny_model(), lora=lora, base_products="bfloat16", reference=True)
         actor, reference = (part(make_rows())[keys.LOG_PROB] for part in (models.actor, models.reference))
         assert torch.equal(actor.detach(), reference)
+
+    @pytest.mark.parametrize("assign", [False, True])
+    def test_other_base_weights_are_multiplied_by(self, assign):
+        """The copies in bfloat16 were those of the weights before."""
+        models, other = load("bfloat16"), load("bfloat16")
+        with torch.no_grad():
+            for parameter in other.base_parameters():
+                parameter.mul_(1.5)
+        rows = make_rows()
+        expected = load("bfloat16")
+        expected.model.load_state_dict(other.model.state_dict())
+        narrow_base_products(expected.model)
+        models.actor(rows.clone())
+        models.model.load_state_dict(other.model.state_dict(), assign=assign)
+        for each in (models, other):
+            assert torch.equal(*(part.actor(rows.clone())[keys.LOG_PROB] for part in (each, expected)))
 
     def test_the_sampler_computes_alike(self):
         """It fuses adapters of small models into their weights otherwise, which would be another computation."""

@@ -18,7 +18,8 @@ from torchrl_llm.modules.adapters import AdapterError, is_plain
 
 __all__ = ["narrow_base_products"]
 
-_COPY = "weight_in_bfloat16"
+_COPY, _COPIED = "weight_in_bfloat16", "weight_copied"
+"""Of a layer: the copy, and where its weight was, in which version, when it was made."""
 
 
 class _LoraProduct(torch.autograd.Function):
@@ -60,7 +61,8 @@ def narrow_base_products(model: nn.Module) -> None:
     """Let the LoRA layers of ``model`` multiply by their frozen weights in bfloat16, in every forward and backward from now on.
 
     Sampling and scoring too, and with adapters off (the reference), so that log-probs stay comparable. Each layer holds a copy
-    of its weight in bfloat16 beside the float32 one: 2 bytes more a weight.
+    of its weight in bfloat16 beside the float32 one: 2 bytes more a weight. Where the weight is another one at a forward, or was
+    changed in place (``load_state_dict``), the copy is made again first. A change through ``.data`` is not seen: call this again.
 
     Args:
         model: with adapters (:func:`~torchrl_llm.modules.load_actor_critic`).
@@ -81,7 +83,9 @@ def narrow_base_products(model: nn.Module) -> None:
             "float32 (dtype), without quantization, or leave base_products out."
         )
     for layer in layers:
-        layer.register_buffer(_COPY, layer.base_layer.weight.detach().to(torch.bfloat16), persistent=False)
+        weight = layer.base_layer.weight
+        layer.register_buffer(_COPY, weight.detach().to(torch.bfloat16), persistent=False)
+        setattr(layer, _COPIED, _identity(weight))
         # Copies, those of pickle too, bind it to the copy; of a method, pickle knows only a name that its class does not have.
         layer.forward = partial(_forward, layer)
 
@@ -90,6 +94,20 @@ def _fits(layer: Any) -> bool:
     return layer.base_layer.weight.dtype == torch.float32 and all(
         is_plain(layer, name) for name in (None, *layer.lora_A)
     )
+
+
+def _identity(weight: Tensor) -> tuple[int, int]:
+    return weight.data_ptr(), weight._version
+
+
+def _narrow_weight(layer: Any) -> Tensor:
+    """The weight in bfloat16, as it is now."""
+    weight, copy = layer.base_layer.weight, getattr(layer, _COPY)
+    if (now := _identity(weight)) != getattr(layer, _COPIED):
+        with torch.no_grad():
+            copy.copy_(weight)
+        setattr(layer, _COPIED, now)
+    return copy
 
 
 def has_narrow_base_products(model: nn.Module) -> bool:
@@ -101,7 +119,7 @@ def _forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     active = [] if self.disable_adapters else [name for name in self.active_adapters if name in self.lora_A]
     if self.merged or args or kwargs or len(active) > 1 or torch.is_autocast_enabled(x.device.type):
         return Linear.forward(self, x, *args, **kwargs)
-    weight, bias, flat = getattr(self, _COPY), self.base_layer.bias, x.reshape(-1, x.shape[-1])
+    weight, bias, flat = _narrow_weight(self), self.base_layer.bias, x.reshape(-1, x.shape[-1])
     if active:
         name = active[0]
         a, b = self.lora_A[name].weight, self.lora_B[name].weight
