@@ -11,7 +11,7 @@ import pytest
 from gem_episodes import make_env, make_policy, play
 
 from torchrl_llm import keys
-from torchrl_llm.collectors import TurnCollector
+from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
 from torchrl_llm.envs import EnvironmentFault, PromptTooLongError, UnknownEnvironmentError
 from torchrl_llm.envs.tasks import TaskSpec
 from torchrl_llm.envs.text_env import resolve_env
@@ -160,6 +160,25 @@ class TestContainment:
         assert steps["next", "reward"].sum() == 0
         assert env.faults == {"error": 1}
         assert "episode 1" in caplog.text
+
+    @pytest.mark.parametrize("collector", [TurnCollector, AsyncTurnCollector])
+    def test_faults_that_are_alike_are_shown_at_powers_of_ten(self, make, says, collector, caplog):
+        """A bug that fails every episode was shown for each of them, in lines of which only numbers differ."""
+
+        class Breaks(StopOrGo):
+            def step(self, action):
+                raise KeyError(random.random())
+
+        env = make([Breaks, TooLate], num_envs=4, max_faults=40)
+        with pytest.raises(EnvironmentFault) as raised:
+            collector(env, says("x"), batch_size=32, max_faults=40).rollout()
+        assert "the first of 41 failed episodes" in raised.value.__notes__[0]
+        for name in ("KeyError", "TimeoutError"):
+            found = [record.getMessage() for record in caplog.records if name in record.getMessage()]
+            assert [message.rpartition(". ")[2] for message in found] == [
+                "Of faults like it, only the 10th, the 100th and so on are shown.",
+                "It is the 10th fault like it.",
+            ]
 
     @pytest.mark.parametrize("reward", [1e39, -1e20, 10**400], ids=["1e39", "-1e20", "an integer"])
     def test_a_reward_that_float32_cannot_reckon_with(self, make, says, reward, caplog):

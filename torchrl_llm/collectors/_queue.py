@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Protocol
 
-from torchrl_llm.envs.text_env import EnvironmentFault, FaultCounter
+from torchrl_llm.envs.faults import FaultCounter
+from torchrl_llm.envs.text_env import EnvironmentFault
 from torchrl_llm.episode import Episode
-
-logger = logging.getLogger(__name__)
 
 
 class EpisodeSource(Protocol):
@@ -147,9 +145,9 @@ class EpisodeQueue:
         """Count a failed episode and drop its group.
 
         Raises:
-            EnvironmentFault: too many failed, see :class:`~torchrl_llm.envs.text_env.FaultCounter`.
+            EnvironmentFault: too many failed, see :class:`~torchrl_llm.envs.faults.FaultCounter`.
         """
-        logger.warning("%s Its group is dropped; other tasks fill the batch.", fault)
+        self.faults.warn(fault, "Its group is dropped; other tasks fill the batch.")
         # Before it is counted, which raises if there were too many.
         self.drop(episode.group_id, fault.reason)
         self.faults.record(fault)

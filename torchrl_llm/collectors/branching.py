@@ -18,8 +18,9 @@ from torch import Tensor
 from torchrl_llm.collectors._queue import EpisodeSource
 from torchrl_llm.collectors.async_turn import STEP_TIMEOUT, ThreadExecutor, check_slots
 from torchrl_llm.envs.env import GEMEnv
+from torchrl_llm.envs.faults import FaultCounter
 from torchrl_llm.envs.games import SelfPlayEnv
-from torchrl_llm.envs.text_env import EnvironmentFault, FaultCounter
+from torchrl_llm.envs.text_env import EnvironmentFault
 from torchrl_llm.episode import Episode
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.options import Checked, Count, Natural, PositiveShare, Share

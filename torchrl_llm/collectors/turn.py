@@ -19,8 +19,8 @@ from torchrl_llm.collectors.collector import EpisodeCollector, base_env
 from torchrl_llm.collectors.trees import Trees, grow, mark_trees
 from torchrl_llm.data.sequence import new_episodes, record_turns
 from torchrl_llm.envs.env import GEMEnv
+from torchrl_llm.envs.faults import FaultCounter
 from torchrl_llm.envs.slots import FAILED
-from torchrl_llm.envs.text_env import FaultCounter
 from torchrl_llm.episode import Episode
 from torchrl_llm.keys import StopReason
 

@@ -25,12 +25,13 @@ from torchrl_llm import keys
 from torchrl_llm.envs.answers import MissingThinking
 from torchrl_llm.envs.chat import ChatFormatter, Template
 from torchrl_llm.envs.extras import merged_kinds
+from torchrl_llm.envs.faults import FaultCounter
 from torchrl_llm.envs.isolation import MAX_THREADS, revoke_global_rng
 from torchrl_llm.envs.slots import Overflow, Reply, Slot, SlotEpisodes, SuccessRule
 from torchrl_llm.envs.tasks import Stream, TaskSampler
 from torchrl_llm.envs.template_probe import History
 from torchrl_llm.envs.tensors import chosen_slots, done_of, observation_of, responses_of, set_specs
-from torchrl_llm.envs.text_env import EnvironmentFault, EnvSource, EnvSpec, FaultCounter, SuccessBy, resolve_env
+from torchrl_llm.envs.text_env import EnvironmentFault, EnvSource, EnvSpec, SuccessBy, resolve_env
 from torchrl_llm.keys import StopReason
 from torchrl_llm.options import Checked, ConfigError, Count, Natural, Positive
 from torchrl_llm.stops import HasStopIds, share_stop_ids

@@ -20,15 +20,10 @@ from torch import Tensor
 
 from torchrl_llm.envs.chat import ChatFormatter
 from torchrl_llm.envs.extras import NO_EXTRAS, ExtraKinds, Extras
+from torchrl_llm.envs.faults import FaultCounter
 from torchrl_llm.envs.isolation import Call, IsolatedEnv, Pool, kept_global_rng
 from torchrl_llm.envs.tasks import Stream, TaskIdentity, TaskSampler, TaskSpec
-from torchrl_llm.envs.text_env import (
-    EnvironmentFault,
-    EnvironmentUnavailableError,
-    EnvSpec,
-    FaultCounter,
-    TextStep,
-)
+from torchrl_llm.envs.text_env import EnvironmentFault, EnvironmentUnavailableError, EnvSpec, TextStep
 from torchrl_llm.keys import StopReason
 from torchrl_llm.options import ConfigError
 
@@ -411,8 +406,7 @@ class SlotEpisodes:
         if not same_call:
             self.new_faults = [*self.new_faults, fault]
             self._fault_counter.record(fault)
-            # Without the traceback: a bug that fails every episode would show it each time, and once more when it is raised.
-            logger.warning("%s Its episode ends here.", fault)
+            self._fault_counter.warn(fault, "Its episode ends here.")
         return fault.stop_reason
 
     def _append(self, slot: int, ids: Sequence[int]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import logging
 import traceback
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -283,6 +282,11 @@ class EnvironmentFault(RuntimeError):
         return getattr(self.cause, "batched_call", None)
 
     @property
+    def kind(self) -> tuple[str, ...]:
+        """What faults that are alike have in common: the environment, the exception's class, and where or with what it was raised."""
+        return self.name, type(self.cause).__name__, _place(self.cause) or str(self.cause)
+
+    @property
     def reason(self) -> str:
         """``"error"``, ``"timeout"`` or ``"context"``, for counts."""
         return self.stop_reason.name.lower()
@@ -291,36 +295,6 @@ class EnvironmentFault(RuntimeError):
     def stop_reason(self) -> StopReason:
         """``TIMEOUT`` for a ``TimeoutError``, ``ERROR`` for everything else."""
         return StopReason.TIMEOUT if isinstance(self.cause, TimeoutError) else StopReason.ERROR
-
-
-@dataclass
-class FaultCounter:
-    """Counts failed episodes, and raises the first of them if there are too many.
-
-    Attributes:
-        max_faults: failed episodes tolerated since ``recent`` was cleared.
-        scope: which these are, for the message.
-        counts: all failed episodes, by :attr:`EnvironmentFault.reason`.
-        recent: the faults since the last batch, or the last episode that ended well.
-    """
-
-    max_faults: int
-    scope: str
-    counts: Counter[str] = field(default_factory=Counter)
-    recent: list[EnvironmentFault] = field(default_factory=list)
-
-    def record(self, fault: EnvironmentFault) -> None:
-        """Count a failed episode.
-
-        Raises:
-            EnvironmentFault: the first of ``recent``, if there are more than ``max_faults``.
-        """
-        self.counts[fault.reason] += 1
-        self.recent.append(fault)
-        if (count := len(self.recent)) > self.max_faults:
-            first, self.recent = self.recent[0], []
-            first.add_note(f"It was the first of {count} failed episodes {self.scope}; max_faults={self.max_faults}.")
-            raise first
 
 
 def _place(error: BaseException) -> str:
