@@ -95,6 +95,8 @@ class TestRunConfig:
             ({"collector": "ray", "ray_workers": 0}, "ray_workers is 0"),
             ({"collector": "ray", "ray_worker_gpus": -1}, "ray_worker_gpus is -1"),
             ({"collector": "ray", "policy": "vllm", "sleep_mode": True}, "sleep_mode shares a GPU"),
+            ({"collector": "ray", "policy": "vllm", "offload_base": True}, "collector='ray' has it on others"),
+            ({"weight_sync": "nccl", "policy": "vllm", "offload_base": True}, "weight_sync='nccl' has it on others"),
             (
                 {"collector": "ray", "policy": "vllm", "tensor_parallel_size": 2, "ray_worker_gpus": 1},
                 "set ray_worker_gpus to 2",

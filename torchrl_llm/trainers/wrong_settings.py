@@ -168,5 +168,8 @@ def wrong_engine(config: Any) -> Iterator[str]:
         )
     if config.collector == "ray" and config.sleep_mode:
         yield "sleep_mode shares a GPU with the trainer, and the engines of collector='ray' have their own: leave it out."
+    if config.offload_base and (config.collector == "ray" or config.weight_sync == "nccl"):
+        elsewhere = "collector='ray'" if config.collector == "ray" else "weight_sync='nccl'"
+        yield f"offload_base makes room for an engine on the trainer's GPU, and {elsewhere} has it on others: leave it out."
     if config.collector == "ray" and config.weight_sync not in (None, "adapter"):
         yield f"weight_sync={config.weight_sync!r} needs the engine here, and collector='ray' has it elsewhere: leave it out."
