@@ -78,7 +78,7 @@ FAULTS = {
     ),
     "a long step is kept": Fault(
         "trainers/trust_region.py",
-        "share = 1.0 if self._kl <= self.target else self._shorten(self._start)",
+        "share = 1.0 if self._kl <= self.target else self._shorten()",
         "share = 1.0",
         "tests/trainers/test_trust_region.py",
     ),
