@@ -149,7 +149,7 @@ gpu-first-look: ## what to run first with a CUDA device: calls of at most 9 minu
 	$(GPU) first-look --output runs/gpu/first-look $(GPU_FLAGS)
 
 test-resume: $(VENV)/.test ## kill a run 21 times, in every phase; it must end in the same bytes (about 10 minutes)
-	KILLS=7 $(RUN) $(BIN)/python -m pytest -n 2 tests/trainers/test_checkpoint.py -k Killed -q
+	KILLS=7 $(RUN) $(BIN)/python -m pytest -n 2 tests/runs/test_checkpoint.py -k Killed -q
 
 check-python: $(VENV)/.test ## the other versions of Python: pip finds wheels for each (downloads for two minutes)
 	RESOLVE=1 $(RUN) $(BIN)/python -m pytest tests/test_python.py
@@ -162,14 +162,14 @@ test-real: $(VENV)/.test ## run the tests of a real model, SmolLM2-135M, if its 
 	$(RUN) $(BIN)/python -m pytest -m real tests/real
 
 test-families: .venv-families/.test ## run the tests of the environment families beyond GEM, with their packages
-	$(RUN) .venv-families/bin/python -m pytest -m families tests/families
+	$(RUN) .venv-families/bin/python -m pytest -m families tests/worlds
 
 test-templates: .venv-templates/.test ## try every chat template of the packages that ship some; TABLE=1 writes the table of docs/templates.md
 	REAL_TEMPLATES=1 TEMPLATE_TABLE=$(TABLE) LLAMA_CPP_TEMPLATES=$(CURDIR)/.venv-templates/llama.cpp $(RUN) .venv-templates/bin/python -m pytest -n 2 --dist loadfile -m templates tests/real_templates
 
 test-interrupt: $(VENV)/.test $(RAY)/.test ## send SIGINT and SIGTERM to a run at 10 moments, alone, to two ranks and with Ray; it must end in the same bytes
-	INTERRUPTS=10 $(RUN) $(BIN)/python -m pytest -n 2 --timeout=3000 tests/trainers/test_interrupts.py -k "Script and not ray" -q
-	INTERRUPTS=10 $(RUN) $(RAY)/bin/python -m pytest --timeout=3000 tests/trainers/test_interrupts.py -m ray -q
+	INTERRUPTS=10 $(RUN) $(BIN)/python -m pytest -n 2 --timeout=3000 tests/runs/test_interrupts.py -k "Script and not ray" -q
+	INTERRUPTS=10 $(RUN) $(RAY)/bin/python -m pytest --timeout=3000 tests/runs/test_interrupts.py -m ray -q
 
 test-models: $(VENV)/.test ## try every causal language model type of transformers, tiny; writes docs/results/architectures.md (about 4 minutes)
 	$(RUN) $(BIN)/python benchmarks/small_models/architectures.py --table docs/results/architectures.md

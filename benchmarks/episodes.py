@@ -34,9 +34,9 @@ from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.envs import CHATML, GEMEnv, resolve_env
 from torchrl_llm.modules import TokenScorer, enable_prefix_sharing
-from torchrl_llm.prefixes import SortedRows
+from torchrl_llm.modules.prefixes import SortedRows
+from torchrl_llm.runs import Run, build_run
 from torchrl_llm.testing.policies import ScriptedPolicy
-from torchrl_llm.trainers import Run, build_run
 
 TURNS = 8
 

@@ -21,9 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchrl_llm import functional as F
 from torchrl_llm.objectives import ReBN, TurnPolicyLoss
-from torchrl_llm.objectives import functional as F
-from torchrl_llm.trainers import Run, RunConfig, build_run, run_and_report
+from torchrl_llm.report import run_and_report
+from torchrl_llm.runs import Run, RunConfig, build_run
 
 FLOOR = 0.3
 """Smallest standard deviation that returns are divided by; of a game that pays 0 or 1, half won, it is 0.5."""

@@ -35,7 +35,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen2Config,
 
 from torchrl_llm import keys
 from torchrl_llm.modules import use_adapter
-from torchrl_llm.trainers import RunConfig, build_run
+from torchrl_llm.runs import RunConfig, build_run
 
 TOKENS_PER_TURN = 32
 ALONE = 2

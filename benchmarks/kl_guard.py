@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from torchrl_llm import keys
-from torchrl_llm.objectives.functional import kl_estimate
-from torchrl_llm.trainers import RunConfig, build_run
+from torchrl_llm.functional import kl_estimate
+from torchrl_llm.runs import RunConfig, build_run
 
 TARGET = 0.01
 

@@ -15,8 +15,8 @@ from tensordict import TensorDict
 
 from torchrl_llm import keys
 from torchrl_llm.data import micro_batches
+from torchrl_llm.modules.prefixes import PrefixCost
 from torchrl_llm.objectives import GroupRelative
-from torchrl_llm.prefixes import PrefixCost
 
 RESPONSE, FEEDBACK, GROUP = 4, 6, 8
 """Tokens of each turn, and episodes of a task."""

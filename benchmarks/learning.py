@@ -35,7 +35,7 @@ import numpy as np
 import yaml
 
 if TYPE_CHECKING:
-    from torchrl_llm.trainers import RunConfig
+    from torchrl_llm.runs import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -246,8 +246,8 @@ def train_seeds(algorithms: list[str], arguments: argparse.Namespace, overrides:
 
 def check_settings(folder: Path, config: "RunConfig") -> None:
     """Refuse a finished run of other settings, which would stand in the table beside runs of these."""
-    from torchrl_llm.trainers.checkpoint_parts import config_changes
-    from torchrl_llm.trainers.config import HOW_TO_RUN
+    from torchrl_llm.runs.config import HOW_TO_RUN
+    from torchrl_llm.runs.identity import config_changes
 
     saved = yaml.safe_load((folder / "config.yaml").read_text())
     changes = config_changes(saved, config.as_json(), ignore=HOW_TO_RUN)
@@ -283,7 +283,7 @@ def write_summary(results: dict[str, list[dict]], output: Path, *, optimum: floa
 
 def settings(algo: str, world: str, seed: int, output: Path, overrides: list[str]) -> "RunConfig":
     """The settings of one run."""
-    from torchrl_llm.trainers import parse_run_config
+    from torchrl_llm.runs import parse_run_config
 
     path = ROOT / "examples" / "configs" / f"{CONFIGS[algo]}.yaml"
     return parse_run_config(

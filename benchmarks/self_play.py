@@ -28,10 +28,10 @@ from transformers import PreTrainedTokenizerFast
 
 from torchrl_llm.envs import EnvSpec, SelfPlayEnv, resolve_env
 from torchrl_llm.modules import PlayerPolicy
+from torchrl_llm.runs import Match, Run, RunConfig, build_run, play_match
 from torchrl_llm.testing.games import TakeAway, take_at_random, take_well
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import byte_tokenizer, word_tokenizer
-from torchrl_llm.trainers import Match, Run, RunConfig, build_run, play_match
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))

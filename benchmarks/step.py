@@ -27,7 +27,7 @@ import torch
 from episodes import cpu_seconds
 
 from torchrl_llm.envs import PromptDatasetEnv
-from torchrl_llm.trainers import RunConfig, build_run
+from torchrl_llm.runs import RunConfig, build_run
 
 PREFIX = "You are a careful assistant that answers arithmetic questions. Think briefly, then give only the number. "
 GROUP = 8

@@ -16,9 +16,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from torchrl_llm.files import write_text
-from torchrl_llm.trainers import RunConfig
+from torchrl_llm.runs import RunConfig
 from torchrl_llm.tuning import TuningConfig, report_best, summary, tune
+from torchrl_llm.utils.files import write_text
 
 ROOT = Path(__file__).resolve().parents[1]
 # As examples/configs/tiny_reinforce_llm.yaml, but without what depends on how long a run is, and without the bound of the KL,

@@ -25,7 +25,7 @@ import pairs
 
 from torchrl_llm.data import micro_batches
 from torchrl_llm.modules import TokenScorer, enable_prefix_sharing
-from torchrl_llm.trainers import build_run
+from torchrl_llm.runs import build_run
 
 Work = Callable[[], object]
 

@@ -18,11 +18,12 @@ from sphinx.util import inspect as sphinx_inspect
 
 import torchrl_llm
 from torchrl_llm import keys
-from torchrl_llm.options import describe, meanings, options_of
-from torchrl_llm.other_systems import SYSTEMS
-from torchrl_llm.record import METRICS
-from torchrl_llm.trainers import RunConfig, TrainerConfig
-from torchrl_llm.trainers.config import shown_default
+from torchrl_llm.metrics import METRICS
+from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs.config import shown_default
+from torchrl_llm.trainers import TrainerConfig
+from torchrl_llm.utils.options import describe, meanings, options_of
+from torchrl_llm.utils.other_systems import SYSTEMS
 
 project = "torchrl_llm"
 author = "torchrl_llm contributors"
@@ -110,32 +111,26 @@ def _other_systems() -> str:
 
 PACKAGES = {
     "keys": (),
-    "arguments": (),
     "episode": (),
-    "fingerprint": (),
-    "interrupts": (),
-    "options": (),
-    "prefixes": (),
     "rendering": (),
-    "segments": (),
-    "smollm2": (),
     "stops": (),
-    "envs": (
-        *("families.textworld", "families.openenv", "families.textarena", "mcp_tools", "rules"),
-        *("template_probe", "template_properties"),
-    ),
-    "modules": ("base_products", "kernels"),
+    "functional": (),
+    "utils": ("arguments", "fingerprint", "interrupts", "options"),
+    "envs": ("rules", "template_probe", "template_properties"),
+    "modules": ("base_products", "kernels", "prefixes", "segments"),
     "data": (),
-    "objectives": ("functional",),
+    "objectives": (),
     "collectors": (),
     "weight_update": (),
-    "trainers": (
-        *("base", "effective_settings", "finite", "resume", "run_folder", "run_info", "saved", "saving", "trust_region"),
-        "update",
+    "metrics": ("health", "rollouts"),
+    "trainers": ("base", "finite", "saving", "states", "trust_region", "update"),
+    "runs": (
+        *("effective_settings", "outputs", "pieces", "recorded_groups", "recording", "resume", "run_files", "run_folder", "run_info"),
+        *("saved", "smollm2"),
     ),
-    "record": ("health", "metrics", "pieces", "recording", "report"),
     "tuning": (),
-    "report": ("curves", "episodes", "run_files"),
+    "report": ("curves", "episodes"),
+    "worlds": ("textworld", "openenv", "textarena", "mcp"),
     "cli": (),
     "testing": (
         *("credit_worlds", "enumerable", "environments", "games", "policies", "pretended_gpu", "pretended_gpu_plugin", "probes", "simulation"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrl_llm.modules import ActorCritic
 from torchrl_llm.objectives import LLMGRPOLoss
-from torchrl_llm.trainers import RunConfig, build_run, parse_run_config
+from torchrl_llm.runs import RunConfig, build_run, parse_run_config
 
 
 class SmoothClipLoss(LLMGRPOLoss):

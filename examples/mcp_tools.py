@@ -19,9 +19,9 @@ from tensordict import TensorDict
 
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.envs import GEMEnv
-from torchrl_llm.envs.mcp_tools import MCPTools
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import load_tiny_tokenizer
+from torchrl_llm.worlds.mcp import MCPTools
 
 PROGRAM = {"command": sys.executable, "args": [str(Path(__file__).with_name("mcp_server.py"))]}
 

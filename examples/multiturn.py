@@ -14,7 +14,8 @@ import sys
 from functools import partial
 
 from torchrl_llm.cli import main as command
-from torchrl_llm.trainers import RunConfig, build_run, run_and_report
+from torchrl_llm.report import run_and_report
+from torchrl_llm.runs import RunConfig, build_run
 
 
 def main(config: RunConfig) -> dict:

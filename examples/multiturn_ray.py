@@ -19,8 +19,8 @@ from typing import Any
 from multiturn import main
 from transformers.utils.logging import disable_progress_bar
 
-from torchrl_llm.optional import import_ray
-from torchrl_llm.trainers import RunConfig, parse_run_config
+from torchrl_llm.runs import RunConfig, parse_run_config
+from torchrl_llm.utils.optional import import_ray
 
 
 def start_ray(config: RunConfig, address: str | None) -> Any:

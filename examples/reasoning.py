@@ -16,7 +16,8 @@ from arithmetic import arithmetic_splits, make_student
 from transformers.utils.logging import disable_progress_bar
 
 from torchrl_llm.envs import PromptDatasetEnv
-from torchrl_llm.trainers import Run, RunConfig, build_run, parse_run_config, run_and_report
+from torchrl_llm.report import run_and_report
+from torchrl_llm.runs import Run, RunConfig, build_run, parse_run_config
 
 
 def reward_fn(completion: str, answer: str, question: str) -> float:

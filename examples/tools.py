@@ -20,9 +20,10 @@ from transformers import PreTrainedTokenizerBase
 from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.envs import GEMEnv
+from torchrl_llm.report import run_and_report
+from torchrl_llm.runs import build_run, parse_run_config
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import load_tiny_tokenizer
-from torchrl_llm.trainers import build_run, parse_run_config, run_and_report
 
 USED = 0.1  # for a program that runs, once; the answer pays 1
 

@@ -1,4 +1,4 @@
-"""Whether the names of ``torchrl_llm.other_systems`` are the names that the other systems have: ``make check-names``.
+"""Whether the names of ``torchrl_llm.utils.other_systems`` are the names that the other systems have: ``make check-names``.
 
 It downloads their packages, without dependencies, and reads them without importing anything. It is no test, for it needs the
 network.
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from torchrl_llm.other_systems import MARKS, SYSTEMS
+from torchrl_llm.utils.other_systems import MARKS, SYSTEMS
 
 # The newest of November 2026. What these no longer have, their users have in files still: PPOConfig, max_prompt_length,
 # warmup_ratio, torch_dtype.

@@ -23,8 +23,8 @@ torch.set_num_threads(1)
 # What tests start in other processes is imported too, to look for doctests.
 _NEEDED = {
     "ray": "collectors/ray_*.py",
-    "openenv": "families/openenv_world.py",
-    "fastmcp": "families/mcp_world.py",
+    "openenv": "worlds/openenv_world.py",
+    "fastmcp": "worlds/mcp_world.py",
 }
 collect_ignore_glob = [pattern for package, pattern in _NEEDED.items() if not find_spec(package)]
 

@@ -35,40 +35,40 @@ class Fault(NamedTuple):
 
 FAULTS = {
     "lambda is ignored": Fault(
-        "objectives/functional/credit.py",
+        "functional/credit.py",
         "torch.where(acted, gamma * lmbda, idle)",
         "torch.where(acted, gamma, idle)",
-        "tests/objectives/test_functional_credit.py",
+        "tests/functional/test_functional_credit.py",
     ),
     "a gap between turns is discounted": Fault(
-        "objectives/functional/credit.py",
+        "functional/credit.py",
         "before = (mask.cumsum(1) - mask.long()).double()",
         "before = torch.arange(mask.shape[1]).expand_as(mask).double()",
-        "tests/objectives/test_functional_credit.py",
+        "tests/functional/test_functional_credit.py",
     ),
     "a turn is paid at its first token": Fault(
-        "objectives/functional/credit.py",
+        "functional/credit.py",
         'target = edge_positions(turn_ids, num_turns, "last")',
         'target = edge_positions(turn_ids, num_turns, "first")',
-        "tests/objectives/test_functional_credit.py",
+        "tests/functional/test_functional_credit.py",
     ),
     "the optimistic bound is taken": Fault(
-        "objectives/functional/surrogate.py",
+        "functional/surrogate.py",
         "objective = torch.minimum(ratio * advantage",
         "objective = torch.maximum(ratio * advantage",
-        "tests/objectives/test_functional_surrogate.py",
+        "tests/functional/test_functional_surrogate.py",
     ),
     "the KL's direction": Fault(
-        "objectives/functional/surrogate.py",
+        "functional/surrogate.py",
         "d = wide(ref_log_prob) - wide(log_prob)",
         "d = wide(log_prob) - wide(ref_log_prob)",
-        "tests/objectives/test_functional_surrogate.py",
+        "tests/functional/test_functional_surrogate.py",
     ),
     "an empty episode counts in the loss weights": Fault(
-        "objectives/functional/surrogate.py",
+        "functional/surrogate.py",
         "sizes, units = turn_to_token(lengths, unit_ids), (lengths > 0).sum(1)",
         "sizes, units = turn_to_token(lengths, unit_ids), torch.ones_like(lengths).long().sum(1)",
-        "tests/objectives/test_functional_surrogate.py",
+        "tests/functional/test_functional_surrogate.py",
     ),
     "a custom objective is never called": Fault(
         "objectives/loss.py",
@@ -102,7 +102,7 @@ FAULTS = {
         "tests/objectives/test_losses.py",
     ),
     "a run trains the stock loss": Fault(
-        "trainers/run.py",
+        "runs/run.py",
         "loss = (make_loss or build.make_objective)(config, models)",
         "loss = build.make_objective(config, models)",
         "tests/examples/test_examples.py::TestCustomLoss",
@@ -135,7 +135,7 @@ FAULTS = {
         "trainers/distributed.py",
         "self.accelerator.backward(loss * self.world_size)",
         "self.accelerator.backward(loss)",
-        "tests/trainers/test_ranks.py::TestReplayed",
+        "tests/runs/test_ranks.py::TestReplayed",
     ),
     "contexts of the old weights are used": Fault(
         "modules/hf/policy.py",
@@ -176,16 +176,16 @@ FAULTS = {
         "tests/envs/test_isolation.py",
     ),
     "a resume forgets the random generators": Fault(
-        "trainers/checkpoint.py",
+        "runs/checkpoint.py",
         'states = {**components, **shared, "rng": GlobalRNGState(), "trainer": trainer}',
         'states = {**components, **shared, "trainer": trainer}',
-        "tests/trainers/test_checkpoint.py",
+        "tests/runs/test_checkpoint.py",
     ),
     "files of others are deleted with a checkpoint": Fault(
-        "trainers/checkpoint.py",
+        "runs/checkpoint.py",
         "foreign = files.foreign_files(path)\n        if foreign:",
         "foreign = files.foreign_files(path)\n        if False:",
-        "tests/trainers/test_run_folder.py",
+        "tests/runs/test_run_folder.py",
     ),
     "entropy of excluded tokens is NaN": Fault(
         "modules/scorer.py",
@@ -248,7 +248,7 @@ FAULTS = {
         "tests/gpu_laws/test_laws.py",
     ),
     "the index of turns is made on the host": Fault(
-        "objectives/functional/turns.py",
+        "functional/turns.py",
         "position = torch.arange(length, device=turn_ids.device)",
         "position = torch.arange(length)",
         "tests/gpu_laws/test_laws.py",

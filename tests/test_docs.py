@@ -20,12 +20,11 @@ from typing import Any
 import peft
 import pytest
 
-from torchrl_llm import keys
+from torchrl_llm import functional, keys
 from torchrl_llm.cli import command_parser
-from torchrl_llm.objectives import functional
-from torchrl_llm.options import options_of
-from torchrl_llm.trainers import Run, RunConfig
+from torchrl_llm.runs import Run, RunConfig
 from torchrl_llm.tuning import TuningConfig
+from torchrl_llm.utils.options import options_of
 
 ROOT = Path(__file__).resolve().parent.parent
 FOUND = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "recipes").glob("*.md")]

@@ -14,7 +14,7 @@ from pkgutil import resolve_name
 
 import pytest
 
-from torchrl_llm.record.metrics import named
+from torchrl_llm.metrics.rollouts import named
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "recipes").glob("*.md"))]

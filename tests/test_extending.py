@@ -13,8 +13,9 @@ from torchrl.envs import RewardScaling, TransformedEnv
 from torchrl_llm import keys
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.objectives import LLMReinforceLoss, TurnEstimator
-from torchrl_llm.options import Share
-from torchrl_llm.trainers import Callback, RunConfig, build_run
+from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.trainers import Callback
+from torchrl_llm.utils.options import Share
 
 SMALL = {
     "model_path": "tiny",

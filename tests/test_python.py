@@ -109,7 +109,7 @@ WITHOUT_GEM = """
 
     from torchrl_llm.envs import MissingGEMError, PromptDatasetEnv
     from torchrl_llm.testing.environments import StopOrGo
-    from torchrl_llm.trainers import RunConfig, build_run
+    from torchrl_llm.runs import RunConfig, build_run
 
     SETTINGS = dict(
         model_path="tiny", lora_r=0, kl_coeff=0.0, num_envs=4, batch_size=4, max_model_len=128, max_output_tokens=8,

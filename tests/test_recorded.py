@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrl_llm.trainers import RunConfig, build_run
+from torchrl_llm.runs import RunConfig, build_run
 
 RECORDING = Path(__file__).parent / "recorded" / "runs.pt.gz"
 

@@ -8,9 +8,9 @@ import pytest
 from transformers.utils import chat_template_utils
 
 from torchrl_llm.envs import ChatFormatter
-from torchrl_llm.options import ConfigError
 from torchrl_llm.rendering import Message, Renderer
 from torchrl_llm.testing.tokenizers import byte_tokenizer
+from torchrl_llm.utils.options import ConfigError
 
 BODY = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

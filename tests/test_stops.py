@@ -13,10 +13,11 @@ from torchrl_llm.collectors._worker import RolloutWorker, WorkerRequest
 from torchrl_llm.envs import ChatFormatter, GEMEnv, PromptDatasetEnv
 from torchrl_llm.modules import HFPolicy, load_actor_critic
 from torchrl_llm.modules.policy import SamplingConfig
+from torchrl_llm.runs import RunConfig, build_run
 from torchrl_llm.stops import response_end_ids, share_stop_ids
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import byte_tokenizer
-from torchrl_llm.trainers import RunConfig, build_run, evaluate
+from torchrl_llm.trainers import evaluate
 
 TOKENIZER = byte_tokenizer()
 PAD, TURN_END = TOKENIZER.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])

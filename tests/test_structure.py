@@ -11,14 +11,14 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torchrl_llm"
 
 LAYERS = (
-    {"keys", "options", "optional", "arguments", "prefixes", "segments", "interrupts", "files", "fingerprint"}
-    | {"host", "tiny", "smollm2", "hints", "other_systems", "terminal", ""},
-    {"episode", "rendering", "stops"},
-    {"objectives.functional"},
+    {"keys", "utils", ""},
+    {"episode", "rendering", "stops", "functional"},
     {"envs", "modules", "objectives"},
-    {"data", "record", "weight_update"},
-    {"collectors", "report"},
+    {"data", "metrics", "weight_update"},
+    {"collectors"},
     {"trainers"},
+    {"runs"},
+    {"report", "worlds"},
     {"tuning"},
     {"cli"},
     {"__main__"},
@@ -47,8 +47,7 @@ def imports(tree: ast.Module, known: set[str]) -> set[str]:
 
 
 def package(name: str) -> str:
-    parts = name.split(".")[1:]
-    return "objectives.functional" if parts[:2] == ["objectives", "functional"] else ".".join(parts[:1])
+    return ".".join(name.split(".")[1:2])
 
 
 def layer(name: str) -> int:

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
+from torchrl_llm.runs import RunConfig, build_run
 from torchrl_llm.testing.environments import EarlyDecision
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import word_tokenizer
-from torchrl_llm.trainers import RunConfig, build_run
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -125,7 +125,8 @@ def train(name: str, start: Path, output: Path) -> None:
     import torch
 
     from torchrl_llm import keys
-    from torchrl_llm.trainers import Callback, RunConfig, build_run, evaluate
+    from torchrl_llm.runs import RunConfig, build_run
+    from torchrl_llm.trainers import Callback, evaluate
 
     torch.set_num_threads(1)
     began, curve = time.process_time(), []

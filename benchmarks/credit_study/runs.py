@@ -54,10 +54,11 @@ def mean_regret(rows: Any) -> float:
 
 def train(name: str, world: str, seed: int, chosen: dict[str, float], iterations: int, output: Path) -> None:
     """One run from random weights; writes ``result.json``."""
+    from torchrl_llm.runs import RunConfig, build_run
     from torchrl_llm.testing.credit_worlds import CREDIT_WORLDS
     from torchrl_llm.testing.tiny import random_model
     from torchrl_llm.testing.tokenizers import word_tokenizer
-    from torchrl_llm.trainers import Callback, RunConfig, build_run, evaluate
+    from torchrl_llm.trainers import Callback, evaluate
 
     started, regrets = time.process_time(), []
 

@@ -11,8 +11,8 @@ from accelerate.state import AcceleratorState
 from tensordict import TensorDictBase
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, PreTrainedConfig, Qwen2Config
 
+from torchrl_llm.runs import RunConfig, build_run
 from torchrl_llm.testing.tokenizers import byte_tokenizer
-from torchrl_llm.trainers import RunConfig, build_run
 
 TURNS = 3
 STOP = 32

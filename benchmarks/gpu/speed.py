@@ -17,9 +17,9 @@ from benchmarks.gpu.checks import needs_vllm
 from benchmarks.gpu.place import Place, groups
 from benchmarks.gpu.report import Part
 from torchrl_llm import keys
+from torchrl_llm.metrics.rollouts import Timer
 from torchrl_llm.modules import HFPolicy, SamplingConfig, load_actor_critic
-from torchrl_llm.record.metrics import Timer
-from torchrl_llm.trainers.memory import empty_model, memory_estimate
+from torchrl_llm.runs.memory import empty_model, memory_estimate
 
 ROUNDS = 3
 """Measured after one of warm-up."""

@@ -33,7 +33,7 @@ from torchrl_llm import keys
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, TurnCritic, load_actor_critic
 from torchrl_llm.modules.lm import backbone, reset_ropes
 from torchrl_llm.modules.prefix_attention import PrefixSharing
-from torchrl_llm.prefixes import PrefixCost
+from torchrl_llm.modules.prefixes import PrefixCost
 
 PARTS = ("sampler", "scorer", "LoRA", "shared")
 """What is tried: :class:`HFPolicy`; :class:`TokenScorer` and :class:`TurnCritic`; ``all-linear`` adapters; shared prefixes."""

@@ -11,7 +11,7 @@ import yaml
 from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from torchrl_llm.trainers.checkpoint_files import write_sums
+from torchrl_llm.runs.checkpoint_files import write_sums
 
 HALF = "\ud800"
 PAYLOAD = (

@@ -24,13 +24,13 @@ from waiting import LIMIT, wait_until
 import torchrl_llm
 from torchrl_llm import cli
 from torchrl_llm.cli import COMMANDS, main
-from torchrl_llm.options import options_of
-from torchrl_llm.tiny import tiny_model_path
-from torchrl_llm.trainers import RunConfig
-from torchrl_llm.trainers.cli import resume_command
-from torchrl_llm.trainers.saved import find_saved_model, load_saved_model
-from torchrl_llm.trainers.schema import settings_schema
-from torchrl_llm.trainers.settings_file import Loader
+from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs.flags import resume_command
+from torchrl_llm.runs.saved import find_saved_model, load_saved_model
+from torchrl_llm.runs.schema import settings_schema
+from torchrl_llm.runs.settings_file import Loader
+from torchrl_llm.runs.tiny import tiny_model_path
+from torchrl_llm.utils.options import options_of
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 
@@ -341,7 +341,7 @@ class TestExport:
             except BaseException as error:
                 raise ImportError("initialization failed") from error
 
-        monkeypatch.setattr("torchrl_llm.trainers.export.load_saved_model", load)
+        monkeypatch.setattr("torchrl_llm.runs.export.load_saved_model", load)
         (tmp_path / "out").mkdir()
         with pytest.raises(SystemExit) as ended:
             cli.main(["export", str(trained[0]), str(tmp_path / "out" / "merged")])
@@ -352,7 +352,7 @@ class TestExport:
 
 def _signal_behind_the_model(signum: int) -> None:
     """Have this process get a signal when it has written the model, and not yet moved it to its place."""
-    from torchrl_llm.trainers import export
+    from torchrl_llm.runs import export
 
     write = export._write_model
     export._write_model = lambda *args: (write(*args), os.kill(os.getpid(), signum))

@@ -13,14 +13,14 @@ from transformers import LlamaConfig
 from torchrl_llm.cli import doctor
 from torchrl_llm.cli._fit import fit
 from torchrl_llm.cli._installation import check_extra, check_requirements
-from torchrl_llm.host import host_memory
 from torchrl_llm.modules import load_actor_critic
+from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs.build import make_lora
+from torchrl_llm.runs.memory import empty_model, memory_estimate
+from torchrl_llm.runs.tiny import tiny_model_path
 from torchrl_llm.testing.pretended_gpu import pretended_gpu
 from torchrl_llm.testing.tiny import load_tiny_tokenizer, random_model
-from torchrl_llm.tiny import tiny_model_path
-from torchrl_llm.trainers import RunConfig
-from torchrl_llm.trainers.build import make_lora
-from torchrl_llm.trainers.memory import empty_model, memory_estimate
+from torchrl_llm.utils.host import host_memory
 
 CONFIG = Path(__file__).parents[2] / "examples" / "configs" / "tiny_ppo_llm.yaml"
 

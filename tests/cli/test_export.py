@@ -13,16 +13,17 @@ from peft import LoraConfig
 
 from torchrl_llm.envs import GEMEnv, UnknownEnvironmentError
 from torchrl_llm.modules import load_actor_critic
-from torchrl_llm.options import ConfigError
-from torchrl_llm.terminal import UNSEEN, one_line
+from torchrl_llm.report.run_report import run_and_report
+from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs.export import export_model, model_card
+from torchrl_llm.runs.run_folder import MARK
+from torchrl_llm.runs.saved import SETTINGS, environment_of, find_saved_model, load_saved_model
+from torchrl_llm.runs.settings_file import as_yaml
+from torchrl_llm.runs.tiny import tiny_model_path
 from torchrl_llm.testing.environments import StopOrGo
-from torchrl_llm.tiny import tiny_model_path
-from torchrl_llm.trainers import RunConfig, build_run, evaluate
-from torchrl_llm.trainers.export import export_model, model_card
-from torchrl_llm.trainers.report import run_and_report
-from torchrl_llm.trainers.run_folder import MARK
-from torchrl_llm.trainers.saved import SETTINGS, environment_of, find_saved_model, load_saved_model
-from torchrl_llm.trainers.settings_file import as_yaml
+from torchrl_llm.trainers import evaluate
+from torchrl_llm.utils.options import ConfigError
+from torchrl_llm.utils.terminal import UNSEEN, one_line
 
 
 @pytest.fixture(scope="module")

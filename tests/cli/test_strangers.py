@@ -12,7 +12,7 @@ from markdown_it import MarkdownIt
 from planted import PAYLOAD, everywhere, in_values, one_by_one, plant
 
 from torchrl_llm.cli import main
-from torchrl_llm.terminal import UNSEEN
+from torchrl_llm.utils.terminal import UNSEEN
 
 # Nothing that is not Unicode can be sent to the process that reports, and PEFT warns of what it does not know, as it is spelled.
 pytestmark = pytest.mark.filterwarnings("ignore")

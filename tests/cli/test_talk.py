@@ -13,9 +13,9 @@ from torchrl_llm.cli._conversation import Conversation, ConversationFullError, t
 from torchrl_llm.cli._terminal import printable
 from torchrl_llm.envs import CHATML, ChatFormatter
 from torchrl_llm.modules.engine import TurnRequest
+from torchrl_llm.runs.saved import find_saved_model, load_saved_model
 from torchrl_llm.testing.tokenizers import byte_tokenizer
 from torchrl_llm.trainers import evaluate
-from torchrl_llm.trainers.saved import find_saved_model, load_saved_model
 
 GUESS = "game:GuessTheNumber-v0-easy"
 

@@ -8,10 +8,10 @@ import torch
 from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
 from torchrl_llm.envs import GEMEnv
+from torchrl_llm.functional import turn_last
 from torchrl_llm.keys import StopReason
 from torchrl_llm.modules import SamplingConfig, TokenScorer, VLLMPolicy, load_actor_critic, load_engine
 from torchrl_llm.modules.engine import EngineError
-from torchrl_llm.objectives.functional import turn_last
 from torchrl_llm.testing.environments import Slow
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer, tiny_model_path
 from torchrl_llm.weight_update import EngineWeightSync, WeightSyncError

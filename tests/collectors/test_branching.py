@@ -14,8 +14,8 @@ from torchrl_llm import keys
 from torchrl_llm.collectors import Branches, ReplayError, TurnCollector, branch, value_states
 from torchrl_llm.collectors.branching import BRANCH_IDS
 from torchrl_llm.envs import EnvironmentFault, GEMEnv
-from torchrl_llm.options import ConfigError
 from torchrl_llm.testing.policies import ScriptedPolicy
+from torchrl_llm.utils.options import ConfigError
 
 TURNS = 4
 

@@ -15,10 +15,10 @@ from torchrl_llm.collectors import AsyncTurnCollector, TurnCollector
 from torchrl_llm.collectors._worker import RolloutWorker, WorkerRequest
 from torchrl_llm.envs import GEMEnv, TaskSampler
 from torchrl_llm.envs.tasks import MOST_STAGES
-from torchrl_llm.options import ConfigError
 from torchrl_llm.testing.environments import Echo, StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.worlds import Coins
+from torchrl_llm.utils.options import ConfigError
 
 ONLY = {0: (1.0, 0.0), 1: (0.0, 1.0)}
 

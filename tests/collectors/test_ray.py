@@ -25,7 +25,7 @@ from torchrl_llm import keys  # noqa: E402
 from torchrl_llm.collectors import RayTurnCollector, TurnCollector  # noqa: E402
 from torchrl_llm.data import TurnsToSequence  # noqa: E402
 from torchrl_llm.modules import TokenScorer  # noqa: E402
-from torchrl_llm.segments import Segments  # noqa: E402
+from torchrl_llm.modules.segments import Segments  # noqa: E402
 from torchrl_llm.testing.environments import Slow  # noqa: E402
 from torchrl_llm.testing.tiny import load_tiny_model  # noqa: E402
 from torchrl_llm.testing.worlds import Coins  # noqa: E402

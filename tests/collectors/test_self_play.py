@@ -17,10 +17,10 @@ from torchrl_llm import keys
 from torchrl_llm.collectors import SelfPlayCollector, TurnCollector
 from torchrl_llm.envs import EnvironmentFault, EnvironmentUnavailableError, GEMEnv, SelfPlayEnv
 from torchrl_llm.keys import StopReason
-from torchrl_llm.options import ConfigError
 from torchrl_llm.testing.games import TakeAway
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tokenizers import byte_tokenizer
+from torchrl_llm.utils.options import ConfigError
 
 TOKENIZER = byte_tokenizer()
 OPTIONS = {"tokenizer": TOKENIZER, "max_output_tokens": 24, "max_model_len": 512}

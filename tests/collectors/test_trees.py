@@ -14,10 +14,10 @@ from torchrl.envs import RewardScaling, TransformedEnv
 from torchrl_llm import keys
 from torchrl_llm.collectors import Branches, Trees, TurnCollector, adapt_mixture, branch
 from torchrl_llm.envs import EnvironmentFault
+from torchrl_llm.metrics import credit_metrics, rollout_metrics
 from torchrl_llm.objectives import GroupRelative, ReBN, TurnVine
-from torchrl_llm.options import ConfigError
-from torchrl_llm.record import credit_metrics, rollout_metrics
 from torchrl_llm.testing.policies import ScriptedPolicy
+from torchrl_llm.utils.options import ConfigError
 
 
 class Letters:

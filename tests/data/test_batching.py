@@ -14,7 +14,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from torchrl_llm import keys
 from torchrl_llm.data import apply_in_micro_batches, micro_batches, minibatches, padding_share
 from torchrl_llm.modules import TokenScorer, TurnCritic
-from torchrl_llm.prefixes import PrefixCost
+from torchrl_llm.modules.prefixes import PrefixCost
 
 
 def make_rows(lengths: list[int], width: int = 20, num_turns: int = 3) -> TensorDict:

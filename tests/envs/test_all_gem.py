@@ -20,8 +20,8 @@ from torchrl_llm import keys
 from torchrl_llm.collectors import AsyncTurnCollector
 from torchrl_llm.envs import GEM_CLASSES, EnvironmentUnavailableError, GEMEnv, IsolatedEnv, resolve_env
 from torchrl_llm.envs.gem_catalog import gem_class
-from torchrl_llm.options import ConfigError
 from torchrl_llm.testing.policies import ScriptedPolicy
+from torchrl_llm.utils.options import ConfigError
 
 READS_WORDS = ("Wordle", "Hangman", "WordSearch")
 BROKEN = ("game:Crosswords-v0-random", "game:FifteenPuzzle-v0-random", "rg:composite")

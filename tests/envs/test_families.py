@@ -23,9 +23,9 @@ from torchrl_llm.envs import (
     resolve_env,
     text_env,
 )
-from torchrl_llm.optional import MissingExtraError
+from torchrl_llm.runs import RunConfig, build_run
 from torchrl_llm.testing.policies import ScriptedPolicy
-from torchrl_llm.trainers import RunConfig, build_run
+from torchrl_llm.utils.optional import MissingExtraError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -196,7 +196,7 @@ class TestErrors:
 
 
 class TestFamiliesOfThisPackage:
-    """Without the packages that they need; with them: tests/families."""
+    """Without the packages that they need; with them: tests/worlds."""
 
     @pytest.mark.parametrize(
         ("env_id", "package"),

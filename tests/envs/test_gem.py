@@ -13,8 +13,8 @@ from torchrl.envs import check_env_specs
 
 from torchrl_llm import keys
 from torchrl_llm.keys import StopReason
-from torchrl_llm.record import rollout_metrics
-from torchrl_llm.record.metrics import named
+from torchrl_llm.metrics import rollout_metrics
+from torchrl_llm.metrics.rollouts import named
 from torchrl_llm.testing.environments import Dice, Echo, StopOrGo
 
 

@@ -16,8 +16,8 @@ from torchrl_llm.envs import EnvironmentFault, PromptTooLongError, UnknownEnviro
 from torchrl_llm.envs.tasks import TaskSpec
 from torchrl_llm.envs.text_env import resolve_env
 from torchrl_llm.keys import StopReason
-from torchrl_llm.options import ConfigError
 from torchrl_llm.testing.environments import Echo, Faulty, StopOrGo
+from torchrl_llm.utils.options import ConfigError
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from torchrl_llm.envs import GEMEnv
 from torchrl_llm.keys import StopReason
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, TurnCritic
 from torchrl_llm.objectives import TurnGAE
-from torchrl_llm.record.report import episodes_text
+from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs.outputs import episodes_text
 from torchrl_llm.testing.environments import Echo
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 from torchrl_llm.testing.tokenizers import byte_tokenizer
-from torchrl_llm.trainers import RunConfig, build_run
 
 TOKENIZER = byte_tokenizer()
 

@@ -7,8 +7,8 @@ import pytest
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.envs.gem_words import READS_WORDS, read_words
 from torchrl_llm.envs.text_env import EnvironmentUnavailableError, resolve_env
-from torchrl_llm.options import ConfigError
 from torchrl_llm.testing.policies import ScriptedPolicy
+from torchrl_llm.utils.options import ConfigError
 
 NAMES = [each.removesuffix("Env") for each in READS_WORDS]
 IDS = [f"game:{name}-v0-{level}" for name in NAMES for level in ("easy", "hard", "random")]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torchrl_llm import keys
-from torchrl_llm.trainers import RunConfig, build_run, parse_run_config
+from torchrl_llm.runs import RunConfig, build_run, parse_run_config
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"

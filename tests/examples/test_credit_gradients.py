@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.modules import TokenScorer
-from torchrl_llm.objectives import functional as F
 from torchrl_llm.testing.enumerable import EnumerableMDP, tiny_lm
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchrl_llm.trainers import RunConfig
+from torchrl_llm.runs import RunConfig
 
 ROOT = Path(__file__).parents[2]
 

@@ -10,7 +10,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from torchrl_llm.trainers import RunConfig
+from torchrl_llm.runs import RunConfig
 
 ROOT = Path(__file__).parents[2]
 

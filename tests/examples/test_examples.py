@@ -13,9 +13,9 @@ import pytest
 import torch
 from tensordict.nn import TensorDictModule
 
+from torchrl_llm.report.run_report import RunReport
+from torchrl_llm.runs import build_run, parse_run_config
 from torchrl_llm.testing.tiny import load_tiny_model
-from torchrl_llm.trainers import build_run, parse_run_config
-from torchrl_llm.trainers.report import RunReport
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES, CONFIGS = ROOT / "examples", ROOT / "examples" / "configs"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from arithmetic import arithmetic_splits, make_student
 
-from torchrl_llm.trainers import ConfigError, build_run, parse_run_config
+from torchrl_llm.runs import ConfigError, build_run, parse_run_config
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples" / "configs" / "tiny_reasoning.yaml"

@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 from typing import Any
 
+from torchrl_llm.runs import Run, RunConfig, build_run
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import byte_tokenizer
-from torchrl_llm.trainers import Run, RunConfig, build_run
 
 TURNS = 3
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_llm.modules.hf._kv_cache import SlotCache
-from torchrl_llm.prefixes import common_prefix
+from torchrl_llm.modules.prefixes import common_prefix
 
 
 def states(positions, *, heads=2, dim=3):

@@ -39,8 +39,8 @@ from torchrl_llm.data.batching import pad_rows
 from torchrl_llm.modules import SamplingConfig, TokenScorer, TurnCritic, enable_prefix_sharing, load_actor_critic
 from torchrl_llm.modules.adapters import enable_gradient_checkpointing
 from torchrl_llm.modules.prefix_attention import ATTENTION, PrefixSharing
+from torchrl_llm.modules.prefixes import PrefixCost
 from torchrl_llm.objectives import LLMPPOLoss, total, write_loss_weights
-from torchrl_llm.prefixes import PrefixCost
 
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
 

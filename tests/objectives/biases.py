@@ -21,9 +21,9 @@ from published_objectives import DPPO, GMPO, IPO, SAPO
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
+from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss, total, write_loss_weights
-from torchrl_llm.objectives import functional as F
 from torchrl_llm.testing.enumerable import EnumerableMDP, cosine, flat_gradient, relative_error
 
 Measure = Callable[[Study], tuple[Tensor, Tensor]]

@@ -10,7 +10,7 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model
 
-from torchrl_llm.objectives import functional as F
+from torchrl_llm import functional as F
 
 VOCAB = 11
 DOUBLE = torch.float64

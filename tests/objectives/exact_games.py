@@ -12,6 +12,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.modules import TokenScorer, TurnCritic
 from torchrl_llm.objectives import (
@@ -23,7 +24,6 @@ from torchrl_llm.objectives import (
     total,
     write_loss_weights,
 )
-from torchrl_llm.objectives import functional as F
 from torchrl_llm.testing.enumerable import EnumerableMDP, Step, flat_gradient, tiny_lm
 
 PLAIN = {"weighting": "constant", "weight_constant": 1.0}

@@ -6,8 +6,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from torchrl_llm import functional as F
 from torchrl_llm.objectives import GroupRelative
-from torchrl_llm.objectives import functional as F
 
 
 class GiGPO(GroupRelative):

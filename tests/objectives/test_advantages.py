@@ -8,8 +8,8 @@ from conversations import DOUBLE, LAYOUT, Values, close, law, layouts, make_crit
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from torchrl_llm import functional as F
 from torchrl_llm.objectives import GroupRelative, LLMGRPOLoss, NoCredit, ReBN, TurnEstimator, TurnGAE, TurnVTrace
-from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.estimators.imitation import ImitationWeights
 
 

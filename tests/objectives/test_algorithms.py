@@ -9,8 +9,8 @@ import torch
 from conversations import DOUBLE, LAYOUT, close, make_rows, table_actor, table_critic
 
 import torchrl_llm.objectives as package
+from torchrl_llm import functional as F
 from torchrl_llm.objectives import GroupRelative, LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, ReBN, TurnGAE
-from torchrl_llm.objectives import functional as F
 
 
 class TestLLMPPOLoss:

@@ -34,10 +34,10 @@ from published_objectives import DPPO, GMPO, IPO, SAPO
 from tensordict import TensorDict
 from torch import Tensor
 
+from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.modules import TokenScorer
 from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss, TurnVTrace
-from torchrl_llm.objectives import functional as F
 from torchrl_llm.testing.enumerable import (
     EnumerableMDP,
     batch_gradient,

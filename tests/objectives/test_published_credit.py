@@ -8,7 +8,7 @@ from conversations import DOUBLE
 from published import all_of, doubles, meets
 from torch import Tensor
 
-from torchrl_llm.objectives import functional as F
+from torchrl_llm import functional as F
 
 ANY = 7.5
 """Stands where a figure must not matter."""

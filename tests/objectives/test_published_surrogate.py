@@ -11,8 +11,8 @@ from published import doubles, meets
 from tensordict import TensorDict
 from torch import Tensor
 
+from torchrl_llm import functional as F
 from torchrl_llm.objectives import TurnPolicyLoss
-from torchrl_llm.objectives import functional as F
 
 
 def token_loss(log_prob: Tensor, old: Tensor, advantage: Tensor, ref: Tensor | None = None, **options) -> TensorDict:

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 from torch import Tensor
 
+from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.objectives import GroupRelative, ReBN
-from torchrl_llm.objectives import functional as F
 
 GAMMA = 0.9
 ADVANTAGE = ("turn", "advantage")

@@ -13,9 +13,9 @@ from torch.nn.functional import cross_entropy
 from torchrl_llm import keys
 from torchrl_llm.modules import TokenScorer
 from torchrl_llm.objectives import GroupRelative, ImitationWeights, LLMSFTLoss, NoCredit, ReBN, TurnGAE, TurnPolicyLoss
-from torchrl_llm.options import ConfigError, options_of
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import word_tokenizer
+from torchrl_llm.utils.options import ConfigError, options_of
 
 
 def weighted(rows: TensorDict) -> TensorDict:

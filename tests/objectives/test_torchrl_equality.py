@@ -25,8 +25,8 @@ from torchrl.objectives.value.functional import (
     vtrace_advantage_estimate,
 )
 
+from torchrl_llm import functional as F
 from torchrl_llm.objectives import ReBN, TurnGAE, TurnVTrace
-from torchrl_llm.objectives import functional as F
 
 unit = st.floats(0.0, 1.0)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrl_llm import keys
 from torchrl_llm.objectives import TurnVine
-from torchrl_llm.options import ConfigError
+from torchrl_llm.utils.options import ConfigError
 
 NAN = float("nan")
 

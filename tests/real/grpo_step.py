@@ -8,7 +8,7 @@ from pathlib import Path
 from talks import LongTalk, config
 
 from torchrl_llm import keys
-from torchrl_llm.trainers import build_run
+from torchrl_llm.runs import build_run
 from torchrl_llm.trainers.callbacks import Callback
 
 

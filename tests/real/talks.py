@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from torchrl_llm.trainers import RunConfig
+from torchrl_llm.runs import RunConfig
 
 TURNS = 3
 QUESTIONS = (

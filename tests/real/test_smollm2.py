@@ -19,11 +19,11 @@ from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.envs import ChatFormatter, GEMEnv
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, load_actor_critic
-from torchrl_llm.optional import MissingExtraError
-from torchrl_llm.smollm2 import smollm2_model_path
-from torchrl_llm.trainers import build_run
-from torchrl_llm.trainers.export import export_model
-from torchrl_llm.trainers.saved import find_saved_model
+from torchrl_llm.runs import build_run
+from torchrl_llm.runs.export import export_model
+from torchrl_llm.runs.saved import find_saved_model
+from torchrl_llm.runs.smollm2 import smollm2_model_path
+from torchrl_llm.utils.optional import MissingExtraError
 
 # Four iterations take a minute on a free core, and many on one that does other work.
 pytestmark = [pytest.mark.real, pytest.mark.timeout(1500)]
@@ -65,7 +65,7 @@ def rows(model, tokenizer):
 RANK = """
 import torch.distributed as dist
 from transformers import AutoConfig
-from torchrl_llm.smollm2 import smollm2_model_path
+from torchrl_llm.runs.smollm2 import smollm2_model_path
 dist.init_process_group("gloo")
 print(AutoConfig.from_pretrained(smollm2_model_path()).model_type)
 dist.destroy_process_group()

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from recorded import PAYLOADS, made_rows, write_metrics, write_result, write_rows
+from recorded_runs import PAYLOADS, made_rows, write_metrics, write_result, write_rows
 from waiting import LIMIT
 
 from torchrl_llm import keys

@@ -4,7 +4,7 @@
 """
 
 import pytest
-from recorded import made_rows, write_metrics, write_result, write_rows
+from recorded_runs import made_rows, write_metrics, write_result, write_rows
 
 from torchrl_llm.report import write_report
 from torchrl_llm.report.page import LIMIT

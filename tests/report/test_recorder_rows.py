@@ -3,12 +3,12 @@
 from types import SimpleNamespace
 
 import torch
-from recorded import made_rows
+from recorded_runs import made_rows
 
 from torchrl_llm import keys
-from torchrl_llm.record.recording import read_recording
+from torchrl_llm.runs import RolloutRecorder
+from torchrl_llm.runs.recording import read_recording
 from torchrl_llm.testing.tiny import load_tiny_tokenizer
-from torchrl_llm.trainers import RolloutRecorder
 from torchrl_llm.trainers.base import StockCollector
 
 

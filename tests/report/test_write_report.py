@@ -14,17 +14,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from recorded import PAYLOADS, about, made_rows, write_metrics, write_result, write_rows
+from recorded_runs import PAYLOADS, about, made_rows, write_metrics, write_result, write_rows
 
+from torchrl_llm import functional as F
 from torchrl_llm import keys
-from torchrl_llm.objectives import functional as F
-from torchrl_llm.record.recording import read_recording
 from torchrl_llm.report import write_report
 from torchrl_llm.report.curves import draw_curves
-from torchrl_llm.report.episodes import QUANTITIES, quantized, spans, token_values, turn_lanes, visible
+from torchrl_llm.report.episodes import QUANTITIES, quantized, token_values, turn_lanes
 from torchrl_llm.report.page import by_importance, spread
-from torchrl_llm.report.run_files import RunFiles
 from torchrl_llm.report.summary import headline
+from torchrl_llm.runs.recorded_groups import spans
+from torchrl_llm.runs.recording import read_recording
+from torchrl_llm.runs.run_files import RunFiles
+from torchrl_llm.utils.terminal import visible
 
 
 def index_of(text: str) -> dict:

@@ -13,7 +13,7 @@ from torch.nn.functional import one_hot, scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 
-from torchrl_llm.objectives.functional import turn_sum
+from torchrl_llm.functional import turn_sum
 from torchrl_llm.testing.pretended_gpu import DeviceError, pretended_gpu
 
 
@@ -200,7 +200,7 @@ class TestErrors:
         )
 
     def test_of_the_package_name_its_file(self, gpu):
-        with pytest.raises(DeviceError, match=r" at torchrl_llm/objectives/functional/\w+\.py:\d+$"):
+        with pytest.raises(DeviceError, match=r" at torchrl_llm/functional/\w+\.py:\d+$"):
             turn_sum(torch.ones(1, 3, device="cuda"), torch.zeros(1, 3, dtype=torch.int64), 1)
 
     def test_can_be_collected(self):

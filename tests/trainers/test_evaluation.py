@@ -15,13 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from torchrl_llm import keys
 from torchrl_llm.envs import EnvironmentFault, GEMEnv, PromptDatasetEnv, SeenTasks
+from torchrl_llm.metrics import success_interval, wilson_interval
 from torchrl_llm.modules import use_adapter
-from torchrl_llm.record import success_interval, wilson_interval
+from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs.build import make_environment
 from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import tiny_model_path
-from torchrl_llm.trainers import RunConfig, build_run, evaluate
-from torchrl_llm.trainers.build import make_environment
+from torchrl_llm.trainers import evaluate
 
 
 @pytest.fixture

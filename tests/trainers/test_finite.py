@@ -12,7 +12,8 @@ from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.modules.engine import NonFiniteLogitsError
 from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss
-from torchrl_llm.trainers import Callback, build_run, finite
+from torchrl_llm.runs import build_run
+from torchrl_llm.trainers import Callback, finite
 from torchrl_llm.trainers.finite import MAX_SKIPPED_STEPS, NonFiniteGradientError, NonFiniteWeightsError
 
 
@@ -151,7 +152,7 @@ def half(monkeypatch):
         accelerator.native_amp, accelerator.scaler = True, torch.amp.GradScaler("cpu", init_scale=8.0)
         return accelerator
 
-    monkeypatch.setattr("torchrl_llm.trainers.run.make_accelerator", make_accelerator)
+    monkeypatch.setattr("torchrl_llm.runs.run.make_accelerator", make_accelerator)
 
 
 @pytest.mark.host  # whose accelerator scales losses on a CPU
@@ -246,7 +247,7 @@ class TestWeights:
         assert run.checkpoints.checkpoints() == []
 
     def test_a_checkpoint_that_an_earlier_version_saved_is_refused(self, tmp_path, monkeypatch):
-        monkeypatch.setattr("torchrl_llm.trainers.checkpoint.check_finite", lambda trainer: None)
+        monkeypatch.setattr("torchrl_llm.runs.checkpoint.check_finite", lambda trainer: None)
         build_run(small_config(tmp_path, **SAVED), callbacks=[Poison("optimizer", 2)]).trainer.train()
         said = "000000000002 holds 1 of .* tensors of the optimizer .*000000000001 is whole: resume from it"
         with pytest.raises(CheckpointError, match=said):

@@ -10,7 +10,7 @@ from small_runs import small_config, weights
 from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss, ReBN
-from torchrl_llm.trainers import build_run
+from torchrl_llm.runs import build_run
 from torchrl_llm.trainers.loss_state import own_state
 
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from small_runs import one_batch, small_config
 
-from torchrl_llm.trainers import Callback, ConfigError, RunConfig, build_run
-from torchrl_llm.trainers.device import make_numerics, mixed_precision
+from torchrl_llm.runs import ConfigError, RunConfig, build_run
+from torchrl_llm.runs.device import make_numerics, mixed_precision
+from torchrl_llm.trainers import Callback
 from torchrl_llm.trainers.numerics import Numerics
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -5,7 +5,8 @@ import re
 import pytest
 from small_runs import small_config
 
-from torchrl_llm.trainers import ProgressBar, TrainerConfig, build_run
+from torchrl_llm.runs import build_run
+from torchrl_llm.trainers import ProgressBar, TrainerConfig
 from torchrl_llm.trainers.schedule import run_share
 
 

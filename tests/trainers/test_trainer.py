@@ -20,11 +20,12 @@ from torchrl.record.loggers import CSVLogger
 
 from torchrl_llm import keys
 from torchrl_llm.envs import TaskSampler
+from torchrl_llm.metrics import METRICS, wilson_interval
 from torchrl_llm.objectives import LLMPPOLoss, LLMReinforceLoss, TurnEstimator, TurnVTrace
-from torchrl_llm.record import METRICS, wilson_interval
-from torchrl_llm.trainers import Callback, ConfigError, LLMTrainer, build_run, make_objective, verify
+from torchrl_llm.runs import ConfigError, build_run, make_objective, verify
+from torchrl_llm.runs.checkpoint import NOT_EVALUATED
+from torchrl_llm.trainers import Callback, LLMTrainer
 from torchrl_llm.trainers.base import StockCollector
-from torchrl_llm.trainers.checkpoint import NOT_EVALUATED
 
 
 class TestAsync:
@@ -146,7 +147,7 @@ class TestLearning:
     @pytest.mark.slow
     def test_ppo_raises_the_win_rate_beyond_its_interval(self, tmp_path):
         """The short version of benchmarks/learning.py."""
-        from torchrl_llm.trainers import parse_run_config
+        from torchrl_llm.runs import parse_run_config
 
         config = parse_run_config(
             [

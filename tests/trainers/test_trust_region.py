@@ -5,9 +5,10 @@ import torch
 from small_runs import one_batch, small_config, weights
 
 from torchrl_llm import keys
+from torchrl_llm.functional import kl_estimate
 from torchrl_llm.objectives import LLMReinforceLoss
-from torchrl_llm.objectives.functional import kl_estimate
-from torchrl_llm.trainers import Callback, ConfigError, build_run
+from torchrl_llm.runs import ConfigError, build_run
+from torchrl_llm.trainers import Callback
 from torchrl_llm.trainers.trust_region import ATTEMPTS
 
 FAR = {"lr_actor": 0.03, "epochs": 3}

@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 from torchrl_llm import keys
 from torchrl_llm.modules import use_adapter
 from torchrl_llm.objectives import GroupRelative
+from torchrl_llm.runs import ConfigError, build_run
+from torchrl_llm.runs.build import _worker_policy, make_optimizer
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
-from torchrl_llm.trainers import Callback, ConfigError, LLMTrainer, build_run
-from torchrl_llm.trainers.build import _worker_policy, make_optimizer
+from torchrl_llm.trainers import Callback, LLMTrainer
 from torchrl_llm.trainers.schedule import lr_factor
 
 

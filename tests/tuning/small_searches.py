@@ -7,7 +7,7 @@ from pathlib import Path
 
 import yaml
 
-from torchrl_llm.trainers.settings_file import as_yaml
+from torchrl_llm.runs.settings_file import as_yaml
 from torchrl_llm.tuning import TuningConfig
 
 BASE = {

@@ -18,7 +18,7 @@ ray = pytest.importorskip("ray", reason="needs Ray Tune: run make test-tune")
 pytest.importorskip("ray.tune", reason="needs Ray Tune: run make test-tune")
 pytestmark = pytest.mark.tune
 
-from torchrl_llm.trainers import ConfigError  # noqa: E402
+from torchrl_llm.runs import ConfigError  # noqa: E402
 from torchrl_llm.tuning import report_best, summary, tune  # noqa: E402
 
 

@@ -12,12 +12,12 @@ import yaml
 from small_searches import BASE, SPACE, small_search
 
 from torchrl_llm.cli import main
-from torchrl_llm.optional import MissingExtraError
-from torchrl_llm.trainers import ConfigError, RunConfig, build_run
-from torchrl_llm.trainers.config import SamplingSettings
-from torchrl_llm.trainers.settings import WeightsConfig, names_of
+from torchrl_llm.runs import ConfigError, RunConfig, build_run
+from torchrl_llm.runs.config import SamplingSettings
+from torchrl_llm.runs.settings import WeightsConfig, names_of
 from torchrl_llm.tuning import TuningConfig, copy_run, put_back, report_best, summary, train_generation, tune
 from torchrl_llm.tuning.results import TuningError, check_same, identity, table
+from torchrl_llm.utils.optional import MissingExtraError
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "configs"
 

@@ -16,10 +16,10 @@ from importlib import import_module
 from typing import Any
 
 import torchrl_llm
-from torchrl_llm.arguments import COMMAND_LINE, ArgumentParser
-from torchrl_llm.hints import nearest
-from torchrl_llm.optional import import_extra
-from torchrl_llm.terminal import Formatter, printable_messages, say, show_traceback
+from torchrl_llm.utils.arguments import COMMAND_LINE, ArgumentParser
+from torchrl_llm.utils.hints import nearest
+from torchrl_llm.utils.optional import import_extra
+from torchrl_llm.utils.terminal import Formatter, printable_messages, say, show_traceback
 
 __all__ = ["COMMANDS", "command_parser", "main"]
 

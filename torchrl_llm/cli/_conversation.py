@@ -8,7 +8,7 @@ import numpy as np
 
 from torchrl_llm.envs import ChatFormatter
 from torchrl_llm.modules.engine import TurnRequest
-from torchrl_llm.trainers.saved import LoadedModel
+from torchrl_llm.runs.saved import LoadedModel
 
 
 class ConversationFullError(ValueError):

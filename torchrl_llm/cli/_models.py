@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from torchrl_llm.arguments import ArgumentParser
-from torchrl_llm.trainers.cli import add_flags, given_settings
-from torchrl_llm.trainers.saved import USED, LoadedModel, SavedModel, find_saved_model, load_saved_model
+from torchrl_llm.runs.flags import add_flags, given_settings
+from torchrl_llm.runs.saved import USED, LoadedModel, SavedModel, find_saved_model, load_saved_model
+from torchrl_llm.utils.arguments import ArgumentParser
 
 CHECKPOINT = (
     "a run's folder (its newest checkpoint), a checkpoint such as RUN/checkpoints/best, or a folder with a model; "

@@ -8,8 +8,8 @@ from collections.abc import Generator
 from contextlib import closing, suppress
 from typing import Any
 
-from torchrl_llm.optional import import_extra
-from torchrl_llm.terminal import printable, say
+from torchrl_llm.utils.optional import import_extra
+from torchrl_llm.utils.terminal import printable, say
 
 with suppress(ImportError):  # not on every system
     import readline  # noqa: F401  input() has keys to edit the line then

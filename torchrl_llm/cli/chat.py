@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from torchrl_llm.arguments import ArgumentParser
 from torchrl_llm.cli._conversation import Conversation, ConversationFullError
 from torchrl_llm.cli._models import add_checkpoint, load
 from torchrl_llm.cli._terminal import Terminal
 from torchrl_llm.envs import ControlTokenError
-from torchrl_llm.hints import nearest
-from torchrl_llm.trainers.cli import given_settings
-from torchrl_llm.trainers.saved import OF_THE_MODEL, SavedModel, find_saved_model, positions
+from torchrl_llm.runs.flags import given_settings
+from torchrl_llm.runs.saved import OF_THE_MODEL, SavedModel, find_saved_model, positions
+from torchrl_llm.utils.arguments import ArgumentParser
+from torchrl_llm.utils.hints import nearest
 
 COMMANDS = ("/reset", "/exit")
 _RESPONSE = 512

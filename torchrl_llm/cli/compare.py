@@ -9,9 +9,9 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from torchrl_llm.arguments import ArgumentParser
-from torchrl_llm.options import ConfigError
-from torchrl_llm.terminal import say
+from torchrl_llm.utils.arguments import ArgumentParser
+from torchrl_llm.utils.options import ConfigError
+from torchrl_llm.utils.terminal import say
 
 
 def add_arguments(parser: ArgumentParser) -> None:

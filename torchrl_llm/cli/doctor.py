@@ -14,15 +14,15 @@ from argparse import Namespace
 from importlib import import_module
 from types import ModuleType
 
-from torchrl_llm.arguments import ArgumentParser
 from torchrl_llm.cli._installation import Finding, installation
-from torchrl_llm.terminal import say
+from torchrl_llm.utils.arguments import ArgumentParser
+from torchrl_llm.utils.terminal import say
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the settings."""
     parser.add_argument("--json", action="store_true", default=False, help="print the findings as JSON")
-    settings = _imported("torchrl_llm.trainers.cli")
+    settings = _imported("torchrl_llm.runs.flags")
     if isinstance(settings, ModuleType):
         parser.usage, parser.noun = settings.USAGE, "setting"
         settings.add_settings(parser)
@@ -45,7 +45,7 @@ def run(arguments: Namespace) -> int:
 
 def _checks(arguments: Namespace) -> list[Finding]:
     # Packages of versions that do not fit together may fail to import: what is installed is said all the same.
-    fit, settings = _imported("torchrl_llm.cli._fit"), _imported("torchrl_llm.trainers.cli")
+    fit, settings = _imported("torchrl_llm.cli._fit"), _imported("torchrl_llm.runs.flags")
     if not (isinstance(fit, ModuleType) and isinstance(settings, ModuleType)):
         return [Finding("import", "fails", f"{fit}")]
     found = [*fit.devices()]

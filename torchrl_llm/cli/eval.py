@@ -12,16 +12,16 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 
-from torchrl_llm.arguments import ArgumentParser
 from torchrl_llm.cli._models import add_checkpoint, load
-from torchrl_llm.options import ConfigError
-from torchrl_llm.record.report import comparison_table
-from torchrl_llm.terminal import say
+from torchrl_llm.runs.opponents import make_opponent
+from torchrl_llm.runs.outputs import comparison_table
+from torchrl_llm.runs.saved import find_saved_model
+from torchrl_llm.runs.trained_tasks import tasks_of_weights
+from torchrl_llm.runs.trust import check_episodes
 from torchrl_llm.trainers.evaluation import evaluate
-from torchrl_llm.trainers.opponents import make_opponent
-from torchrl_llm.trainers.saved import find_saved_model
-from torchrl_llm.trainers.trained_tasks import tasks_of_weights
-from torchrl_llm.trainers.trust import check_episodes
+from torchrl_llm.utils.arguments import ArgumentParser
+from torchrl_llm.utils.options import ConfigError
+from torchrl_llm.utils.terminal import say
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -13,13 +13,13 @@ from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
 
-from torchrl_llm.arguments import ArgumentParser
 from torchrl_llm.cli._models import add_checkpoint
-from torchrl_llm.interrupts import catch_signals, interruptible
-from torchrl_llm.terminal import say
-from torchrl_llm.trainers.cli import given_settings
-from torchrl_llm.trainers.export import export_model
-from torchrl_llm.trainers.saved import find_saved_model
+from torchrl_llm.runs.export import export_model
+from torchrl_llm.runs.flags import given_settings
+from torchrl_llm.runs.saved import find_saved_model
+from torchrl_llm.utils.arguments import ArgumentParser
+from torchrl_llm.utils.interrupts import catch_signals, interruptible
+from torchrl_llm.utils.terminal import say
 
 
 def add_arguments(parser: ArgumentParser) -> None:

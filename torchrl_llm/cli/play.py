@@ -18,19 +18,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from torchrl_llm.arguments import ArgumentParser
 from torchrl_llm.cli._conversation import Conversation, ConversationFullError, text_of
 from torchrl_llm.cli._models import add_checkpoint, load
 from torchrl_llm.cli._terminal import Terminal
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.keys import StopReason
 from torchrl_llm.modules.engine import TurnRequest
-from torchrl_llm.options import ConfigError
-from torchrl_llm.terminal import say
-from torchrl_llm.trainers.cli import given_settings
-from torchrl_llm.trainers.config import SamplingSettings
-from torchrl_llm.trainers.saved import LoadedModel, SavedModel, environment_of, find_saved_model
-from torchrl_llm.trainers.settings import names_of
+from torchrl_llm.runs.config import SamplingSettings
+from torchrl_llm.runs.flags import given_settings
+from torchrl_llm.runs.saved import LoadedModel, SavedModel, environment_of, find_saved_model
+from torchrl_llm.runs.settings import names_of
+from torchrl_llm.utils.arguments import ArgumentParser
+from torchrl_llm.utils.options import ConfigError
+from torchrl_llm.utils.terminal import say
 
 Answer = Callable[[GEMEnv], "list[int] | None"]
 """The ids of the next response in slot 0; ``None``: there is none."""

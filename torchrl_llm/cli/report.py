@@ -9,9 +9,9 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from torchrl_llm.arguments import ArgumentParser
-from torchrl_llm.options import ConfigError
-from torchrl_llm.terminal import say
+from torchrl_llm.utils.arguments import ArgumentParser
+from torchrl_llm.utils.options import ConfigError
+from torchrl_llm.utils.terminal import say
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def run(arguments: Namespace) -> int:
         raise ConfigError(f"The run is '{arguments.folder}': there is no such folder.")
     # Here, so that a wrong folder and --help need no PyTorch.
     from torchrl_llm.report import write_report
-    from torchrl_llm.trainers.run_folder import MARK
+    from torchrl_llm.runs.run_folder import MARK
 
     # Others have files of these names too, and a report.html that would be lost.
     if not (arguments.folder / MARK).is_file():

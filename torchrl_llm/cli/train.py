@@ -17,12 +17,12 @@ from functools import partial
 
 from transformers.utils.logging import disable_progress_bar
 
-from torchrl_llm.arguments import ArgumentParser
-from torchrl_llm.terminal import say
-from torchrl_llm.trainers.cli import USAGE, add_settings, run_config_of
-from torchrl_llm.trainers.report import run_and_report
-from torchrl_llm.trainers.run import build_run
-from torchrl_llm.trainers.schema import settings_schema
+from torchrl_llm.report.run_report import run_and_report
+from torchrl_llm.runs.flags import USAGE, add_settings, run_config_of
+from torchrl_llm.runs.run import build_run
+from torchrl_llm.runs.schema import settings_schema
+from torchrl_llm.utils.arguments import ArgumentParser
+from torchrl_llm.utils.terminal import say
 
 
 def add_arguments(parser: ArgumentParser) -> None:

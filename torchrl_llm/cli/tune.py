@@ -18,11 +18,11 @@ from typing import Any
 
 from transformers.utils.logging import disable_progress_bar
 
-from torchrl_llm.arguments import ArgumentParser
-from torchrl_llm.options import ConfigError, describe, meanings, options_of
-from torchrl_llm.terminal import say
-from torchrl_llm.trainers.settings_file import read_value
+from torchrl_llm.runs.settings_file import read_value
 from torchrl_llm.tuning import TuningConfig, report_best, summary, tune
+from torchrl_llm.utils.arguments import ArgumentParser
+from torchrl_llm.utils.options import ConfigError, describe, meanings, options_of
+from torchrl_llm.utils.terminal import say
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from torchrl_llm.arguments import ArgumentParser
 from torchrl_llm.cli.train import train
-from torchrl_llm.options import ConfigError
-from torchrl_llm.trainers.cli import USAGE, add_settings
+from torchrl_llm.runs.flags import USAGE, add_settings
+from torchrl_llm.utils.arguments import ArgumentParser
+from torchrl_llm.utils.options import ConfigError
 
 
 def add_arguments(parser: ArgumentParser) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from torchrl_llm.collectors._worker import RolloutWorker, WorkerInfo, WorkerRequest, WorkerResult, portable
-from torchrl_llm.optional import running_ray
+from torchrl_llm.utils.optional import running_ray
 
 
 class ProcessLostError(RuntimeError):

@@ -26,7 +26,7 @@ from torchrl_llm.envs.text_env import EnvironmentFault
 from torchrl_llm.episode import Episode, Turn
 from torchrl_llm.keys import StopReason
 from torchrl_llm.modules.policy import TurnPolicy, TurnRequest, TurnResponse
-from torchrl_llm.options import Natural, Positive
+from torchrl_llm.utils.options import Natural, Positive
 
 STEP_TIMEOUT = 60.0
 """Seconds that an environment may take, unless another limit is given."""

@@ -23,7 +23,7 @@ from torchrl_llm.envs.games import SelfPlayEnv
 from torchrl_llm.envs.text_env import EnvironmentFault
 from torchrl_llm.episode import Episode
 from torchrl_llm.modules.policy import TurnPolicy
-from torchrl_llm.options import Checked, Count, Natural, PositiveShare, Share
+from torchrl_llm.utils.options import Checked, Count, Natural, PositiveShare, Share
 
 BRANCH_IDS = 2**61
 """The episode ids of continuations are the 2**61 from here on, of which no stream of :mod:`torchrl_llm.envs.tasks` has any."""

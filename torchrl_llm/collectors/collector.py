@@ -27,10 +27,10 @@ from torchrl_llm.collectors._queue import EpisodeQueue, RolloutExecutor
 from torchrl_llm.data import rows_from_episodes
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.episode import Episode
-from torchrl_llm.interrupts import interruptible
 from torchrl_llm.modules.policy import TurnPolicy
-from torchrl_llm.options import Checked, Natural
 from torchrl_llm.stops import HasStopIds, share_stop_ids
+from torchrl_llm.utils.interrupts import interruptible
+from torchrl_llm.utils.options import Checked, Natural
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class EpisodeCollector(Checked, BaseCollector):
     engine_timeout = 600.0
     """Seconds without a finished step of the policy after which the background thread is given up."""
     interruptible: Callable[[Callable[[], TensorDictBase]], TensorDictBase] = staticmethod(interruptible)
-    """Calls the collection of a batch; a trainer of several ranks replaces it (:mod:`torchrl_llm.interrupts`)."""
+    """Calls the collection of a batch; a trainer of several ranks replaces it (:mod:`torchrl_llm.utils.interrupts`)."""
     _executor: RolloutExecutor
 
     def __init__(
@@ -257,7 +257,7 @@ class EpisodeCollector(Checked, BaseCollector):
         return bool(self.policy.logprobs_match_trainer) if isinstance(self.policy, TurnPolicy) else True
 
     def metrics(self) -> dict[str, float]:
-        """Counts so far, by the names of :data:`torchrl_llm.record.METRICS`. A run adds them up over its processes; of metrics that a
+        """Counts so far, by the names of :data:`torchrl_llm.metrics.METRICS`. A run adds them up over its processes; of metrics that a
         subclass adds it logs the mean."""
         return {"data/dropped": float(self.dropped.total()), "data/faults": float(self.faults.total())}
 

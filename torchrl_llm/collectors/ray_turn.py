@@ -11,7 +11,7 @@ from torchrl_llm.collectors.async_turn import STEP_TIMEOUT, check_slots
 from torchrl_llm.collectors.collector import EpisodeCollector
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.modules.policy import TurnPolicy
-from torchrl_llm.options import Count, Natural, Positive
+from torchrl_llm.utils.options import Count, Natural, Positive
 
 __all__ = ["RayTurnCollector", "WorkerLostError"]
 

@@ -21,7 +21,7 @@ from torchrl_llm.envs.tasks import TaskSampler
 from torchrl_llm.envs.text_env import EnvironmentFault
 from torchrl_llm.episode import Episode, Turn
 from torchrl_llm.modules.policy import TurnPolicy, TurnRequest, TurnResponse
-from torchrl_llm.options import Count
+from torchrl_llm.utils.options import Count
 
 
 class SelfPlayCollector(EpisodeCollector):

@@ -16,7 +16,7 @@ from torchrl_llm.collectors.branching import branch
 from torchrl_llm.envs.env import GEMEnv
 from torchrl_llm.episode import Episode
 from torchrl_llm.modules.policy import TurnPolicy
-from torchrl_llm.options import Checked, Count
+from torchrl_llm.utils.options import Checked, Count
 
 
 @dataclass(frozen=True, kw_only=True)

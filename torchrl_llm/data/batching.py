@@ -1,6 +1,6 @@
 """Splitting and joining rows: :func:`minibatches` for optimizer steps, :func:`micro_batches` for memory, :func:`cat_rows`.
 
-Losses are weighted sums (:func:`torchrl_llm.objectives.functional.loss_weights`), so the split of a batch never
+Losses are weighted sums (:func:`torchrl_llm.functional.loss_weights`), so the split of a batch never
 changes a gradient, only the amount of padding.
 """
 
@@ -15,7 +15,7 @@ from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
 from torchrl_llm import keys
-from torchrl_llm.prefixes import PrefixCost, SortedRows, pack_rows
+from torchrl_llm.modules.prefixes import PrefixCost, SortedRows, pack_rows
 
 
 def minibatches(
@@ -95,7 +95,7 @@ def micro_batches(batch: TensorDictBase, max_tokens: int, cost: PrefixCost | Non
 
     Args:
         batch: rows of batch size ``[B]`` with ``"attention_mask"`` ``[B, L]``, right-padded; a row's gaps
-            (:mod:`torchrl_llm.segments`) stay.
+            (:mod:`torchrl_llm.modules.segments`) stay.
         max_tokens: bound on rows times longest row, >= 1; with ``cost`` on the tokens that are computed, and a 16th of rows times
             longest row.
         cost: of a model that computes shared prefixes once; ``None``: no model here does.

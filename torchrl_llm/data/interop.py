@@ -15,7 +15,7 @@ from torch.distributions import Distribution
 from torchrl.envs.transforms import Transform
 
 from torchrl_llm import keys
-from torchrl_llm.objectives.functional import turn_to_token
+from torchrl_llm.functional import turn_to_token
 
 _TOKENS = ("tokens", "full")
 _LOG_PROBS = ("log_probs", "full")

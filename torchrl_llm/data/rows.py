@@ -11,9 +11,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.episode import Episode
-from torchrl_llm.objectives import functional as F
 
 _Row = dict[keys.NestedKey, npt.NDArray[Any]]
 
@@ -48,7 +48,7 @@ def rows_from_episodes(
     A row is the whole context up to the last feedback, as far as that fits. Where the context was cut and rebuilt on the way
     (``GEMEnv(overflow="slide")``), a row holds the segments one after the other, with one column of padding between them: a
     gap in ``attention_mask``. So nothing is trained on with a context that the policy did not see
-    (:mod:`torchrl_llm.segments`). Extras of environments are at :func:`~torchrl_llm.keys.turn_extra`; all episodes have the same.
+    (:mod:`torchrl_llm.modules.segments`). Extras of environments are at :func:`~torchrl_llm.keys.turn_extra`; all episodes have the same.
 
     Rows take about 29 bytes a token; no larger tensor is made on the way.
 

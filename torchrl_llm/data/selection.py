@@ -9,8 +9,8 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from torchrl_llm import functional as F
 from torchrl_llm import keys
-from torchrl_llm.objectives import functional as F
 
 
 def nonzero_variance(rows: TensorDictBase) -> Tensor:
@@ -74,7 +74,7 @@ def overlong(rows: TensorDictBase, max_response_length: int) -> Tensor:
 def penalize_overlong(rows: TensorDictBase, coeff: float, *, max_response_length: int, buffer: int) -> TensorDictBase:
     """Subtract ``coeff`` times the soft overlong penalty of each response from the reward of its turn.
 
-    See :func:`~torchrl_llm.objectives.functional.overlong_penalty`. Call it before the advantage estimator.
+    See :func:`~torchrl_llm.functional.overlong_penalty`. Call it before the advantage estimator.
 
     Args:
         rows: ``[B]`` with ``"turn_ids"`` and ``("turn", reward / mask)``; the reward is replaced.

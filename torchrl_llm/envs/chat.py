@@ -22,9 +22,9 @@ from torchrl_llm.envs.message_cache import MessageCache
 from torchrl_llm.envs.response import Response, text_behind_thinking
 from torchrl_llm.envs.template_probe import History, probe_template
 from torchrl_llm.envs.template_properties import Frame, TemplateProperties
-from torchrl_llm.options import Checked, ConfigError
 from torchrl_llm.rendering import Renderer, Role
 from torchrl_llm.stops import control_tokens, token_pattern
+from torchrl_llm.utils.options import Checked, ConfigError
 
 Template = Literal["chat", "raw"]
 

@@ -27,7 +27,7 @@ from torchrl_llm.envs.rewards import Grader, Question, RewardFn, Row, WantedColu
 from torchrl_llm.envs.tasks import Stream, TaskSampler, TaskSpec
 from torchrl_llm.envs.tensors import chosen_slots, responses_of
 from torchrl_llm.envs.text_env import EnvSpec
-from torchrl_llm.options import Positive, options_of
+from torchrl_llm.utils.options import Positive, options_of
 
 SPLITS: dict[Stream, tuple[str, ...]] = {"train": ("train",), "eval": ("validation", "test"), "test": ("test",)}
 """The splits that a stream may read; it reads the first one there is."""

@@ -33,8 +33,8 @@ from torchrl_llm.envs.template_probe import History
 from torchrl_llm.envs.tensors import chosen_slots, done_of, observation_of, responses_of, set_specs
 from torchrl_llm.envs.text_env import EnvironmentFault, EnvSource, EnvSpec, SuccessBy, resolve_env
 from torchrl_llm.keys import StopReason
-from torchrl_llm.options import Checked, ConfigError, Count, Natural, Positive
 from torchrl_llm.stops import HasStopIds, share_stop_ids
+from torchrl_llm.utils.options import Checked, ConfigError, Count, Natural, Positive
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
     our budgets: ``max_turns``, or when the next response would not fit into ``max_model_len``. With ``overflow="slide"`` the
     oldest turns leave the context instead, all but the first prompt and as much as fills half of the room behind it; the
     ids of what stays do not change. What follows is a new segment of the episode, counted in the observation ``"segment"``
-    ``[N, 1]``, and trained on as the policy saw it (:mod:`torchrl_llm.segments`). The episode is truncated only where the
+    ``[N, 1]``, and trained on as the policy saw it (:mod:`torchrl_llm.modules.segments`). The episode is truncated only where the
     last turn alone does not fit.
 
     An environment that raises (also ``SystemExit``) or returns something malformed ends its own episode: truncated, reward

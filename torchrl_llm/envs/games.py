@@ -19,7 +19,7 @@ from torchrl_llm.envs.isolation import IsolatedEnv, kept_global_rng
 from torchrl_llm.envs.slots import Reply
 from torchrl_llm.envs.tasks import TaskSpec
 from torchrl_llm.envs.text_env import EnvironmentUnavailableError, EnvSource, EnvSpec, resolve_env
-from torchrl_llm.options import ConfigError, Count
+from torchrl_llm.utils.options import ConfigError, Count
 
 __all__ = ["Game", "Seat", "SelfPlayEnv"]
 

@@ -30,7 +30,7 @@ from torchrl_llm.envs.text_env import (
     UnknownEnvironmentError,
     register_env_family,
 )
-from torchrl_llm.options import ConfigError
+from torchrl_llm.utils.options import ConfigError
 
 _GRADER_TIMEOUT = 60.0  # seconds that a grading process may take to start, which imports the main script
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from torchrl_llm.options import ConfigError
+from torchrl_llm.utils.options import ConfigError
 
 SHIPPED = "reasoning_gym"
 """The list that needs no file: reasoning_gym, which GEM brings, ships 150,000 English words of 3 to 10 letters, rare ones too."""

@@ -25,7 +25,7 @@ from torchrl_llm.envs import gem_catalog
 from torchrl_llm.envs.extras import ExtraKinds
 from torchrl_llm.envs.tasks import Stream, TaskIdentity, task_of
 from torchrl_llm.envs.text_env import EnvironmentFault, TextEnv, TextStep, read_reset, reset_env, takes_seed
-from torchrl_llm.interrupts import children_ignore_sigint
+from torchrl_llm.utils.interrupts import children_ignore_sigint
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torchrl_llm.envs.isolation import Pool, kept_global_rng
 from torchrl_llm.episode import LARGEST_REWARD, is_reward, plain_number
-from torchrl_llm.fingerprint import fingerprint
+from torchrl_llm.utils.fingerprint import fingerprint
 
 RewardFn = Callable[..., Any]
 """``reward_fn(completion, answer, question)``, with further columns by name; lists of them, if it is batched."""

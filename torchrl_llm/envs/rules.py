@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchrl_llm.envs.env import GEMEnv
-from torchrl_llm.fingerprint import fingerprint
+from torchrl_llm.utils.fingerprint import fingerprint
 
 _LIMITS = ("max_turns", "max_model_len", "max_output_tokens", "overflow", "success_reward")
 _TEXT = ("template", "history", "system_prompt", "chat_template_kwargs", "missing_thinking", "template_date")
@@ -21,7 +21,7 @@ def rules_of(env: GEMEnv) -> dict[str, Any]:
         env: the environment.
 
     Returns:
-        The environments of the mixture (name, :func:`~torchrl_llm.fingerprint.fingerprint` of what makes them, which reward
+        The environments of the mixture (name, :func:`~torchrl_llm.utils.fingerprint.fingerprint` of what makes them, which reward
         decides about success), limits, and how messages are rendered.
 
     Examples:

@@ -25,7 +25,7 @@ from torchrl_llm.envs.isolation import Call, IsolatedEnv, Pool, kept_global_rng
 from torchrl_llm.envs.tasks import Stream, TaskIdentity, TaskSampler, TaskSpec
 from torchrl_llm.envs.text_env import EnvironmentFault, EnvironmentUnavailableError, EnvSpec, TextStep
 from torchrl_llm.keys import StopReason
-from torchrl_llm.options import ConfigError
+from torchrl_llm.utils.options import ConfigError
 
 logger = logging.getLogger(__name__)
 

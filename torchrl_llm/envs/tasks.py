@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 
 import numpy as np
 
-from torchrl_llm.options import Checked, ConfigError, Count, Natural, Positive, Share
+from torchrl_llm.utils.options import Checked, ConfigError, Count, Natural, Positive, Share
 
 Stream = Literal["train", "eval", "test"]
 

@@ -22,8 +22,8 @@ from torchrl_llm.envs.extras import NO_EXTRAS, ExtraKinds, Extras, check_kinds
 from torchrl_llm.envs.tasks import TaskSpec
 from torchrl_llm.episode import LARGEST_REWARD, is_reward, plain_number
 from torchrl_llm.keys import StopReason
-from torchrl_llm.options import check_value
 from torchrl_llm.rendering import Role
+from torchrl_llm.utils.options import check_value
 
 logger = logging.getLogger(__name__)
 

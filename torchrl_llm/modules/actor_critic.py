@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from torchrl_llm.files import open_to_others
 from torchrl_llm.modules import weights
 from torchrl_llm.modules._base import Quantization, compile_layers, load_base, unmap_weights
 from torchrl_llm.modules.adapters import AdapterError, add_adapters, enable_gradient_checkpointing, trainable_parameters
@@ -32,6 +31,7 @@ from torchrl_llm.modules.merging import merged_tensors
 from torchrl_llm.modules.prefix_attention import enable_prefix_sharing
 from torchrl_llm.modules.sampling import SamplingConfig, decide_stop_ids
 from torchrl_llm.modules.scorer import TokenScorer
+from torchrl_llm.utils.files import open_to_others
 
 _VALUE_HEAD = "value_head.safetensors"
 

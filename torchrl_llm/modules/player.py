@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_llm.fingerprint import fingerprint
 from torchrl_llm.modules.policy import Generation, TurnPolicy
 from torchrl_llm.modules.sampling import SamplingConfig
+from torchrl_llm.utils.fingerprint import fingerprint
 
 Player = Callable[[str, random.Random], str]
 """``player(context, rng)``: the text of a turn. ``context`` is the conversation so far as the model reads it, control tokens of

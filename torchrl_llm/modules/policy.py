@@ -22,9 +22,9 @@ from torch import Tensor
 from torchrl.envs.utils import ExplorationType, exploration_type
 
 from torchrl_llm import keys
-from torchrl_llm.fingerprint import fingerprint
 from torchrl_llm.modules.engine import InferenceEngine, TurnRequest, TurnResponse
 from torchrl_llm.modules.sampling import SamplingConfig
+from torchrl_llm.utils.fingerprint import fingerprint
 
 
 class Generation(NamedTuple):

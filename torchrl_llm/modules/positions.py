@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torchrl_llm import keys
 from torchrl_llm.modules.lm import embedding_of, is_checkpointed
 from torchrl_llm.modules.prefix_attention import PrefixSharing
-from torchrl_llm.prefixes import PrefixCost
-from torchrl_llm.segments import Segments
+from torchrl_llm.modules.prefixes import PrefixCost
+from torchrl_llm.modules.segments import Segments
 
 
 class RowError(ValueError):
@@ -114,7 +114,7 @@ def action_positions(attention_mask: Tensor, turn_ids: Tensor) -> ActionPosition
 class RowModule(TensorDictModuleBase):
     """Base class of the scorer and the critic: one forward over rows, one number at each action token.
 
-    A gap in ``attention_mask`` starts a segment, which is computed as a row of its own (:mod:`torchrl_llm.segments`).
+    A gap in ``attention_mask`` starts a segment, which is computed as a row of its own (:mod:`torchrl_llm.modules.segments`).
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """Forwards that compute what rows share once: :func:`row_states`, for models that :func:`enable_prefix_sharing` prepared.
 
 One call of the backbone gets the distinct tokens of all rows as a single sequence. Only attention tells prefixes apart: this
-module's function for it gives every stage of the layout (:mod:`torchrl_llm.prefixes`) its own keys and values.
+module's function for it gives every stage of the layout (:mod:`torchrl_llm.modules.prefixes`) its own keys and values.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from torchrl_llm.modules.lm import (
     moving_ropes,
     training_flags,
 )
+from torchrl_llm.modules.prefixes import PrefixCost, PrefixPlan, plan_prefixes
 from torchrl_llm.modules.stage_attention import StageMask, masked_attention
-from torchrl_llm.prefixes import PrefixCost, PrefixPlan, plan_prefixes
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ def _try(model: nn.Module) -> str | None:
 
 
 class PrefixTree:
-    """A :class:`~torchrl_llm.prefixes.PrefixPlan` as tensors on a device.
+    """A :class:`~torchrl_llm.modules.prefixes.PrefixPlan` as tensors on a device.
 
     Attributes:
         plan: where it comes from.

@@ -16,8 +16,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from torchrl_llm.options import Checked, ConfigError, Count, MinP, Natural, Positive, PositiveShare, Temperature
 from torchrl_llm.stops import response_end_ids
+from torchrl_llm.utils.options import Checked, ConfigError, Count, MinP, Natural, Positive, PositiveShare, Temperature
 
 _BLOCK = {"cpu": 2**19}
 """Logits of the rows that are sampled from at a time, by kind of device. On a CPU their float64 sums fill 4 MiB, which the

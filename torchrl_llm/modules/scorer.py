@@ -56,7 +56,7 @@ class TokenScorer(RowModule):
     policy truncates, ``old_log_prob`` is scored again and the loss corrects for the sampler. The repetition penalty is
     always left out, for the distribution it makes depends on the whole context.
 
-    A gap in ``attention_mask`` starts a segment, which is computed as a row of its own (:mod:`torchrl_llm.segments`).
+    A gap in ``attention_mask`` starts a segment, which is computed as a row of its own (:mod:`torchrl_llm.modules.segments`).
 
     Memory: the ``[M, V]`` logits of M action tokens are made in chunks, which ``backward`` makes again, so that only one
     chunk of logits is alive at a time (where the head or the sampling do more than ``head_scores`` of ``modules.head``

@@ -1,9 +1,9 @@
 """Losses, advantage estimators, and the maths under them.
 
-:mod:`~torchrl_llm.objectives.functional` holds pure functions; the rest are TorchRL modules around them.
+:mod:`~torchrl_llm.functional` holds pure functions; the rest are TorchRL modules around them.
 """
 
-from torchrl_llm.objectives import functional
+from torchrl_llm import functional
 from torchrl_llm.objectives.estimators import (
     CriticEstimator,
     GroupRelative,

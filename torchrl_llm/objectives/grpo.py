@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchrl_llm.objectives import functional as F
+from torchrl_llm import functional as F
 from torchrl_llm.objectives.estimators.returns import POTENTIAL_IDLE, STATE_IDLE, Credit, GroupRelative
 from torchrl_llm.objectives.loss import TurnPolicyLoss
-from torchrl_llm.options import Count, NonNegative, Share
+from torchrl_llm.utils.options import Count, NonNegative, Share
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -1,7 +1,7 @@
 """Base class of the policy losses: :class:`TurnPolicyLoss`.
 
 A loss is a **weighted sum** over tokens, and the weights belong to the optimizer batch
-(:mod:`~torchrl_llm.objectives.micro_batches`). The maths is in :mod:`torchrl_llm.objectives.functional`; the three algorithms
+(:mod:`~torchrl_llm.objectives.micro_batches`). The maths is in :mod:`torchrl_llm.functional`; the three algorithms
 are in ``ppo.py``, ``reinforce.py`` and ``grpo.py``.
 """
 
@@ -19,14 +19,14 @@ from torchrl.objectives import LossModule
 from torchrl.objectives.utils import ValueEstimators
 from torchrl.objectives.value import ValueEstimatorBase
 
+from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
-from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.checks import check_objective
 from torchrl_llm.objectives.estimators import NoCredit, ReBN, TurnEstimator, TurnGAE
 from torchrl_llm.objectives.estimators.base import RowReader
 from torchrl_llm.objectives.sampler import SamplerRule
-from torchrl_llm.options import Bound, Checked, Idle, NonNegative, Positive, Ratio, options_of
+from torchrl_llm.utils.options import Bound, Checked, Idle, NonNegative, Positive, Ratio, options_of
 
 UnitWeight = Literal["by_tokens", "equal"]
 Clipping = Literal["ppo", "cispo", "none"]
@@ -72,7 +72,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         unit_weight: a unit counts ``"by_tokens"`` (with the sum of its tokens' weights; with one token's under
             ``ratio_reduction="sum"``), or all units are ``"equal"``: GSPO, other libraries' turn-level clip. Default:
             ``"by_tokens"``.
-        weighting: what counts equally in the loss, see :func:`~torchrl_llm.objectives.functional.loss_weights`; not
+        weighting: what counts equally in the loss, see :func:`~torchrl_llm.functional.loss_weights`; not
             with ``unit_weight="equal"``, which decides it. Default: ``"token"``.
         weight_constant: tokens per episode of ``weighting="constant"``.
         kl_coeff: weight of the KL to the reference policy; 0 is off. A trainer can lower it during a run
@@ -87,7 +87,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
         sampler_correction: corrects objective and KL for an engine whose log-probs are not the trainer's (Yao et al., 2025,
             "Your efficient RL framework secretly brings you off-policy RL training"), by weights of ``w = old / sample``:
             ``"truncate"`` to ``min(w, cap)``, ``"mask"`` to 0 where ``w`` is out of bounds, or ``"reject"``: 1 or 0; see
-            :func:`~torchrl_llm.objectives.functional.sampler_weights`. Needs ``"old_log_prob"``: without it the ratio is
+            :func:`~torchrl_llm.functional.sampler_weights`. Needs ``"old_log_prob"``: without it the ratio is
             taken against the sampler itself. Default: ``None``.
         sampler_bounds: the cap of ``"truncate"``, ``(low, high)`` of ``"mask"`` and ``"reject"``.
         sampler_level, sampler_reduction: the same as ``ratio_level`` and ``ratio_reduction``, of ``w``. Defaults: ``"token"``, ``"sum"``.
@@ -356,7 +356,7 @@ class TurnPolicyLoss(Checked, RowReader, LossModule):
 
         Args:
             turn_ids: ``[B, L]`` int64 of the whole batch (of this rank), -1 off actions.
-            process_group, row_weight: see :func:`~torchrl_llm.objectives.functional.loss_weights`.
+            process_group, row_weight: see :func:`~torchrl_llm.functional.loss_weights`.
         """
         weight = F.loss_weights(turn_ids, self.weighting, self.weight_constant, process_group, row_weight)
         return {"loss_weight": weight}

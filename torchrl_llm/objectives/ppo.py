@@ -10,12 +10,12 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
+from torchrl_llm import functional as F
 from torchrl_llm.keys import NestedKey
-from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.estimators.base import Granularity
 from torchrl_llm.objectives.estimators.critic import TurnGAE
 from torchrl_llm.objectives.loss import TurnPolicyLoss
-from torchrl_llm.options import NonNegative, Positive, Share
+from torchrl_llm.utils.options import NonNegative, Positive, Share
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

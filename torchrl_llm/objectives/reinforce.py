@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torchrl_llm.objectives.estimators.base import Granularity
 from torchrl_llm.objectives.estimators.returns import Population, ReBN
 from torchrl_llm.objectives.loss import KLPlace, TurnPolicyLoss
-from torchrl_llm.options import NonNegative, Share
+from torchrl_llm.utils.options import NonNegative, Share
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

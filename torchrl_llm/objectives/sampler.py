@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_llm.objectives import functional as F
+from torchrl_llm import functional as F
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SamplerRule:
         self.weights(nothing, nothing, nothing.long())  # raises on invalid bounds
 
     def weights(self, old: Tensor, sample: Tensor, turn_ids: Tensor) -> Tensor:
-        """See :func:`~torchrl_llm.objectives.functional.sampler_weights`; ``[B, L]`` each."""
+        """See :func:`~torchrl_llm.functional.sampler_weights`; ``[B, L]`` each."""
         low, high = (0.0, self.bounds) if self.kind == "truncate" else self.bounds
         return F.sampler_weights(old, sample, turn_ids, self.kind, low, high, self.level, self.reduction)
 

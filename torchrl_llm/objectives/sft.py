@@ -9,13 +9,13 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from torchrl_llm import functional as F
 from torchrl_llm.keys import NestedKey
-from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.estimators import CriticEstimator
 from torchrl_llm.objectives.estimators.imitation import Imitated, ImitationWeights, NoCredit
 from torchrl_llm.objectives.estimators.returns import ReturnEstimator
 from torchrl_llm.objectives.loss import Clipping, KLPlace, TurnPolicyLoss, UnitWeight
-from torchrl_llm.options import Finite, Idle, Share
+from torchrl_llm.utils.options import Finite, Idle, Share
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

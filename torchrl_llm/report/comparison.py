@@ -15,14 +15,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from torchrl_llm.files import write_bytes
-from torchrl_llm.optional import import_extra
-from torchrl_llm.record.paired import paired_statistics
-from torchrl_llm.record.report import percent
+from torchrl_llm.metrics.paired import paired_statistics
 from torchrl_llm.report.curves import as_metrics
-from torchrl_llm.report.run_files import RunFiles
 from torchrl_llm.report.summary import seconds_of
-from torchrl_llm.terminal import one_line
+from torchrl_llm.runs.outputs import percent
+from torchrl_llm.runs.run_files import RunFiles
+from torchrl_llm.utils.files import write_bytes
+from torchrl_llm.utils.optional import import_extra
+from torchrl_llm.utils.terminal import one_line
 
 _HEADER = (
     "run",
@@ -48,7 +48,7 @@ def compare_runs(folders: Sequence[Path]) -> str:
     the evaluations, the latter with its interval, the share of its episodes whose task was trained on ("-" where that is unknown)
     and that of penalized turns; "seconds" is the wall clock of the
     iterations, and "turns" what was collected, those of trees that were played again included; "gained, lost" compares the latter, episode by
-    episode, with that of the first run above that was evaluated in the same games (:func:`~torchrl_llm.record.paired_comparison`, with McNemar's p).
+    episode, with that of the first run above that was evaluated in the same games (:func:`~torchrl_llm.metrics.paired_comparison`, with McNemar's p).
 
     Args:
         folders: of the runs, at least one.

@@ -1,7 +1,7 @@
 """Recorded episodes as the page embeds them: lanes of turns as JSON, tokens and their values in a byte or two each.
 
-:func:`groups_of` divides a recording into the groups that the page shows as a tree, episodes of one task. :class:`GroupEncoder`
-writes a group as a compressed block that the page inflates when it is looked at.
+:class:`GroupEncoder` writes a group (:mod:`torchrl_llm.runs.recorded_groups`) as a compressed block that the page inflates when it is
+looked at.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrl_llm.keys import StopReason
-from torchrl_llm.record.pieces import join_pieces
-from torchrl_llm.record.recording import Recording
-from torchrl_llm.terminal import UNSEEN
+from torchrl_llm.runs.pieces import join_pieces
+from torchrl_llm.runs.recorded_groups import Group, spans
+from torchrl_llm.runs.recording import Recording
+from torchrl_llm.utils.terminal import visible
 
 Floats = npt.NDArray[np.floating[Any]]
 
@@ -35,10 +36,6 @@ QUANTITIES: dict[str, str] = {
 
 _SIGNED = ("credit", "ratio")
 """Shaded by sign, around 0."""
-
-CUT = -2
-"""Stands for a turn in :func:`spans` where the context was cut."""
-
 
 # ------------------------------------------------------------------ what is shown of a recording
 
@@ -106,45 +103,7 @@ def _short(value: float) -> float | None:
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
-def spans(recording: Recording, row: int) -> list[list[int]]:
-    """Who wrote an episode: ``[turn, tokens]`` in order, turn -1 for the environment and :data:`CUT` for a cut of the context."""
-    mask, turn_ids = recording.arrays["attention_mask"][row], recording.arrays["turn_ids"][row]
-    end = int(mask.nonzero()[0].max()) + 1 if mask.any() else 0
-    codes = np.where(mask, turn_ids, CUT)[:end]
-    starts = np.flatnonzero(np.diff(codes, prepend=-9))
-    lengths = np.diff(np.append(starts, end))
-    return [[int(codes[start]), int(length)] for start, length in zip(starts, lengths, strict=True)]
-
-
 # ------------------------------------------------------------------ groups
-
-
-@dataclass(frozen=True)
-class Group:
-    """Episodes of one task in one recording: ``rows`` of it."""
-
-    recording: Recording
-    number: int
-    """Of the recording, in the order of the run."""
-    task: int
-    rows: list[int]
-
-
-def groups_of(recording: Recording, number: int) -> Iterator[Group]:
-    """The groups of a recording, in order of appearance."""
-    task = recording.arrays["task_id" if "task_id" in recording.arrays else "group_id"].tolist()
-    for each in dict.fromkeys(task):
-        yield Group(recording, number, each, [row for row, own in enumerate(task) if own == each])
-
-
-def visible(text: str) -> str:
-    """``text`` with characters that cannot be seen, or that change the direction of others, as their numbers.
-
-    Examples:
-        >>> visible("a\\u202eb\\n"), visible("\\x1b[2J")
-        ('a⟨202E⟩b\\n', '⟨001B⟩[2J')
-    """
-    return UNSEEN.sub(lambda match: f"⟨{ord(match[0]):04X}⟩", text)
 
 
 @dataclass

@@ -14,13 +14,14 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from torchrl_llm.files import write_text
-from torchrl_llm.record.recording import Recording
-from torchrl_llm.record.report import with_final
 from torchrl_llm.report import summary
 from torchrl_llm.report.curves import as_metrics, draw_curves
-from torchrl_llm.report.episodes import QUANTITIES, Group, GroupEncoder, compressed, groups_of, token_values
-from torchrl_llm.report.run_files import RunFiles
+from torchrl_llm.report.episodes import QUANTITIES, GroupEncoder, compressed, token_values
+from torchrl_llm.runs.outputs import with_final
+from torchrl_llm.runs.recorded_groups import Group, groups_of
+from torchrl_llm.runs.recording import Recording
+from torchrl_llm.runs.run_files import RunFiles
+from torchrl_llm.utils.files import write_text
 
 NAME = "report.html"
 """The page's file."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchrl_llm.record.health import HealthRules
-from torchrl_llm.record.paired import OTHER_GAMES, PairedComparison
-from torchrl_llm.record.report import percent
-from torchrl_llm.report.run_files import RunFiles
+from torchrl_llm.metrics.health import HealthRules
+from torchrl_llm.metrics.paired import OTHER_GAMES, PairedComparison
+from torchrl_llm.runs.outputs import percent
+from torchrl_llm.runs.run_files import RunFiles
 
 Rows = list[tuple[str, ...]]
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from torchrl_llm.fingerprint import fingerprint
 from torchrl_llm.modules.policy import Generation, SamplingConfig, TurnPolicy, TurnRequest, TurnResponse
+from torchrl_llm.utils.fingerprint import fingerprint
 
 Script = Callable[[int, int, str], str]
 

@@ -17,8 +17,8 @@ from unittest import mock
 
 import pytest
 
+from torchrl_llm.runs import RunConfig
 from torchrl_llm.testing.pretended_gpu import DeviceError, PretendedGPU, pretended_gpu
-from torchrl_llm.trainers import RunConfig
 
 _opened = ExitStack()
 _gpu = pytest.StashKey[PretendedGPU]()

@@ -22,10 +22,10 @@ from torchrl_llm import keys
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.data import TurnsToSequence
 from torchrl_llm.envs import GEMEnv
+from torchrl_llm.functional import turn_first
 from torchrl_llm.modules import HFPolicy, SamplingConfig, TokenScorer, TurnCritic
 from torchrl_llm.modules.lm import embedding_of
 from torchrl_llm.objectives import LLMGRPOLoss, LLMPPOLoss, LLMReinforceLoss, TurnPolicyLoss
-from torchrl_llm.objectives.functional import turn_first
 from torchrl_llm.testing.environments import Step
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import random_model

@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 from torchrl_llm.envs.extras import ExtraKinds
-from torchrl_llm.options import check_value
+from torchrl_llm.utils.options import check_value
 
 Step = tuple[str, float, bool, bool, dict[str, Any]]
 Policy = Callable[[Any], Mapping[str, float]]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchrl_llm.tiny import tiny_model_path
+from torchrl_llm.runs.tiny import tiny_model_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, Qwen2ForCausalLM

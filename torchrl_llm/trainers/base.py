@@ -21,19 +21,18 @@ from torchrl.record.loggers import Logger
 from torchrl_llm.collectors import EpisodeCollector
 from torchrl_llm.collectors.collector import base_env
 from torchrl_llm.envs import GEMEnv, SeenTasks
-from torchrl_llm.interrupts import interruptible
+from torchrl_llm.metrics import Timer
 from torchrl_llm.modules import TokenScorer
 from torchrl_llm.modules.policy import TurnPolicy
 from torchrl_llm.objectives import TurnEstimator, TurnPolicyLoss
-from torchrl_llm.options import ConfigError
-from torchrl_llm.record import Timer
 from torchrl_llm.trainers.callbacks import Callback
+from torchrl_llm.trainers.config import NOTHING_TO_CORRECT, TrainerConfig, wrong_penalty
 from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.trainers.numerics import Numerics
 from torchrl_llm.trainers.schedule import GROUPS, LearningRateSchedule
-from torchrl_llm.trainers.settings import NOTHING_TO_CORRECT, TrainerConfig
-from torchrl_llm.trainers.trained_tasks import read_state, state_of
-from torchrl_llm.trainers.wrong_settings import wrong_penalty
+from torchrl_llm.trainers.states import read_state, state_of
+from torchrl_llm.utils.interrupts import interruptible
+from torchrl_llm.utils.options import ConfigError
 from torchrl_llm.weight_update import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -53,7 +52,7 @@ _SAVED = ("iteration", "steps", "episodes", "best_success", "history", "stop_rea
 
 
 class RunStore(Protocol):
-    """Saves a run, as :class:`~torchrl_llm.trainers.CheckpointStore` does."""
+    """Saves a run, as :class:`~torchrl_llm.runs.CheckpointStore` does."""
 
     def save(self, trainer: Any, metrics: Mapping[str, float], *, early: bool = False) -> Any:
         """Save it after an iteration with these metrics; ``early``: because an error or a signal ends it."""

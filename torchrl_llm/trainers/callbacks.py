@@ -1,7 +1,8 @@
-"""Objects that watch a run: :class:`Callback`, :class:`RefreshReference`, :class:`ProgressBar`."""
+"""Objects that watch a run: :class:`Callback`, :class:`RefreshReference`, :class:`ProgressBar`, :class:`HealthWatch`."""
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from typing import Any, ClassVar
@@ -10,9 +11,12 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from torchrl_llm.fingerprint import fingerprint
+from torchrl_llm.metrics.health import HealthRules
 from torchrl_llm.modules import ActorCritic
-from torchrl_llm.trainers.schedule import run_share
+from torchrl_llm.trainers.schedule import endless_warm_up, run_share
+from torchrl_llm.utils.fingerprint import fingerprint
+
+logger = logging.getLogger(__name__)
 
 
 class Callback:
@@ -143,3 +147,31 @@ class ProgressBar(Callback):
     def on_end(self, trainer: Any) -> None:
         if self._bar is not None:  # another callback may have failed before this one started
             self._bar.close()
+
+
+class HealthWatch(Callback):
+    """Warns in the log, once of each kind, of what precedes a collapse, of the collapse itself, and of a warm-up that the run is too short for.
+
+    A warning says what to change; the section "My run collapsed" of the documentation says more. Nothing is changed here.
+
+    Args:
+        teacher: the reference of the KL is a teacher, which may be far away. Default ``False``.
+    """
+
+    def __init__(self, *, teacher: bool = False) -> None:
+        self.teacher = teacher
+        self._rules = HealthRules(teacher=teacher)
+
+    def on_start(self, trainer: Any) -> None:
+        """Take note of the iterations before: a resumed run falls from its best, and has been warned of what it was warned of."""
+        self._rules = HealthRules(teacher=self.teacher)
+        for metrics in trainer.history:
+            self._rules.problems(metrics)
+
+    def on_iteration(self, trainer: Any, metrics: dict[str, float]) -> None:
+        problems = self._rules.problems(metrics)
+        if trainer.iteration == 1:  # later it is no use to start again
+            wrong = endless_warm_up(trainer.config, trainer.steps)
+            problems += [wrong] if wrong else []
+        for problem in problems:
+            logger.warning("iteration %d: %s", trainer.iteration, problem)

@@ -1,443 +1,153 @@
-"""All settings of a run under flat names: :class:`RunConfig`, and which settings contradict each other.
-
-A YAML file and the command line of ``examples/multiturn.py`` have exactly the names of its fields, which
-:mod:`torchrl_llm.trainers.settings` declares. Contradictions are errors at construction. Nothing here loads a model.
-"""
+"""What the loop reads: :class:`TrainerConfig`. Each field is documented where it is declared."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
-from pkgutil import resolve_name
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
-from tensordict.nn import TensorDictModuleBase
-
-from torchrl_llm import objectives
-from torchrl_llm.envs.chat import read_date
-from torchrl_llm.hints import nearest
-from torchrl_llm.modules.policy import SamplingConfig
-from torchrl_llm.options import ConfigError, Idle, meanings, options_class, options_of
-from torchrl_llm.trainers import settings, wrong_settings
-from torchrl_llm.trainers.idle_settings import IDLE
-from torchrl_llm.trainers.loss_settings import (
-    LOSSES,
-    NO_ACTOR,
-    NO_CRITIC,
-    LossConfig,
-    LossOptions,
-    loss_settings,
-)
-from torchrl_llm.trainers.settings import Algorithm, names_of
-from torchrl_llm.trainers.settings_file import read_settings, write_settings
-
-SamplingSettings: Any = options_class(
-    "SamplingSettings", options_of(SamplingConfig), meanings(SamplingConfig), "How responses are sampled."
+from torchrl_llm.objectives import ImitationWeights, TurnEstimator
+from torchrl_llm.utils.options import (
+    Checked,
+    ConfigError,
+    Count,
+    Idle,
+    Natural,
+    NonNegative,
+    Positive,
+    PositiveShare,
+    Range,
+    Share,
 )
 
+OldLogProbs = Literal["auto", "sampler", "scorer"]
 
-def shown_default(name: str, algo: Algorithm | None = None) -> str:
-    """The default of a setting as text; for an option of the losses, the default of each loss, or of that of ``algo`` alone.
+NOTHING_TO_CORRECT = (
+    'old_log_probs="sampler" leaves no gap between sampler and trainer to correct for: use "auto" or "scorer", or no '
+    "correction."
+)
+"""Of settings with a sampler correction, and of a trainer whose loss has one."""
 
-    Examples:
-        >>> shown_default("epochs"), shown_default("clip_epsilon"), shown_default("kl_in")
-        ('1', '0.2', 'loss (LLMPPO, GRPO), reward (LLMREINFORCE)')
-        >>> shown_default("gamma")
-        '0.99 (LLMPPO), 0.9 (LLMREINFORCE), 1.0 (GRPO, SFT)'
-        >>> shown_default("gamma", "GRPO")
-        '1.0'
-    """
-    if name not in names_of(LossOptions):
-        return str(options_of(RunConfig)[name].default)
-    algorithms: dict[str, list[str]] = {}
-    for each, loss in LOSSES.items():
-        if name in loss_settings(each) and algo in (None, each):
-            default = options_of(loss)[name].default
-            if default is None and name in options_of(loss.default_value_estimator):
-                default = getattr(loss.default_value_estimator(), name)  # which decides it when it is made
-            algorithms.setdefault(str(default), []).append(each)
-    if len(algorithms) == 1:
-        return next(iter(algorithms))
-    return ", ".join(f"{default} ({', '.join(algos)})" for default, algos in algorithms.items())
-
-
-_FOR_THIS_START = ("resume", "resume_from", "accept_changes", "overwrite")
-"""Settings about the start of a run. They are not saved, because a saved file is read by a later start."""
-
-_MOST_SLOTS = 256
-"""Environments of a process by default where vLLM samples, as in other systems: its step takes about as long for 256 as for 16."""
-
-PYTHON_PARTS = ("env", "make_env", "make_loss")
-"""Arguments of ``build_run`` that a run depends on as on its settings; ``accept_changes`` may name them too."""
-
-HOW_TO_RUN = (*names_of(settings.OutputConfig), *names_of(settings.RayConfig))
-"""Settings that change no number of a run: a resumed run may differ in them."""
-
-
-def _kept_by_json(value: Any) -> bool:
-    try:
-        return repr(json.loads(json.dumps(value))) == repr(value)  # a tuple equals no list here, nor a number its text
-    except (TypeError, ValueError):
-        return False
-
-
-def _template_text(given: str) -> str:
-    """The text of a chat template, which is given, or the path of its file."""
-    if settings.is_template(given):
-        return given
-    path = Path(given).expanduser()
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a path that cannot be one
-        beside = [str(each) for each in path.parent.glob("*.jinja")]
-        raise ConfigError(
-            f"chat_template is {given!r:.200}, which is no Jinja template (it has neither {{{{ nor {{%) and no file that can be "
-            f"read ({error}).{nearest(given, beside)}"
-        ) from error
-    if not settings.is_template(text):
-        raise ConfigError(
-            f"chat_template is {given!r}, and that file holds no Jinja template: it has neither {{{{ nor {{%."
-        )
-    return text
+MOST_TOKENS = 16_384
+"""The largest ``max_tokens`` that is taken where none is given."""
 
 
 @dataclass(kw_only=True)
-class RunConfig(
-    settings.OutputConfig,
-    settings.ReportConfig,
-    settings.OptimConfig,
-    LossConfig,
-    settings.RolloutConfig,
-    settings.RayConfig,
-    settings.EngineConfig,
-    SamplingSettings,
-    settings.EnvConfig,
-    settings.TemplateConfig,
-    settings.ModelConfig,
-    settings.WeightsConfig,
-    settings.TrainerConfig,
-):
-    """A whole run: model, environment, sampling, algorithm and loop, for :func:`~torchrl_llm.trainers.build_run`.
+class TrainerConfig(Checked):
+    """What :class:`~torchrl_llm.trainers.LLMTrainer` itself reads."""
 
-    It has the fields of its bases, from the last to the first.
-    """
+    epochs: Count = 1
+    """Passes over each batch."""
+    minibatch_size: Count | None = None
+    """Episodes per optimizer step; None takes the whole batch in one step."""
+    max_tokens: Count | None = None
+    """Tokens (padding included) of one forward and backward pass. It bounds memory and never changes the gradient. Rows are not cut:
+    those that share may have an eighth more than the longest. None takes what the machine's memory has room for, by an estimate:
+    a power of two up to 16384, and at least max_model_len. A resumed run keeps its number. (LLMTrainer, made without build_run,
+    takes 16384.)"""
+    old_log_probs: OldLogProbs = "auto"
+    """The denominator of ratios: the "sampler"'s log-probs, or those that the "scorer" gives the tokens before the
+    update (one more forward pass); "auto" takes the sampler's where they are the scorer's anyway."""
+    critic_warmup: Natural = 0
+    """Iterations at the start in which only the critic learns, of a shared trunk its head alone (LLMPPO)."""
+    dynamic_sampling: Natural = 0
+    """0 is off; else learn only from groups that the estimator gives an advantage (GRPO: groups whose returns differ, before
+    overlong_penalty), and collect up to this many batches an iteration until there are enough of them."""
+    overlong_filter: bool = False
+    """Leave episodes that a length limit has cut out of the update; credit still counts them."""
+    overlong_penalty: NonNegative = 0.0
+    """Taken from the reward of a response that reaches max_output_tokens, less of it before; 0 is off. Not with scale="mean" and
+    imitate="return", which take no negative returns."""
+    overlong_buffer: Count | None = None
+    """Tokens before the limit over which that penalty grows; None takes the whole length."""
+    # inf clips nothing, and the norm is still logged.
+    max_grad_norm: Annotated[float, Range("(0, inf]")] = 1.0
+    """Gradients are clipped to this 2-norm, actor and critic apart."""
+    target_kl: Positive | None = None
+    """KL from the policy before an update to the one after it, per action token, in nats: a step that goes further is
+    shortened, and is the update's last. None sets no bound."""
+    # After each step a quarter costs 7 % of an iteration of LLMREINFORCE, 8 % of GRPO's, 1 % of LLMPPO's (CPU, 128 episodes).
+    target_kl_share: PositiveShare = 0.25
+    """Share of the batch's episodes, at least, on which that KL is measured, by a scoring pass: after the last step, and where the
+    next step's minibatch shows a KL beyond it."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """The learning rates' course after the warm-up, over ``max_steps``."""
+    warmup_fraction: Share = 0.0
+    """Share of ``max_steps`` over which the learning rates rise from 0. A run that max_iterations ends far earlier is warned of."""
+    min_lr_fraction: Share = 0.0
+    """The cosine schedule ends at this share of the learning rate."""
+    lr_decay_fraction: PositiveShare = 1.0
+    """The cosine schedule falls over this last share of ``max_steps``, and is constant before; 1: from the warm-up on."""
+    min_entropy_fraction: Share = 0.0
+    """The loss's entropy_target falls to this share of it, in a straight line over ``max_steps``; 1 leaves it as it is."""
+    kl_decay_fraction: PositiveShare | None = None
+    """Share of ``max_steps`` over which the weight of the KL to the reference falls from ``kl_coeff`` to 0, in a straight
+    line; None leaves it as it is. From there on the reference is not scored, and policy/kl_reference not logged."""
+    max_steps: Count = 100_000
+    """Turns to collect in training; the run ends with the iteration that reaches it."""
+    max_iterations: Count | None = None
+    """Cap on iterations; None sets none."""
+    max_seconds: Positive | None = None
+    """Cap on wall-clock time, checked between iterations; None sets none."""
+    stop_at_success: PositiveShare | None = None
+    """End the run when the sampled evaluation's success rate reaches this; None never does."""
+    evaluation_interval: Natural = 10
+    """Iterations between evaluations; 0 evaluates only before and after the run."""
+    checkpoint_interval: Natural = 10
+    """Iterations between checkpoints; 0 saves only after the best evaluation and at the end."""
+    seed: Natural = 0
+    """Of minibatch order (and, in :class:`RunConfig`, of everything else)."""
 
-    idle: ClassVar[tuple[Idle, ...]] = IDLE
-
-    def __new__(cls, *args: Any, **options: Any) -> Self:
-        config = super().__new__(cls, *args, **options)
-        # In __post_init__ a 1 that was given looks like the default.
-        if options.get("collector") == "self_play" and options.get("group_size") == 1:
-            raise ConfigError(
-                'group_size=1 with collector="self_play", where it is the number of players of a game: expected at least 2; leave it '
-                "out for 2."
-            )
-        return config
+    idle: ClassVar[tuple[Idle, ...]] = (
+        Idle(("overlong_buffer",), {"overlong_penalty": (0,)}, "set overlong_penalty"),
+        Idle(("target_kl_share",), {"target_kl": (None,)}, "set target_kl"),
+        Idle(("min_lr_fraction", "lr_decay_fraction"), {"schedule": ("constant",)}, 'set schedule to "cosine"'),
+        Idle(
+            ("schedule", "min_lr_fraction", "lr_decay_fraction"),
+            {"warmup_fraction": (1,)},
+            "let the warm-up end earlier",
+        ),
+        Idle(("stop_at_success",), {"evaluation_interval": (0,)}, "set evaluation_interval to 1 or more"),
+    )
 
     def __post_init__(self) -> None:
-        self.output_dir = Path(self.output_dir).expanduser()
-        self.init_from = None if self.init_from is None else Path(self.init_from).expanduser()
-        self.chat_template = None if self.chat_template is None else _template_text(self.chat_template)
-        for name in ("clip_epsilon", "sampler_bounds", "stop_ids"):
-            # YAML has lists only, and settings that were saved must equal those that are read again.
-            if isinstance(value := getattr(self, name), list):
-                setattr(self, name, tuple(value))
-        if self.resume_from is not None:
-            self.resume, self.resume_from = True, Path(self.resume_from).expanduser()
-        if self.collector == "self_play" and self.group_size == 1:
-            self.group_size = 2
-        super().__post_init__()
-        self.sampling()  # raises what SamplingConfig says of its fields
-        self._check_estimator()
-        self._check_loss()
-
-    def _contradictions(self) -> Iterator[str]:
-        yield from super()._contradictions()
-        if self.resume and self.overwrite:
-            yield "resume continues a run and overwrite starts a new one: give one of them."
-        for name in ("chat_template_kwargs", "env_options"):
-            if not _kept_by_json(getattr(self, name)):
-                yield (
-                    f"{name} is {getattr(self, name)!r}; expected text keys, and values that JSON has (lists, not tuples), because "
-                    "checkpoints keep the settings."
-                )
-        read_date(self.template_date)
-        yield from self._wrong_changes()
-        yield from self._wrong_folders()
-        yield from self._wrong_sizes()
-        yield from self._wrong_rollout()
-        yield from wrong_settings.wrong_self_play(self) if self.collector == "self_play" else ()
-        yield from wrong_settings.wrong_branches(self)
-        yield from wrong_settings.wrong_trees(self)
-        yield from wrong_settings.wrong_engine(self)
-        yield from self._wrong_model()
-
-    def _wrong_changes(self) -> Iterator[str]:
-        names = [*vars(self), *PYTHON_PARTS]
-        for name in self.accept_changes:
-            if name not in names:
-                yield f"accept_changes names {name}: no such setting.{nearest(name, names)}"
-        fixed = [name for name in self.accept_changes if name in names_of(settings.WeightsConfig)]
-        if fixed:
-            yield (
-                f"accept_changes names {', '.join(fixed)}, but a resumed run has the weights that its checkpoint began with: leave "
-                "out what changes them, or start another run with init_from."
-            )
-
-    def _wrong_folders(self) -> Iterator[str]:
-        replaced = self.output_dir.expanduser().absolute()
-        for name in ("init_from", "teacher", "demonstrations") if self.overwrite else ():
-            given = getattr(self, name)
-            if given is not None and Path(given).expanduser().absolute().is_relative_to(replaced):
-                yield f"{name}={str(given)!r} lies in output_dir={str(self.output_dir)!r}, which overwrite=true replaces: choose another."
-
-    def _wrong_sizes(self) -> Iterator[str]:
-        group, length = self.group_size, self.max_output_tokens
-        if self.batch_size % group:
-            yield f"batch_size={self.batch_size} is not a multiple of group_size={group}, and a group must not be cut: use one."
-        if self.slots % self._begun:
-            yield f"num_envs={self.num_envs} is not a multiple of {self._begun}, the episodes of a group that begin together: use one."
-        for given, name in ((self.dynamic_sampling, "dynamic_sampling"), (self.algo == "GRPO", "GRPO")):
-            if given and group < 2:
-                yield f"{name} compares the episodes of one task: group_size={group}, expected at least 2."
-        if self.minibatch_size is not None and self.batch_size % self.minibatch_size:
-            yield (
-                f"minibatch_size={self.minibatch_size} does not divide batch_size={self.batch_size}: optimizer steps would differ "
-                "in size."
-            )
-        if length >= self.max_model_len:
-            yield (
-                f"max_output_tokens={length} leaves no room for a prompt in max_model_len={self.max_model_len}: lower the first or "
-                "raise the second."
-            )
-        if self.overlong_buffer is not None and self.overlong_buffer > length:
-            yield (
-                f"overlong_buffer={self.overlong_buffer} is more than a response has, max_output_tokens={length}: lower the first "
-                "or raise the second."
-            )
-
-    def _wrong_rollout(self) -> Iterator[str]:
-        stale = self.max_staleness or 0
-        if self.step_timeout is not None and self.env_threads == 0:
-            yield (
-                f"step_timeout={self.step_timeout} with env_threads=0: a call in the main thread cannot be left. Give it a thread, "
-                "or leave env_threads out."
-            )
-        if stale and self.old_log_probs == "sampler":
-            yield f'max_staleness={stale} with old_log_probs="sampler": the sampler may have had older weights. Use "auto".'
-        if self.old_log_probs == "sampler" and (self.sampler_correction is not None or self._corrects_sampler):
-            yield settings.NOTHING_TO_CORRECT
-        if stale and self.adaptive_mixture:
-            yield f"adaptive_mixture adapts between batches, and max_staleness={stale} leaves none between them: choose one."
-        if self.collector == "ray" and self.demonstrations is not None:
-            yield f"demonstrations={self.demonstrations!r} are collected in this process: leave collector='ray' out."
-        chosen = (self.demonstrations, self.min_return, self.estimator, None if self.imitate == "all" else self.imitate)
-        if self.algo == "SFT" and chosen == (None,) * len(chosen):
-            yield (
-                "algo='SFT' without demonstrations would imitate all that the model itself says, which teaches nothing: give "
-                'demonstrations, or choose among its own episodes with imitate="success", imitate="return" or min_return.'
-            )
-        if self.dynamic_sampling and self.algo == "SFT":
-            yield f"dynamic_sampling={self.dynamic_sampling} compares the episodes of a group, and SFT does not: leave it out."
-
-    def _wrong_model(self) -> Iterator[str]:
-        for name in ("init_reference", "refresh_reference"):
-            if self.teacher is not None and getattr(self, name):
-                yield f"{name} is about the reference of the KL, and teacher={self.teacher!r} is that: leave one of them out."
-        if self.offload_base and not self.lora_r:
-            yield "offload_base moves the frozen base of LoRA, and lora_r=0 trains all weights: leave it out."
-        if self.offload_base and self.quantization is not None:
-            yield f"quantization={self.quantization!r} keeps a part of the base on the GPU, which offload_base would move: choose one."
-        if self.compile and self.gradient_checkpointing:
-            yield "compile and gradient_checkpointing exclude each other: choose one."
-        if self.policy == "hf" and self.attn_implementation not in (None, *settings.ATTENTION):
-            yield (
-                f"attn_implementation={self.attn_implementation!r} takes no mask, and policy='hf' samples with one: leave it out. "
-                "PyTorch's own attention (sdpa), which is the default, runs flash attention on a GPU too, and computes what rows "
-                "share once."
-            )
-        if self.quantization is not None and not self.lora_r:
-            yield f"quantization={self.quantization!r} is for LoRA: lora_r=0 would train the weights that it rounds."
-        # PEFT reads a string as a regular expression of whole module paths, which a bare name never matches.
-        if isinstance(self.lora_targets, str) and self.lora_targets.isidentifier():
-            yield (
-                f"lora_targets is {self.lora_targets!r}; expected a list of names, [{self.lora_targets}], a regular expression "
-                'that matches whole module paths, or "all-linear".'
-            )
-
-    def _check_estimator(self) -> None:
-        chosen = self.value_estimator()
-        if chosen is None:
-            return
-        if self.algo != "LLMPPO" and issubclass(chosen, objectives.CriticEstimator):
-            raise ConfigError(
-                f"estimator={self.estimator!r} needs a critic, and algo={self.algo!r} has none: use LLMPPO."
-            )
-        own, known = options_of(LOSSES[self.algo].default_value_estimator), options_of(chosen)
-        unused = tuple(name for name in names_of(LossOptions) if name in own and name not in known)
-        instead = "choose an estimator that has the option"
-        Idle(unused, {"estimator": (self.estimator,)}, instead).check(vars(self), dict.fromkeys(unused))
-
-    @property
-    def _corrects_sampler(self) -> bool:
-        chosen = self.value_estimator()
-        return chosen is not None and chosen.corrects_sampler
-
-    def _check_loss(self) -> None:
-        """Raise what the loss and its estimator say of their options, before models are loaded for them."""
-        # What "auto" means, and whether the settings fit that, is known when the run is built.
-        known: dict[str, Any] = {"granularity": "turn"} if self.granularity == "auto" else {}
-        checked = replace(self, **known) if known else self
-        try:
-            loss = checked.make_loss(NO_ACTOR, NO_CRITIC)
-        except ConfigError:
-            raise
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        penalty = wrong_settings.wrong_penalty(self.overlong_penalty, loss.value_estimator)
-        for problem in (*penalty, *wrong_settings.idle_kl(self, loss)):
+        for problem in self._contradictions():
             raise ConfigError(problem)
 
-    def make_loss(
-        self,
-        actor: TensorDictModuleBase,
-        critic: TensorDictModuleBase | None = None,
-        joint: TensorDictModuleBase | None = None,
-    ) -> objectives.TurnPolicyLoss:
-        """The algorithm's loss with its value estimator; settings that are ``None`` keep the class's default.
+    @property
+    def micro_batch_tokens(self) -> int:
+        """``max_tokens``, or 16,384 where none is given and none was chosen."""
+        return MOST_TOKENS if self.max_tokens is None else self.max_tokens
 
-        Args:
-            actor: see :class:`~torchrl_llm.objectives.TurnPolicyLoss`.
-            critic, joint: LLMPPO's, see :class:`~torchrl_llm.objectives.LLMPPOLoss`; the other algorithms leave them out.
-        """
-        options = self.loss_options()
-        if self.algo == "LLMPPO":
-            options |= {"critic": critic, "joint": joint}
-        loss: Any = LOSSES[self.algo](actor, **options)
-        return loss if self.estimator is None else loss.make_value_estimator(self.value_estimator())
-
-    def loss_options(self, loss_class: type[objectives.TurnPolicyLoss] | None = None) -> dict[str, Any]:
-        """The keyword arguments of the algorithm's loss; fields that are ``None`` are left to its class.
-
-        Args:
-            loss_class: what they are for, if not the stock loss: a subclass of it.
-
-        Returns:
-            Names and values, with which ``loss_class(models.actor, **options)`` is made (LLMPPO: ``models.critic`` follows
-            the actor).
-
-        Raises:
-            ConfigError: ``loss_class`` is the loss of another algorithm, whose settings these are not.
-
-        Examples:
-            >>> RunConfig(algo="GRPO", group_size=4, kl_coeff=0.0).loss_options()
-            {'kl_coeff': 0.0, 'group_size': 4}
-        """
-        stock = LOSSES[self.algo]
-        if loss_class is not None and not issubclass(loss_class, stock):
-            raise ConfigError(
-                f"The settings of algo={self.algo!r} are those of {stock.__name__}, which {loss_class.__name__} is no subclass "
-                "of: choose the algorithm that it is one of, or make it from fields of the config by hand."
+    def _contradictions(self) -> Iterator[str]:
+        """What is wrong with these settings together, and what to do."""
+        if self.max_iterations is not None and self.critic_warmup > self.max_iterations:
+            yield (
+                f"critic_warmup={self.critic_warmup} is more than max_iterations={self.max_iterations}: the policy would never "
+                "learn. Lower the first or raise the second."
             )
-        values = {name: getattr(self, name) for name in loss_settings(self.algo)}
-        options = {name: value for name, value in values.items() if value is not None}
-        if (
-            "sampler_correction" in values
-            and self.max_staleness
-            and self.sampler_correction is None
-            and not self._corrects_sampler
-        ):
-            options = {"sampler_correction": "truncate", "sampler_bounds": 2.0} | options
-        if options.get("clip_value") == 0:
-            options["clip_value"] = None
-        return options
 
-    def value_estimator(self) -> type[objectives.TurnEstimator] | None:
-        """The class that :attr:`estimator` names; ``None``: the algorithm's own.
 
-        Raises:
-            ConfigError: there is no such class, or it is no :class:`~torchrl_llm.objectives.TurnEstimator`.
-        """
-        if self.estimator is None:
-            return None
-        name = self.estimator if ":" in self.estimator else f"torchrl_llm.objectives:{self.estimator}"
-        try:
-            found = resolve_name(name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"estimator is {self.estimator!r}, which cannot be imported ({error}); expected a class of torchrl_llm.objectives, "
-                'or "package.module:Name".'
-            ) from error
-        if not (isinstance(found, type) and issubclass(found, objectives.TurnEstimator)):
-            raise ConfigError(f"estimator={self.estimator!r} is {found!r}; expected a subclass of TurnEstimator.")
-        return found
+def wrong_penalty(coeff: float, estimator: Any) -> Iterator[str]:
+    """What is wrong with an ``overlong_penalty``, which makes rewards smaller, for an estimator, and what to do.
 
-    @property
-    def slots(self) -> int:
-        """``num_envs``, or, where none is given and none was chosen, that of a run of one process."""
-        return self.num_envs or self.default_num_envs()
+    Args:
+        coeff: the setting.
+        estimator: of the run.
 
-    def default_num_envs(self, processes: int = 1) -> int:
-        """The environments of each training process (of its workers on Ray, of each) where ``num_envs`` is not given.
-
-        Args:
-            processes: training processes.
-
-        Examples:
-            >>> RunConfig().default_num_envs(), RunConfig(policy="vllm", batch_size=128).default_num_envs(processes=2)
-            (16, 64)
-        """
-        workers = (self.ray_workers or 2) if self.collector == "ray" else 1
-        most = min(_MOST_SLOTS, self.batch_size // (processes * workers)) if self.policy == "vllm" else 16
-        return most - most % self._begun or self._begun
-
-    @property
-    def _begun(self) -> int:
-        """The episodes of a group that begin together: trees are continued later."""
-        return max(1, self.group_size // (1 + self.tree_branches))
-
-    @property
-    def has_reference(self) -> bool:
-        """Whether the loss, or its estimator, takes a KL to a reference policy."""
-        return "kl_coeff" in loss_settings(self.algo) and self.kl_coeff != 0
-
-    @classmethod
-    def from_yaml(cls, path: str | Path) -> Self:
-        """The settings of a YAML file, such as a run's ``config.yaml``.
-
-        Args:
-            path: the file, with lines ``field: value``.
-
-        Raises:
-            ConfigError: the file cannot be read, or a setting is wrong; the message names the line.
-
-        Examples:
-            >>> import tempfile
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     RunConfig(algo="GRPO", group_size=4).save(path := f"{folder}/config.yaml")
-            ...     RunConfig.from_yaml(path) == RunConfig(algo="GRPO", group_size=4)
-            True
-        """
-        return cls(**dict(read_settings(Path(path), options_of(cls))))
-
-    def save(self, path: str | Path) -> None:
-        """Write the settings to a YAML file that :meth:`from_yaml` and ``--config`` read.
-
-        Those about the start of a run (``resume``, ``overwrite``) are left out: a later start reads the file.
-
-        Args:
-            path: the file; an older one is replaced atomically.
-        """
-        settings = {name: value for name, value in self.as_json().items() if name not in _FOR_THIS_START}
-        write_settings(settings, Path(path))
-
-    def as_json(self) -> dict[str, Any]:
-        """The settings as JSON has them: paths as text, tuples as lists."""
-        plain = {name: str(value) if isinstance(value, Path) else value for name, value in vars(self).items()}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in plain.items()}
-
-    def sampling(self) -> SamplingConfig:
-        """The sampling settings of training."""
-        return SamplingConfig(**{name: getattr(self, name) for name in names_of(SamplingSettings)})
+    Examples:
+        >>> next(wrong_penalty(0.5, GroupRelative(scale="mean")))
+        'overlong_penalty=0.5 makes returns negative, which scale="mean" does not take: leave one of them out.'
+    """
+    if not coeff or not isinstance(estimator, TurnEstimator):
+        return
+    if not estimator.reads_rewards:
+        yield (
+            f"overlong_penalty={coeff} does nothing with {type(estimator).__name__}, which does not look at rewards here: leave it out, "
+            'or choose another estimator (SFT: imitate="return" or min_return).'
+        )
+    elif (option := estimator.needs_nonnegative_rewards) is not None:
+        other = " (or set min_return=0)" if isinstance(estimator, ImitationWeights) else ""
+        yield (
+            f"overlong_penalty={coeff} makes returns negative, which {option} does not take: leave one of them out{other}."
+        )

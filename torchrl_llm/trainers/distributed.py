@@ -22,10 +22,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from torchrl_llm import keys
 from torchrl_llm.data import cat_rows
+from torchrl_llm.metrics.rollouts import COUNTS
 from torchrl_llm.objectives import merge
-from torchrl_llm.options import ConfigError
-from torchrl_llm.record.metrics import COUNTS
 from torchrl_llm.trainers.fsdp import ShardedModule, check_plugin, full_on_cpu, replace_parameters
+from torchrl_llm.utils.options import ConfigError
 from torchrl_llm.weight_update import LOCAL_PARAMETERS, ParameterGather
 
 T = TypeVar("T")
@@ -180,7 +180,7 @@ class Distributed:
         return max(self.all_gather([value]))
 
     def all_reduce_counts(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The metrics of a collector: :data:`~torchrl_llm.record.metrics.COUNTS` summed over the ranks, of others the mean."""
+        """The metrics of a collector: :data:`~torchrl_llm.metrics.rollouts.COUNTS` summed over the ranks, of others the mean."""
         found: dict[str, list[float]] = {}
         for name, value in (item for each in self.all_gather([metrics]) for item in each.items()):
             found.setdefault(name, []).append(value)
@@ -329,7 +329,7 @@ def place(accelerator: Accelerator, *modules: nn.Module) -> None:
         >>> place(Accelerator(cpu=True), nn.Linear(2, 2, device="meta"))
         Traceback (most recent call last):
             ...
-        torchrl_llm.options.ConfigError: Weights are on meta, but the trainer's rows are on cpu. ...
+        torchrl_llm.utils.options.ConfigError: Weights are on meta, but the trainer's rows are on cpu. ...
     """
     device = device_of(accelerator)
     found = {each.device for module in modules for each in (*module.parameters(), *module.buffers())} - {device}

@@ -23,11 +23,11 @@ from torchrl_llm.envs.rules import rules_of
 from torchrl_llm.envs.seen_tasks import SeenTasks
 from torchrl_llm.envs.slots import FAILED
 from torchrl_llm.envs.tasks import STREAM_IDS, TaskSampler, TaskSpec
-from torchrl_llm.fingerprint import fingerprint
-from torchrl_llm.interrupts import interruptible
+from torchrl_llm.metrics import Evaluation, named, rollout_metrics, success_interval
 from torchrl_llm.modules.policy import TurnPolicy
-from torchrl_llm.record import Evaluation, named, rollout_metrics, success_interval
 from torchrl_llm.trainers.distributed import Distributed, zero_weight_rows
+from torchrl_llm.utils.fingerprint import fingerprint
+from torchrl_llm.utils.interrupts import interruptible
 
 
 def evaluate(

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from torchrl_llm.modules import TurnCritic
-from torchrl_llm.options import ConfigError
+from torchrl_llm.utils.options import ConfigError
 
 
 def check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:

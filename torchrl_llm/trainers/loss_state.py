@@ -12,7 +12,7 @@ from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.objectives import TurnPolicyLoss
 from torchrl_llm.trainers.base import TrainerBase
-from torchrl_llm.trainers.checkpoint_parts import Held, states_of
+from torchrl_llm.trainers.states import Held, states_of
 
 logger = logging.getLogger(__name__)
 

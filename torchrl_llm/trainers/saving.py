@@ -8,9 +8,9 @@ from typing import Any
 
 from torchrl.checkpoint import GlobalRNGState
 
-from torchrl_llm.interrupts import Interrupted
 from torchrl_llm.trainers.base import TrainerBase
 from torchrl_llm.trainers.schedule import is_due
+from torchrl_llm.utils.interrupts import Interrupted
 
 
 class RunSaver:

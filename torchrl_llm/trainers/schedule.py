@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from torchrl_llm.options import ConfigError
-from torchrl_llm.trainers.settings import TrainerConfig
+from torchrl_llm.trainers.config import TrainerConfig
+from torchrl_llm.utils.options import ConfigError
 
 GROUPS = ("actor", "critic")
 """The parameter groups of an optimizer, by their place."""

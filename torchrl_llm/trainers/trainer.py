@@ -1,7 +1,7 @@
 """The training loop: :class:`LLMTrainer`.
 
 It knows no algorithm: credit and objective are the loss's, sampling is the policy's, episodes are the collector's. How a run
-is built from settings is :mod:`torchrl_llm.trainers.build`; how several processes train as one is
+is built from settings is :mod:`torchrl_llm.runs.build`; how several processes train as one is
 :mod:`torchrl_llm.trainers.distributed`.
 """
 
@@ -17,15 +17,15 @@ from tensordict import TensorDictBase
 
 from torchrl_llm import keys
 from torchrl_llm.data import cat_rows, overlong
-from torchrl_llm.interrupts import catch_signals, interruptible, run_begins
-from torchrl_llm.record import credit_metrics, rollout_metrics, staleness, throughput
-from torchrl_llm.record.metrics import CREDIT_KEYS, ROLLOUT_KEYS
+from torchrl_llm.metrics import credit_metrics, rollout_metrics, staleness, throughput
+from torchrl_llm.metrics.rollouts import CREDIT_KEYS, ROLLOUT_KEYS
 from torchrl_llm.trainers.base import Evaluator, TrainerBase
 from torchrl_llm.trainers.evaluation import checked_metrics
 from torchrl_llm.trainers.loss_state import settle
 from torchrl_llm.trainers.saving import RunSaver
 from torchrl_llm.trainers.schedule import entropy_fraction, is_due, kl_fraction, limit_reached, success_reached
 from torchrl_llm.trainers.update import RowScorer, Updater
+from torchrl_llm.utils.interrupts import catch_signals, interruptible, run_begins
 
 logger = logging.getLogger(__name__)
 _END = object()
@@ -100,7 +100,7 @@ class LLMTrainer(TrainerBase):
     def train(self) -> list[dict[str, float]]:
         """Run until a limit is reached; returns :attr:`history`. Collector and loggers are closed at the end.
 
-        SIGINT and SIGTERM are caught (:mod:`torchrl_llm.interrupts`): a rollout or an evaluation is dropped, an update is
+        SIGINT and SIGTERM are caught (:mod:`torchrl_llm.utils.interrupts`): a rollout or an evaluation is dropped, an update is
         finished, and the run is saved so that it resumes to the same bytes.
 
         Raises:

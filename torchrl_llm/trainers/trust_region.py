@@ -11,8 +11,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_llm import data, keys
+from torchrl_llm.functional import kl_estimate
 from torchrl_llm.modules.positions import prefix_cost
-from torchrl_llm.objectives.functional import kl_estimate
 from torchrl_llm.trainers.base import TrainerBase
 
 T = TypeVar("T")

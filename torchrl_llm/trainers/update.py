@@ -11,10 +11,10 @@ from torch import Tensor
 from torchrl.objectives.value import ValueEstimatorBase
 
 from torchrl_llm import data, keys
+from torchrl_llm.metrics.rollouts import loss_metric
 from torchrl_llm.modules.positions import prefix_cost
 from torchrl_llm.objectives import TurnEstimator, total, write_loss_weights
 from torchrl_llm.objectives.steps import clip_gradients
-from torchrl_llm.record.metrics import loss_metric
 from torchrl_llm.trainers.base import TrainerBase
 from torchrl_llm.trainers.distributed import check_accumulation
 from torchrl_llm.trainers.evaluation import checked_metrics

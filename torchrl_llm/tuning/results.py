@@ -7,11 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchrl_llm.options import ConfigError, options_of
-from torchrl_llm.record.report import write_json
-from torchrl_llm.trainers import RunConfig, build_run, run_and_report
-from torchrl_llm.trainers.settings_file import read_settings
+from torchrl_llm.report import run_and_report
+from torchrl_llm.runs import RunConfig, build_run
+from torchrl_llm.runs.outputs import write_json
+from torchrl_llm.runs.settings_file import read_settings
 from torchrl_llm.tuning.settings import TuningConfig
+from torchrl_llm.utils.options import ConfigError, options_of
 
 FILE, TRIALS = "tuning.json", "trials"
 """The file of results in a search's ``output_dir``, and the folder with its runs there."""

@@ -17,13 +17,13 @@ from typing import Any
 
 import numpy as np
 
-from torchrl_llm.optional import import_extra
-from torchrl_llm.options import ConfigError
-from torchrl_llm.record.report import write_json
-from torchrl_llm.trainers.settings import ModelConfig, names_of
+from torchrl_llm.runs.outputs import write_json
+from torchrl_llm.runs.settings import ModelConfig, names_of
 from torchrl_llm.tuning.results import FILE, TRIALS, check_same, identity
 from torchrl_llm.tuning.settings import Dimension, TuningConfig
 from torchrl_llm.tuning.trial import copy_run, put_back, train_generation
+from torchrl_llm.utils.optional import import_extra
+from torchrl_llm.utils.options import ConfigError
 
 _STATE, _NAME = "ray", "search"
 _RUN = "run"

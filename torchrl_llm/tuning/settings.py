@@ -9,11 +9,9 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from torchrl_llm.hints import nearest
-from torchrl_llm.options import Checked, ConfigError, Count, Natural, NonNegative, Positive, fits, options_of
-from torchrl_llm.trainers import RunConfig
-from torchrl_llm.trainers.config import SamplingSettings
-from torchrl_llm.trainers.settings import (
+from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs.config import SamplingSettings
+from torchrl_llm.runs.settings import (
     EnvConfig,
     ModelConfig,
     OutputConfig,
@@ -22,7 +20,9 @@ from torchrl_llm.trainers.settings import (
     WeightsConfig,
     names_of,
 )
-from torchrl_llm.trainers.settings_file import read_settings
+from torchrl_llm.runs.settings_file import read_settings
+from torchrl_llm.utils.hints import nearest
+from torchrl_llm.utils.options import Checked, ConfigError, Count, Natural, NonNegative, Positive, fits, options_of
 
 _BUDGET = ("max_iterations", "max_seconds", "stop_at_success")
 """How long a trial lasts is the tuning's to say: all trials get the same episodes."""

@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchrl_llm.files import write_text
-from torchrl_llm.options import ConfigError
-from torchrl_llm.trainers import CheckpointStore, build_run, verify
-from torchrl_llm.trainers.folder_lock import LOCK
+from torchrl_llm.runs import CheckpointStore, build_run, verify
+from torchrl_llm.runs.folder_lock import LOCK
 from torchrl_llm.tuning.settings import TuningConfig
+from torchrl_llm.utils.files import write_text
+from torchrl_llm.utils.options import ConfigError
 
 GENERATIONS = "generations.jsonl"
 """The file of a trial's folder with a line for each generation."""

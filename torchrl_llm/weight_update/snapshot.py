@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from torchrl_llm.modules.engine import InferenceEngine, sync_step
 from torchrl_llm.modules.merging import adapter_tensors, merged_tensors, why_not_servable
-from torchrl_llm.optional import running_ray
+from torchrl_llm.utils.optional import running_ray
 from torchrl_llm.weight_update.parity_check import ParityCheck
 from torchrl_llm.weight_update.sync import WeightSync, update_engine
 

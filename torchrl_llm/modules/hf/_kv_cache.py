@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from torchrl_llm.prefixes import Ints
+from torchrl_llm.modules.prefixes import Ints
 
 _ALIGNMENT = 64  # columns are allocated in multiples of this
 

@@ -15,8 +15,6 @@ import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from torchrl_llm.fingerprint import fingerprint
-from torchrl_llm.interrupts import held
 from torchrl_llm.modules.adapters import parameters_under
 from torchrl_llm.modules.checks import check_vocabulary
 from torchrl_llm.modules.engine import NamedTensors, NonFiniteLogitsError, TurnRequest, WeightSyncError, sync_step
@@ -27,6 +25,8 @@ from torchrl_llm.modules.policy import Generation, TurnPolicy
 from torchrl_llm.modules.sampling import SamplingConfig, SamplingProcessor, decide_stop_ids, draw, likeliest, turn_noise
 from torchrl_llm.modules.scorer import next_log_probs
 from torchrl_llm.modules.weights import set_adapter_tensors
+from torchrl_llm.utils.fingerprint import fingerprint
+from torchrl_llm.utils.interrupts import held
 
 _LIKELIEST = 8  # log-probs per prompt of a parity check
 _FINGERPRINT = 4096  # elements of each tensor that a fingerprint reads, at least, where there are as many

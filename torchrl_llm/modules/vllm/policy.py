@@ -21,7 +21,6 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
-from torchrl_llm.interrupts import held
 from torchrl_llm.modules.engine import (
     RETRIES,
     ContextLengthError,
@@ -34,6 +33,7 @@ from torchrl_llm.modules.engine import (
 from torchrl_llm.modules.policy import Generation, TurnPolicy
 from torchrl_llm.modules.sampling import SamplingConfig, decide_stop_ids, turn_seed
 from torchrl_llm.modules.vllm import start, weights
+from torchrl_llm.utils.interrupts import held
 
 _LIKELIEST = 8  # log-probs per prompt of a parity check
 

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from transformers import AutoConfig
 
-from torchrl_llm.interrupts import children_ignore_sigint
 from torchrl_llm.modules.checks import check_size
+from torchrl_llm.utils.interrupts import children_ignore_sigint
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 _LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # vLLM has kernels for these

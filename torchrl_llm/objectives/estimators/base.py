@@ -1,7 +1,7 @@
 """Base class of the advantage estimators: keys, options and checks of the rows.
 
 Estimators read and write rows (:mod:`torchrl_llm.keys`, row view): one episode a row, turns along ``T``. The formulas are in
-:mod:`torchrl_llm.objectives.functional`. Estimate a whole batch at once: its statistics must cover all of it.
+:mod:`torchrl_llm.functional`. Estimate a whole batch at once: its statistics must cover all of it.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from tensordict.nn import TensorDictModuleBase, dispatch
 from torch import Tensor
 from torchrl.objectives.value import ValueEstimatorBase
 
+from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
-from torchrl_llm.objectives import functional as F
-from torchrl_llm.options import Checked, Count, Idle, NonNegative, Positive, Share
+from torchrl_llm.utils.options import Checked, Count, Idle, NonNegative, Positive, Share
 
 Granularity = Literal["turn", "token", "auto"]
 """What a step of credit is; "auto": a token in an environment of one turn, and a turn in all others."""

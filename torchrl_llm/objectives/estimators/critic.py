@@ -10,10 +10,10 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
+from torchrl_llm import functional as F
 from torchrl_llm.keys import NestedKey
-from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.estimators.base import GRANULARITY_IDLE, Granularity, TurnEstimator, step_of
-from torchrl_llm.options import NonNegative, Share
+from torchrl_llm.utils.options import NonNegative, Share
 
 
 class CriticEstimator(TurnEstimator):

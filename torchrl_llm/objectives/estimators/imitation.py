@@ -9,9 +9,9 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_llm.objectives import functional as F
+from torchrl_llm import functional as F
 from torchrl_llm.objectives.estimators.base import TurnEstimator
-from torchrl_llm.options import ConfigError, Finite, Share
+from torchrl_llm.utils.options import ConfigError, Finite, Share
 
 Imitated = Literal["all", "success", "return"]
 

@@ -10,11 +10,11 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
+from torchrl_llm import functional as F
 from torchrl_llm import keys
 from torchrl_llm.keys import NestedKey
-from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.estimators.base import GRANULARITY_IDLE, Granularity, TurnEstimator, step_of
-from torchrl_llm.options import Count, Finite, Idle, Natural, NonNegative, Share, check_value
+from torchrl_llm.utils.options import Count, Finite, Idle, Natural, NonNegative, Share, check_value
 
 Population = Literal["batch", "none"]
 Credit = Literal["episode", "turn", "state"]
@@ -295,7 +295,7 @@ class GroupRelative(ReturnEstimator):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of :func:`~torchrl_llm.objectives.functional.group_relative`."""
+        """The options of :func:`~torchrl_llm.functional.group_relative`."""
         names = ("baseline", "scale", "ddof", "eps", "group_size", "partial")
         return {name: getattr(self, name) for name in names}
 

@@ -10,8 +10,8 @@ from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from torch import Tensor
 
+from torchrl_llm import functional as F
 from torchrl_llm import keys
-from torchrl_llm.objectives import functional as F
 from torchrl_llm.objectives.estimators.returns import ReturnEstimator
 
 

@@ -8,10 +8,10 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-from torchrl_llm.objectives import functional as F
+from torchrl_llm import functional as F
+from torchrl_llm.functional._common import all_sum
 from torchrl_llm.objectives.estimators.base import TurnEstimator
-from torchrl_llm.objectives.functional._common import all_sum
-from torchrl_llm.options import Share
+from torchrl_llm.utils.options import Share
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -1,0 +1,127 @@
+"""What the tests of the report share: recorded rows that are made up, and the folder of a run that holds them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict
+
+from torchrl_llm import keys
+from torchrl_llm.runs.recording import FOLDER, trimmed, write_recording
+from torchrl_llm.runs.table import FILE, table_text
+
+PAYLOADS = (
+    "</script><script>document.title='run'</script>",
+    "<img src=x onerror=\"document.title='run'\">",
+    "\u202egnp.exe\u2066",
+    "\x1b[2J\x00",
+    "'\"{{ 7 * 7 }}{% raw %}&lt;",
+    "x" * 5000,
+)
+"""Texts that act where they are not escaped."""
+
+
+def made_rows(
+    episodes: int = 4,
+    turns: int = 2,
+    length: int = 12,
+    *,
+    first: int = 0,
+    groups: int = 1,
+    seed: int = 0,
+    vocabulary: int = 50,
+) -> TensorDict:
+    """Scored and credited rows: half of each turn's tokens are the model's, and every odd episode is won.
+
+    Args:
+        length: tokens of a row.
+        first: the first episode's number.
+        groups: tasks that the episodes are divided among, one after the other.
+        vocabulary: token ids are below it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    ids = torch.arange(episodes)
+    turn_of = torch.arange(length) * turns // length
+    said = torch.arange(length) * turns * 2 // length % 2 == 1
+    turn_ids = torch.where(said, turn_of, -1).expand(episodes, length).contiguous()
+    last = torch.zeros(episodes, turns, dtype=torch.bool)
+    last[:, -1] = True
+    won = last & (ids % 2 == 1).unsqueeze(-1)
+    action = turn_ids >= 0
+    sampled = torch.where(action, -noise(episodes, length).abs(), 0.0)
+    advantage = noise(episodes, turns)
+    stops = torch.where(won, int(keys.StopReason.WON), int(keys.StopReason.LOST)) * last
+    return TensorDict(
+        {
+            keys.TOKENS: torch.randint(vocabulary, (episodes, length), generator=generator),
+            keys.ATTENTION_MASK: torch.ones(episodes, length, dtype=torch.bool),
+            keys.TURN_IDS: turn_ids,
+            keys.POLICY_VERSION: torch.where(action, 0, -1),
+            keys.SAMPLE_LOG_PROB: sampled,
+            keys.REF_LOG_PROB: sampled + 0.01 * noise(episodes, length),
+            keys.LOG_PROB: sampled + 0.1 * noise(episodes, length),
+            keys.ENTROPY: noise(episodes, length).abs(),
+            keys.ADVANTAGE: torch.where(action, advantage.gather(1, turn_ids.clamp_min(0)), 0.0),
+            keys.LOSS_WEIGHT: torch.where(action, 1.0 / action.sum(), 0.0),
+            keys.TURN_REWARD: won.float(),
+            keys.TURN_MASK: torch.ones(episodes, turns, dtype=torch.bool),
+            keys.TURN_TERMINATED: last,
+            keys.TURN_TRUNCATED: torch.zeros_like(last),
+            keys.TURN_SUCCESS: won,
+            keys.TURN_STOP_REASON: stops,
+            keys.TURN_VALUE: noise(episodes, turns),
+            keys.TURN_ADVANTAGE: advantage,
+            keys.BOOTSTRAP_VALUE: noise(episodes),
+            keys.EPISODE_ID: ids + first,
+            keys.GROUP_ID: (ids + first) * groups // episodes,
+            keys.ENV_ID: torch.zeros_like(ids),
+            keys.TASK_ID: ids * groups // episodes,
+        },
+        [episodes],
+    )
+
+
+def about(kind: str = "training", iteration: int = 1, **changes: Any) -> dict[str, Any]:
+    """The attributes of a recording."""
+    pieces = {token: f" word{token}" for token in range(2000)}
+    base = {"kind": kind, "iteration": iteration, "steps": 10 * iteration, "gamma": 0.9, "env_names": ["game:Guess"]}
+    return base | {"pieces": pieces, "missing": {}, "interval": 1} | changes
+
+
+def write_rows(run: Path, rows: TensorDict, name: str = "iteration-000000000001", **changes: Any) -> Path:
+    """Record rows in the folder of a run, with ``"clipped"`` where a token's log-prob is large."""
+    arrays = trimmed(rows)
+    if keys.LOSS_WEIGHT in rows:
+        arrays["clipped"] = (arrays["sample_log_prob"] < -1.5) & (arrays["turn_ids"] >= 0)
+    path = run / FOLDER / f"{name}.safetensors"
+    write_recording(path, arrays, **about(**changes))
+    return path
+
+
+def write_metrics(run: Path, iterations: int = 4, **metrics: float) -> None:
+    """The table of a run with these metrics in each iteration."""
+    steps = np.arange(1, iterations + 1) * 10
+    values = {
+        "rollout/steps": steps,
+        "rollout/success": np.linspace(0.2, 0.8, iterations),
+        "time/rollout_s": steps / 10,
+    }
+    values |= {name: np.full(iterations, value) for name, value in metrics.items()}
+    run.mkdir(parents=True, exist_ok=True)
+    history = [{name: float(column[i]) for name, column in values.items()} for i in range(iterations)]
+    (run / FILE).write_text(table_text(history))
+
+
+def write_result(run: Path, **changes: Any) -> None:
+    """``result.json`` of a run that ended."""
+    result = {"algo": "GRPO", "env_name": "game:Guess", "seed": 0, "success_before": 0.2, "success_after": 0.8}
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "result.json").write_text(json.dumps(result | {"stop_reason": "max_steps=40 turns played"} | changes))

@@ -1,0 +1,120 @@
+"""Callbacks see the rows of an update and add metrics; what a loss returns of its own is logged."""
+
+import pytest
+import torch
+from small_runs import small_config, weights
+
+from torchrl_llm import keys
+from torchrl_llm.objectives import LLMReinforceLoss
+from torchrl_llm.runs import build_run
+from torchrl_llm.trainers import Callback
+
+
+class Watch(Callback):
+    def __init__(self):
+        self.batches, self.steps, self.evaluations = [], [], []
+
+    def on_batch(self, trainer, rows, metrics):
+        self.batches.append((trainer.policy.policy_version, rows[keys.EPISODE_ID].tolist()))
+        metrics["mine/credit"] = rows[keys.ADVANTAGE].abs().max()
+
+    def on_minibatch(self, trainer, rows, metrics):
+        self.steps.append((trainer.policy.policy_version, rows[keys.EPISODE_ID].tolist()))
+        metrics["mine/rows"] = torch.tensor(float(len(rows)))
+
+    def on_evaluation(self, trainer, metrics):
+        self.evaluations.append(metrics["evaluation/success"])
+        metrics["mine/lost"] = 1 - metrics["evaluation/success"]
+
+
+def test_every_hook_sees_its_part_and_what_it_adds_is_logged(tmp_path):
+    watch = Watch()
+    config = small_config(tmp_path, epochs=2, minibatch_size=4, max_iterations=2, evaluation_interval=2)
+    history = build_run(config, callbacks=[watch]).trainer.train()
+    assert [version for version, _ in watch.batches] == [0, 1]
+    for version, episodes in watch.batches:
+        steps = [rows for at, rows in watch.steps if at == version]
+        assert [len(rows) for rows in steps] == [4] * 4
+        assert sorted(steps[0] + steps[1]) == sorted(steps[2] + steps[3]) == sorted(episodes)
+    assert all(metrics["mine/credit"] > 0 and metrics["mine/rows"] == 4 for metrics in history)
+    assert [history[1]["mine/lost"]] == [1 - success for success in watch.evaluations]
+    assert "mine/lost" not in history[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "match"),
+    [
+        ("policy/entropy", 1.0, ValueError, r"callbacks returned \['policy/entropy'\], which are metrics of training"),
+        ("mine", "much", TypeError, "'mine' is 'much'; expected a number, for it is a metric of the callbacks"),
+    ],
+)
+def test_what_is_no_metric_of_its_own_is_an_error(tmp_path, name, value, error, match):
+    class Adds(Callback):
+        def on_batch(self, trainer, rows, metrics):
+            metrics[name] = value
+
+    run = build_run(small_config(tmp_path, max_iterations=1), callbacks=[Adds()])
+    before = weights(run)
+    with pytest.raises(error, match=match):
+        run.trainer.train()
+    assert torch.equal(weights(run), before)
+
+
+def test_a_metric_of_a_step_is_not_changed_unseen_and_one_of_some_steps_is_their_mean(tmp_path):
+    class Adds(Callback):
+        def on_minibatch(self, trainer, rows, metrics):
+            if len(names) == 1:
+                metrics["mine/second"] = 3.0
+            names.append(set(metrics))
+            if clashes:
+                metrics["policy/entropy"] = metrics["policy/entropy"] * 0
+
+    for clashes in (False, True):
+        names = []
+        run = build_run(small_config(tmp_path / str(clashes), max_iterations=1, minibatch_size=4), callbacks=[Adds()])
+        if clashes:
+            with pytest.raises(
+                ValueError, match=r"callbacks returned \['policy/entropy'\], which are metrics of training"
+            ):
+                run.trainer.train()
+        else:
+            (metrics,) = run.trainer.train()
+            assert metrics["mine/second"] == 3
+            assert len(names) == 2
+            assert "mine/second" not in names[0]
+
+
+class WithTerms(LLMReinforceLoss):
+    """Adds a term to minimize and a number to look at, and one under another's name where ``clash``."""
+
+    clash = False
+
+    def forward(self, tensordict):
+        out = super().forward(tensordict)
+        weight = tensordict[keys.LOSS_WEIGHT]
+        out["loss_length"] = 0.25 * weight.sum()
+        out["share"] = (weight * tensordict[keys.TURN_IDS].clamp_min(0)).sum().detach()
+        if self.clash:
+            out["objective"] = weight.sum()
+        return out
+
+
+def with_terms(config, models):
+    return WithTerms(models.actor, **config.loss_options(WithTerms))
+
+
+def test_what_a_loss_returns_of_its_own_is_logged_however_the_batch_is_cut(tmp_path):
+    found = []
+    for max_tokens in (100_000, 256):
+        config = small_config(tmp_path / str(max_tokens), max_iterations=1, max_tokens=max_tokens)
+        (metrics,) = build_run(config, make_loss=with_terms).trainer.train()
+        found.append((metrics["loss/length"], metrics["loss/share"]))
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert found[0][0] == pytest.approx(0.25)
+    assert 0 < found[0][1] < 8
+
+
+def test_a_name_of_another_output_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(WithTerms, "clash", True)
+    with pytest.raises(ValueError, match="'objective' would be logged as 'loss/objective', which is another"):
+        build_run(small_config(tmp_path, max_iterations=1), make_loss=with_terms).trainer.train()

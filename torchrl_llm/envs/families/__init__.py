@@ -1,4 +1,0 @@
-"""Families of environments beyond GEM, each behind an entry point: :mod:`.textworld` and :mod:`.openenv`.
-
-A module here is imported when the first id of its family is resolved, and the package that it needs is imported then.
-"""

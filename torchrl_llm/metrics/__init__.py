@@ -1,0 +1,33 @@
+"""Metrics, their names, and the report of a run."""
+
+from torchrl_llm.metrics.evaluated import Evaluation
+from torchrl_llm.metrics.paired import PairedComparison, mcnemar_p_value, paired_comparison
+from torchrl_llm.metrics.rollouts import (
+    LOSS_METRICS,
+    METRICS,
+    Timer,
+    credit_metrics,
+    named,
+    rollout_metrics,
+    staleness,
+    success_interval,
+    throughput,
+    wilson_interval,
+)
+
+__all__ = [
+    "LOSS_METRICS",
+    "METRICS",
+    "Evaluation",
+    "PairedComparison",
+    "Timer",
+    "credit_metrics",
+    "mcnemar_p_value",
+    "named",
+    "paired_comparison",
+    "rollout_metrics",
+    "staleness",
+    "success_interval",
+    "throughput",
+    "wilson_interval",
+]

@@ -1,0 +1,121 @@
+"""Device and precision that a run trains with: :func:`make_accelerator`, :func:`make_numerics`."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, is_initialized
+
+from torchrl_llm.runs.config import ConfigError, RunConfig
+from torchrl_llm.trainers.numerics import Numerics
+from torchrl_llm.runs.sources import load_model_config
+
+_AUTOCAST = {"bfloat16": "bf16", "float16": "fp16"}
+"""A dtype's name in accelerate."""
+
+_CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+def make_accelerator(config: RunConfig) -> Accelerator:
+    """accelerate with the precision of ``config``, on its device.
+
+    Raises:
+        ConfigError: accelerate chose another device than ``config.device``; or its device has no such precision; or an earlier run
+            of this process had another one.
+    """
+    device = choose_device(config)
+    precision = mixed_precision(config, device)
+    if (
+        precision == "fp16" and device.type == "cpu"
+    ):  # accelerate takes it, computes in float32, and says that it is fp16
+        given = "dtype" if config.mixed_precision is None else "mixed_precision"
+        raise ConfigError(
+            f"{given}={getattr(config, given)!r} asks for mixed precision in float16, which accelerate does not have on a CPU: set "
+            'mixed_precision to "bf16" or "no".'
+        )
+    # accelerate keeps the precision of a process's first Accelerator, and refuses another one with a sentence of its own.
+    if is_initialized() and AcceleratorState().mixed_precision != precision:
+        raise ConfigError(
+            f"The run computes with mixed_precision={precision!r} (dtype={config.dtype!r}), but an earlier run of this process with "
+            f"{AcceleratorState().mixed_precision!r}, and accelerate keeps one for a process: start this run in another process, or "
+            "give it that mixed_precision."
+        )
+    return Accelerator(mixed_precision=precision, cpu=config.device == "cpu")
+
+
+def choose_device(config: RunConfig) -> torch.device:
+    """The device that accelerate chooses in this process, for models that only sample too: no precision is fixed.
+
+    Raises:
+        ConfigError: it is another one than ``config.device``.
+    """
+    # accelerate takes no device, only the wish for the CPU.
+    chosen = PartialState(cpu=config.device == "cpu").device
+    if config.device is not None:
+        try:
+            wanted = torch.device(config.device)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"device is {config.device!r}: expected cpu or cuda, or leave it out. ({error})"
+            ) from error
+        if wanted.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigError(
+                f"device is {config.device!r}, but PyTorch {torch.__version__} finds no GPU: leave device out to compute on a CPU; on a "
+                "machine with a GPU, look at its driver, at CUDA_VISIBLE_DEVICES and at PyTorch's build (nvidia-smi, torch.version.cuda)."
+            )
+        if wanted.type != chosen.type or wanted.index not in (None, chosen.index):
+            raise ConfigError(
+                f"device is {config.device!r}, but accelerate chose {str(chosen)!r}: leave device out, and say which "
+                "GPU is meant with CUDA_VISIBLE_DEVICES."
+            )
+    return chosen
+
+
+def make_numerics(config: RunConfig, device: torch.device) -> Numerics:
+    """Those of a run's settings: on CUDA float32 products are of "high" precision, unless the settings say otherwise.
+
+    Raises:
+        ConfigError: ``deterministic`` on CUDA without the environment variable that cuBLAS needs for it; or in a run that samples
+            during updates.
+    """
+    if config.deterministic and config.max_staleness:
+        raise ConfigError(
+            f"deterministic=True with max_staleness={config.max_staleness}, which samples during updates, so that no two runs are equal: "
+            "leave one of them out."
+        )
+    on_gpu = device.type == "cuda"
+    if config.deterministic and on_gpu and os.environ.get(_CUBLAS) not in (":4096:8", ":16:8"):
+        raise ConfigError(
+            f"deterministic=True on {device}: cuBLAS repeats its results only if {_CUBLAS} was set before CUDA was first used. Start "
+            f"the run with {_CUBLAS}=:4096:8."
+        )
+    precision = config.float32_matmul_precision or ("high" if on_gpu else None)
+    return Numerics(float32_matmul_precision=precision, deterministic=config.deterministic)
+
+
+def mixed_precision(config: RunConfig, device: torch.device, checkpoint: torch.dtype | None = None) -> str:
+    """The autocast of the forward passes of training, as accelerate names it.
+
+    Where all weights train, they are kept in float32 (:func:`~torchrl_llm.modules.load_actor_critic`), and ``config.dtype`` says
+    in what they compute. Adapters on a base in bfloat16 are float32. Without autocast so are all their products, and the units
+    of a GPU for bfloat16, which are many times as fast, stand idle.
+
+    Args:
+        config: the settings.
+        device: of training.
+        checkpoint: the dtype of the model's files; default: it is looked up if it matters.
+    """
+    if config.mixed_precision is not None:
+        return str(config.mixed_precision)
+    if config.lora_r and device.type != "cuda":
+        return "no"
+    dtype: object = config.dtype
+    if dtype == "auto" and config.quantization is not None:
+        dtype = "bfloat16"  # what 4 bits are computed in
+    elif dtype == "auto":
+        dtype = checkpoint or load_model_config(config).dtype
+    found = _AUTOCAST.get(str(dtype).removeprefix("torch."), "no")
+    # float16 would need a gradient scaler.
+    return "no" if config.lora_r and found == "fp16" else found

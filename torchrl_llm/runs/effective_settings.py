@@ -1,0 +1,170 @@
+"""The settings of a run that have an effect, with the values that they have: :func:`effective_settings`.
+
+Two runs are of one setting if these are equal. They are those of the settings file, of the loss and the estimator that the run
+really has, and of what was given in Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from torchrl_llm.utils.fingerprint import fingerprint
+from torchrl_llm.objectives import TurnPolicyLoss
+from torchrl_llm.utils.options import ConfigError, Idle, options_of
+from torchrl_llm.runs.identity import names_of_parts
+from torchrl_llm.runs.config import HOW_TO_RUN, RunConfig, shown_default
+from torchrl_llm.runs.loss_settings import LOSSES, NO_ACTOR, NO_CRITIC, LossOptions
+from torchrl_llm.runs.settings import OutputConfig, names_of
+
+_NO_EFFECT = (*HOW_TO_RUN, "max_tokens")
+"""Settings that change no number of a run. ``max_tokens`` bounds memory, and where it is not given the machine decides on it."""
+
+_PARTS = ("actor", "critic", "joint", "single_turn", "partial", "value_network", "value_chunk_size", "process_group")
+"""Parameters of losses and estimators that are no options, or change no number."""
+
+
+def effective_settings(config: RunConfig, loss: TurnPolicyLoss | None = None) -> dict[str, Any]:
+    """The settings that have an effect on the numbers of a run, by name.
+
+    Args:
+        config: the settings as given.
+        loss: the run's, with its estimator; default: that of the settings.
+
+    Returns:
+        Name -> value. An option of the loss or the estimator has the value that these objects have,
+        also where the loss was given in Python, for the defaults depend on each other. Options
+        that are no settings are there if they are not their class's default, and ``"loss"`` and
+        ``"estimator"`` as classes, if they are not the algorithm's own.
+
+    Examples:
+        >>> settings = effective_settings(RunConfig(granularity="token"))
+        >>> settings["gamma"], "sampler_level" in settings, "group_size" in settings
+        (1.0, False, True)
+    """
+    loss = config.make_loss(NO_ACTOR, NO_CRITIC) if loss is None else loss
+    left_out = {*_NO_EFFECT, *names_of(LossOptions)}
+    values = {name: value for name, value in vars(config).items() if name not in left_out}
+    settings = vars(config)
+    values |= {name: each.value for name, each in _options(loss).items() if name in settings or each.is_changed}
+    if type(loss) is not LOSSES[config.algo]:
+        values["loss"] = named(type(loss))
+    if config.estimator is None and type(loss.value_estimator) is not loss.default_value_estimator:
+        values["estimator"] = named(type(loss.value_estimator))
+    rules = (*RunConfig.idle, *loss.idle, *getattr(loss.value_estimator, "idle", ()))  # which may be TorchRL's own
+    idle = {name for rule in rules if _is_met(rule, values) for name in rule.names if _is_harmless(config, name, rule)}
+    return {name: value for name, value in sorted(values.items()) if name not in idle}
+
+
+class _Value(NamedTuple):
+    """The value of an option, and its default in the class that has it."""
+
+    value: Any
+    default: Any
+
+    @property
+    def is_changed(self) -> bool:
+        return as_text(self.value) != as_text(self.default)  # arrays have no plain comparison
+
+
+def _options(loss: TurnPolicyLoss) -> dict[str, _Value]:
+    """The options of a loss and its estimator. Of what both have the estimator decides, but for the weight of the KL."""
+    values, deciding = _own_options(loss), _own_options(loss.value_estimator)
+    for name in options_of(loss.default_value_estimator).keys() - deciding.keys():
+        values.pop(name, None)  # it is passed on to an estimator that the loss has no more
+    if "kl_coeff" in values and "kl_coeff" in deciding:
+        further = deciding.pop("kl_coeff")
+        if further.value not in (0, values["kl_coeff"].value):  # 0: the KL is in the loss
+            values["estimator.kl_coeff"] = further
+    return values | deciding
+
+
+def _own_options(part: Any) -> dict[str, _Value]:
+    options = {name: option for name, option in options_of(type(part)).items() if name not in _PARTS}
+    values = {name: getattr(part, name) for name in options if hasattr(part, name)}
+    # TorchRL's estimators have gamma and lmbda as tensors.
+    plain = {name: value.item() if _is_scalar(value) else value for name, value in values.items()}
+    return {name: _Value(value, options[name].default) for name, value in plain.items()}
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.ndim == 0
+
+
+def _is_met(rule: Idle, values: Mapping[str, Any]) -> bool:
+    return all(name in values and as_text(values[name]) in map(as_text, under) for name, under in rule.under.items())
+
+
+def _is_harmless(config: RunConfig, name: str, rule: Idle) -> bool:
+    """Whether an idle setting is not given, or asks for what happens anyway; any other is refused, so that it is not idle."""
+    option = options_of(RunConfig).get(name)  # a rule of a loss names options that are no settings too
+    return option is None or getattr(config, name) in (option.default, rule.harmless.get(name, option.default))
+
+
+def changed_settings(config: RunConfig, loss: TurnPolicyLoss | None = None) -> dict[str, list[str]]:
+    """The settings that are not the defaults: name -> value and default as text.
+
+    The default of an option of the loss is the one that it has beside the other settings. Options that are no settings, of a loss that was
+    given in Python, count too.
+
+    Examples:
+        >>> changed_settings(RunConfig(granularity="token", gamma=0.9))
+        {'gamma': ['0.9', '1.0'], 'granularity': ['token', 'turn']}
+    """
+    outputs, options = names_of(OutputConfig), options_of(RunConfig)
+    given = {name: value for name, value in sorted(vars(config).items()) if name not in outputs}
+    given = {name: value for name, value in given.items() if value != options[name].default}
+    pairs = {name: _Value(value, _default(config, name)) for name, value in given.items()}
+    if loss is not None:
+        pairs |= {name: each for name, each in _options(loss).items() if name not in options}
+    return {name: [str(each.value), str(each.default)] for name, each in pairs.items() if each.is_changed}
+
+
+def _default(config: RunConfig, name: str) -> Any:
+    if name not in names_of(LossOptions):
+        return options_of(RunConfig)[name].default
+    try:
+        left_out: dict[str, Any] = {name: None}
+        return _options(replace(config, **left_out).make_loss(NO_ACTOR, NO_CRITIC))[name].value
+    except (ConfigError, KeyError):  # another setting needs it, or only another loss has it
+        return shown_default(name, config.algo)
+
+
+def python_settings(**parts: Any) -> dict[str, str]:
+    """What a run was given in Python, as settings: name -> names of the objects, and a fingerprint of what they hold.
+
+    Args:
+        parts: arguments of ``build_run``; ``None`` or empty: not given.
+
+    Examples:
+        >>> python_settings(env=dict, make_loss=None, callbacks=[])
+        {'env': 'builtins:dict #70936ea623473ddd'}
+    """
+    given = {name: part for name, part in parts.items() if part is not None and part != () and part != []}
+    return {name: named(part) for name, part in given.items()}
+
+
+def named(part: Any) -> str:
+    """The name of an object that was given in Python, and its fingerprint."""
+    (name,) = names_of_parts(part=part).values()
+    return f"{name} #{fingerprint(part)}"
+
+
+def as_text(value: Any) -> str:
+    """A value of a setting as text, the same for equal values: 1 and 1.0, lists and tuples, mappings in any order.
+
+    Examples:
+        >>> as_text(1.0), as_text((0.2, 1)), as_text({"b": True, "a": None})
+        ('1', '[0.2, 1]', '{a: None, b: True}')
+    """
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted(f'{key}: {as_text(each)}' for key, each in value.items()))}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(as_text, value))}]"
+    if isinstance(value, float) and value.is_integer():
+        return str(int(value))
+    return str(value) if isinstance(value, str | int | float | Path | None) else named(value)

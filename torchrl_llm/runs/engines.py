@@ -1,0 +1,134 @@
+"""The vLLM engine of a run, in this process or on a worker: which GPUs it takes, and which share of their memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torchrl_llm.modules import SamplingConfig, VLLMPolicy
+from torchrl_llm.modules.vllm.weights import TRANSFERS
+from torchrl_llm.runs.config import ConfigError, RunConfig
+from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.runs.sources import model_path
+
+_SETTINGS = (
+    *("seed", "max_model_len", "trust_remote_code"),
+    *("tensor_parallel_size", "kv_cache_memory_bytes", "enforce_eager", "prefix_caching", "sleep_mode"),
+)
+"""Settings of vLLM's engine by its own names."""
+
+_OWN_GPU, _TRAINERS_GPU = 0.9, 0.4
+"""Shares of a GPU's memory: of an engine that has the GPU to itself, and of one beside the trainer, which needs room for weights,
+gradients, optimizer and activations."""
+
+
+def start_engine(
+    config: RunConfig, tokenizer: Any, sampling: SamplingConfig, distributed: Distributed, device: torch.device
+) -> VLLMPolicy | None:
+    """The engine of this process; ``None`` where there is none.
+
+    It starts before the trainer's model is loaded: vLLM asks for its whole share at once, and measures on an empty GPU what it
+    needs itself. With ``sleep_mode`` it sleeps until the first weight sync.
+
+    Args:
+        device: of model and training.
+
+    Raises:
+        ConfigError: several processes, each with an engine on several GPUs.
+    """
+    if config.policy != "vllm" or config.collector == "ray":
+        return None
+    size = config.tensor_parallel_size or 1
+    if size > 1 and distributed.world_size > 1 and config.weight_sync != "nccl":
+        raise ConfigError(
+            f"tensor_parallel_size is {size}, and each of {distributed.world_size} training processes has an engine, on its own GPU: "
+            "expected 1, or one process, weight_sync='nccl' (engines on other GPUs), or collector='ray'."
+        )
+    engine = make_engine(config, tokenizer, sampling, device=device, processes=distributed.world_size)
+    if config.sleep_mode:
+        engine.sleep(1)
+    return engine
+
+
+def make_engine(
+    config: RunConfig, tokenizer: Any, sampling: SamplingConfig, *, device: torch.device | None, processes: int = 1
+) -> VLLMPolicy:
+    """An engine.
+
+    Args:
+        device: of the trainer, if it is in this process; ``None`` on a worker of Ray.
+        processes: training processes.
+    """
+    transfer: Any = config.weight_sync if config.weight_sync in TRANSFERS else None
+    options = {name: value for name in _SETTINGS if (value := getattr(config, name)) is not None}
+    return VLLMPolicy(
+        model_path(config),
+        tokenizer,
+        sampling,
+        dtype=config.engine_dtype or config.dtype,
+        # A slot has one turn in flight at most.
+        max_num_seqs=config.slots,
+        max_lora_rank=config.lora_r if serves_adapter(config) else 0,
+        multiprocess=bool(config.engine_process or transfer),
+        weight_transfer=transfer,
+        gpu_memory_utilization=engine_share(config, device),
+        device_ids=engine_gpus(config, device, processes),
+        **options,
+    )
+
+
+def engine_share(config: RunConfig, device: torch.device | None) -> float:
+    """The engine's share of the memory of each of its GPUs.
+
+    A share that is given counts. Else it is 0.9, or 0.4 where the trainer is on the same GPU; a worker of Ray that asks for a part
+    of a GPU takes that part of 0.9.
+
+    Args:
+        device: of the trainer, if it is in this process; ``None`` on a worker of Ray.
+
+    Examples:
+        >>> config = RunConfig(policy="vllm")
+        >>> engine_share(config, torch.device("cuda", 1)), engine_share(config, torch.device("cpu"))
+        (0.4, 0.9)
+        >>> engine_share(RunConfig(policy="vllm", collector="ray", ray_worker_gpus=0.5), None)
+        0.45
+    """
+    if config.gpu_memory_utilization is not None:
+        return config.gpu_memory_utilization
+    if device is None:
+        return _OWN_GPU * min(1.0, config.ray_worker_gpus or 1.0)
+    return _TRAINERS_GPU if device.type == "cuda" and config.weight_sync != "nccl" else _OWN_GPU
+
+
+def engine_gpus(config: RunConfig, device: torch.device | None, processes: int = 1) -> list[int] | None:
+    """The GPUs of the engine, as PyTorch numbers them in this process; ``None`` leaves the choice to vLLM, which begins with 0.
+
+    The first is the trainer's: each training process has its engine on its own GPU. With ``weight_sync="nccl"`` engines are on
+    the GPUs after all trainers'.
+
+    Args:
+        device: of the trainer, if it is in this process; ``None`` on a worker of Ray, which shows it no other GPUs.
+        processes: training processes, with ``"nccl"`` all on this host.
+
+    Examples:
+        >>> engine_gpus(RunConfig(policy="vllm"), torch.device("cuda", 3))
+        [3]
+        >>> engine_gpus(RunConfig(policy="vllm", tensor_parallel_size=2), torch.device("cuda", 0))
+        [0, 1]
+        >>> engine_gpus(RunConfig(policy="vllm", weight_sync="nccl"), torch.device("cuda", 1), processes=2)
+        [3]
+    """
+    if device is None or device.type != "cuda":
+        return None
+    first, size = device.index or 0, config.tensor_parallel_size or 1
+    if config.weight_sync == "nccl":
+        first = processes + first * size
+    return [*range(first, first + size)]
+
+
+def serves_adapter(config: RunConfig) -> bool:
+    """Whether the engine serves the adapter beside the base model."""
+    # On CPUs vLLM generates faster with merged weights.
+    on_gpu = bool(config.ray_worker_gpus) if config.collector == "ray" else torch.cuda.is_available()
+    return config.lora_r > 0 and (config.weight_sync == "adapter" or (config.weight_sync is None and on_gpu))

@@ -1,0 +1,203 @@
+"""A trained model as a folder for others, with a model card: :func:`export_model`."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from transformers.utils.hub import CHAT_TEMPLATE_DIR
+
+from torchrl_llm.modules import weights
+from torchrl_llm.utils.options import ConfigError
+from torchrl_llm.runs.outputs import code, fenced, percent
+from torchrl_llm.runs.run_files import RunFiles
+from torchrl_llm.utils.terminal import printable
+from torchrl_llm.runs.config import HOW_TO_RUN, RunConfig
+from torchrl_llm.runs.run_folder import MARK
+from torchrl_llm.runs.saved import SETTINGS, SavedModel, load_saved_model, reading, write_settings_beside
+from torchrl_llm.runs.settings_file import as_yaml
+from torchrl_llm.runs.sources import MODELS
+
+Format = Literal["adapter", "merged"]
+
+_RESULTS = (
+    'Sampled as in training, on tasks with seeds that training did not use. Other seeds may give the same tasks all the same: "trained on" is the '
+    "share of the episodes whose task was trained on, by its hidden state or first observation, and - where that is not known."
+)
+_NO_MODEL = shutil.ignore_patterns(".*", "*.bin", "*.pt", "*.pth", "*.pkl")
+"""Files that are not exported: hidden ones, and pickles, such as states of an optimizer."""
+
+
+def export_model(saved: SavedModel, place: str | Path, *, format: Format, **changes: Any) -> Path:
+    """Write a trained model to a folder of its own: weights, tokenizer, settings (:data:`SETTINGS`) and ``README.md``.
+
+    Args:
+        saved: the model.
+        place: the folder; it may be there if it is empty. It is whole or not there.
+        format: ``"adapter"``, for PEFT; or ``"merged"``, one whole model for transformers and vLLM.
+        changes: settings that differ from those of the run while an adapter is merged, such as ``device``.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ConfigError: the folder holds something or is a link, the model has no adapter, or ``changes`` would do nothing.
+        WeightsError: the files are damaged, or the adapter cannot be merged.
+    """
+    place = Path(place).expanduser().absolute()
+    _check(saved, place, format, changes)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    stage = place.parent / f".{place.name}.stage-{uuid.uuid4().hex}"
+    try:
+        stage.mkdir()
+        _write_model(saved, stage, format, changes)
+        if saved.settings:
+            write_settings_beside(saved.settings, stage)
+        if saved.settings or not (stage / "README.md").exists():  # one that came with the model may know more
+            (stage / "README.md").write_text(model_card(saved, place.name, format=format), encoding="utf-8")
+        stage.replace(place)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+    return place
+
+
+def _check(saved: SavedModel, place: Path, format: Format, changes: dict[str, Any]) -> None:
+    if place.is_symlink() or os.path.ismount(place):
+        raise ConfigError(f"{place} is a link or a mount point, which cannot be replaced: choose a folder in it.")
+    if place.exists() and (not place.is_dir() or any(place.iterdir())):
+        raise ConfigError(f"{place} is there already: choose a folder that is not, or that is empty.")
+    if format == "adapter" and not saved.is_adapter:
+        raise ConfigError(f"{saved.path} holds a whole model (lora_r=0), and no adapter: export it as 'merged'.")
+    if changes and not (format == "merged" and saved.is_adapter):
+        raise ConfigError(
+            f"{', '.join(changes)}: nothing is merged, so the files are copied as they are. Leave it out."
+        )
+
+
+def _write_model(saved: SavedModel, stage: Path, format: Format, changes: dict[str, Any]) -> None:
+    if format == "merged" and saved.is_adapter:
+        # Into the base as it was before it was rounded to 4 bits.
+        changes = {"quantization": None, "attn_implementation": None, **changes}
+        loaded = load_saved_model(saved, saved.config(only_model=True, **changes))
+        with reading(saved.path):
+            loaded.models.export_merged(stage, loaded.tokenizer)
+        return
+    # The tokenizer of an exported model lies beside its weights.
+    for folder in dict.fromkeys((saved.weights, saved.tokenizer or saved.weights)):
+        shutil.copytree(folder, stage, ignore=_left_out, dirs_exist_ok=True)
+
+
+def _left_out(folder: str, names: list[str]) -> set[str]:
+    folders = {name for name in names if Path(folder, name).is_dir() and name != CHAT_TEMPLATE_DIR}
+    return _NO_MODEL(folder, names) | folders
+
+
+def model_card(saved: SavedModel, name: str, *, format: Format) -> str:
+    """The ``README.md`` of an exported model: what it was trained on, its results with intervals, and its settings.
+
+    Args:
+        saved: the model.
+        name: its heading.
+        format: how it is exported.
+    """
+    settings, base = saved.settings, _base_model(saved)
+    head: dict[str, Any] = {"library_name": "peft" if format == "adapter" else "transformers"}
+    head |= {"pipeline_tag": "text-generation", "tags": ["reinforcement-learning", "torchrl-llm"]}
+    if base is not None and base.count("/") == 1 and not Path(base).exists():  # the id of a hub
+        head["base_model"] = base
+    heading = name if re.fullmatch(r"[\w .-]+", name) else code(name)
+    parts = [f"---\n{as_yaml(head)}---\n\n# {heading}", _summary(saved, base)]
+    results = [*_results(saved)]
+    if results:
+        table = "| evaluation | win rate | 95 % interval | trained on |\n|---|---|---|---|\n" + "\n".join(results)
+        parts.append(f"## Results\n\n{_RESULTS}\n\n{table}")
+    parts.append(f"## Use\n\n{_usage(base, format)}")
+    if settings:
+        defaults = RunConfig().as_json()
+        other = {k: v for k, v in settings.items() if k not in HOW_TO_RUN and defaults.get(k) != v}
+        parts.append(
+            f"## Settings\n\nThose that differ from the defaults; all are in `{SETTINGS}`.\n\n{fenced(as_yaml(other))}"
+        )
+    if saved.metadata:
+        parts.append("## Versions\n\n" + fenced(as_yaml(saved.metadata["environment"]["versions"])))
+    return printable("\n\n".join(parts) + "\n")
+
+
+def _base_model(saved: SavedModel) -> str | None:
+    if saved.is_adapter and not saved.settings:
+        return weights.read_adapter(saved.weights).config.base_model_name_or_path
+    return saved.settings.get("model_path")
+
+
+def _summary(saved: SavedModel, base: str | None) -> str:
+    if not saved.settings:
+        return "A language model. It is not known how it was trained."
+    names = saved.settings["env_name"]
+    environments = ", ".join(map(code, [names] if isinstance(names, str) else names))
+    kind = f"LoRA of rank {saved.settings['lora_r']}" if saved.settings["lora_r"] else "all weights"
+    algo = saved.settings["algo"]
+    text = f"{code(str(base))}, trained with {algo} on {environments} over many turns ({kind}) by `torchrl_llm`."
+    if saved.metadata:
+        text += f" Weights after {saved.metadata['iteration']} iterations, {saved.metadata['steps']:,} turns."
+    return text
+
+
+def _usage(base: str | None, format: Format) -> str:
+    load = 'AutoModelForCausalLM.from_pretrained("THIS FOLDER")'
+    lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", "", f"model = {load}"]
+    if format == "adapter":
+        source, imported = json.dumps(base), list[str]()
+        if base in MODELS:  # transformers does not know these names
+            find = MODELS[base]
+            source, imported = f"{find.__name__}()", [f"from {find.__module__} import {find.__name__}"]
+        base_model = f"AutoModelForCausalLM.from_pretrained({source})"
+        lines[0:1] = ["from peft import PeftModel", lines[0], *imported]
+        lines[-1] = f'model = PeftModel.from_pretrained({base_model}, "THIS FOLDER")'
+    lines.append('tokenizer = AutoTokenizer.from_pretrained("THIS FOLDER")')
+    return "```python\n" + "\n".join(lines) + "\n```"
+
+
+def _results(saved: SavedModel) -> Iterator[str]:
+    """The rows of the table of results: before training, in the run, and at its end, as far as they are of these weights."""
+    if not saved.metadata:  # of other files it is not known when, or by which run, they were written
+        return
+    run = saved.path.parent.parent
+    if not (run / MARK).is_file():
+        return
+    try:
+        files = RunFiles.of(run)
+    except FileNotFoundError:  # it holds checkpoints alone
+        return
+    before, after = files.before, files.result
+    if before.keys() >= {"episodes", "success", "success_ci95"} and after.get("same_games") is not False:
+        what = f"before training, {before['episodes']} episodes"
+        yield _row(what, before["success"], *before["success_ci95"], share=before.get("task_overlap"))
+    names = ("success", "success_low", "success_high", "task_overlap")
+    *rates, share = (_logged(files, name, saved.metadata["steps"]) for name in names)
+    if None not in rates:
+        yield _row(f"during training, {saved.settings['evaluation_episodes']} episodes", *rates, share=share)
+    known = after.keys() >= {"success_after", "success_ci95"}
+    if known and after.get("iterations") == saved.metadata["iteration"]:
+        yield _row(
+            f"after training, {saved.settings['final_episodes']} episodes",
+            after["success_after"],
+            *after["success_ci95"],
+            share=after.get("evaluation_task_overlap"),
+        )
+
+
+def _row(what: str, *rates: float | None, share: float | None) -> str:
+    rate, low, high = (f"{value:.3f}" for value in rates)
+    return f"| {what} | {rate} | {low} to {high} | {percent(share)} |"
+
+
+def _logged(files: RunFiles, name: str, steps: int) -> float | None:
+    """A metric of the evaluation in the iteration that ended with this many turns; ``None``: there was none."""
+    found = (metrics for metrics in files.history if metrics["rollout/steps"] == steps)
+    return next((metrics.get(f"evaluation/{name}") for metrics in found), None)

@@ -1,0 +1,194 @@
+"""Command line and YAML -> :class:`~torchrl_llm.runs.RunConfig`, read by the annotations of its fields."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torchrl_llm.utils.arguments import COMMAND_LINE, ArgumentParser
+from torchrl_llm.utils.options import ConfigError, IdleError, describe, meanings, options_of
+from torchrl_llm.runs.config import RunConfig, shown_default
+from torchrl_llm.runs.schema import plain, settings_by_part
+from torchrl_llm.runs.settings_file import read_settings, read_value
+
+
+def parse_run_config(argv: Sequence[str] | None = None, *, description: str | None = None) -> RunConfig:
+    """Read the settings of a run from ``--config FILE.yaml`` and flags; a later one overrides an earlier one.
+
+    Every field of :class:`~torchrl_llm.runs.RunConfig` is a flag (``--max-steps`` and ``--max_steps`` are the same), a
+    bare flag of a boolean field means true, and values are YAML. Integers are decimal: ``010`` is 10, ``1e5`` is 100000,
+    ``1:30`` and ``0x10`` are refused. An unknown field, a wrong value and contradictory fields are errors that name the
+    flag, or the file and its line.
+
+    Args:
+        argv: the arguments; None takes those of the process.
+        description: shown by ``--help``.
+
+    Returns:
+        The settings. Exits with a message as :mod:`argparse` does if they are wrong.
+
+    Examples:
+        >>> config = parse_run_config(["--algo", "GRPO", "--batch-size", "8", "--group-size", "4", "--wandb"])
+        >>> config.algo, config.batch_size, config.wandb
+        ('GRPO', 8, True)
+    """
+    parser = ArgumentParser(description=description, noun="setting", usage=USAGE)
+    add_settings(parser)
+    try:
+        return run_config_of(parser.read(argv))
+    except ConfigError as error:
+        parser.error(str(error))
+
+
+_SPELLINGS = {"env_name": ("--env",)}
+"""Further flags of a setting."""
+
+USAGE = "%(prog)s [--config FILE] [--FIELD VALUE ...]"
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add ``--config`` and a flag for every setting, grouped by the part that owns it."""
+    parser.add_argument("--config", action=_File, metavar="FILE", help="a YAML file of the fields below")
+    for title, names in settings_by_part().items():
+        add_flags(parser.add_argument_group(title), names)
+
+
+def add_flags(
+    group: argparse._ActionsContainer, names: Sequence[str], others: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Add a flag for each of these settings, with its meaning, type and default.
+
+    Args:
+        group: of a parser.
+        names: of the settings.
+        others: what some of them mean here, if it is not what they mean to a run.
+    """
+    # Defaults stay RunConfig's: only flags that are given may reach it, because some of its rules ask what was given.
+    meaning, options = {**meanings(RunConfig), **others}, options_of(RunConfig)
+    for name in names:
+        hint = options[name].hint
+        # argparse formats help with %.
+        said = f"{plain(meaning[name])} (type: {describe(hint)}; default: {shown_default(name)})".replace("%", "%%")
+        bare: dict[str, Any] = {"nargs": "?", "const": "true"} if hint in (bool, bool | None) else {}
+        flag = group.add_argument(
+            *_SPELLINGS.get(name, ()),
+            f"--{name}",
+            dest=name,
+            action=_Flag,
+            metavar="VALUE",
+            help=said,
+            default=argparse.SUPPRESS,
+            **bare,
+        )
+        flag.hint = hint  # type: ignore[attr-defined]
+
+
+def given_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings among parsed arguments, without those that were not given."""
+    return {name: value for name, value in vars(arguments).items() if name in options_of(RunConfig)}
+
+
+def run_config_of(arguments: argparse.Namespace) -> RunConfig:
+    """The settings of parsed arguments (:func:`add_settings`), without those of a file that a flag leaves without effect.
+
+    If that flag is the algorithm, they are refused: a file is tuned for one algorithm, and its other numbers would not fit.
+
+    Raises:
+        ConfigError: they are wrong, or contradict each other.
+    """
+    settings, files = given_settings(arguments), _files(arguments)
+    while True:
+        try:
+            return RunConfig(**settings)
+        except IdleError as error:
+            idle = [name for name in error.names if name in settings and name in files]
+            by_flag = [name for name in error.under if name in settings and name not in files]
+            if not (idle and by_flag):
+                raise
+            if "algo" in by_flag:
+                where = ", ".join(dict.fromkeys(str(files[name]) for name in idle))
+                flags = " ".join(f"--{name} {_default_as_text(name)}" for name in idle)
+                raise ConfigError(
+                    f"{error} They are from {where}: remove them there, or add {flags} to the command line."
+                ) from error
+            for name in idle:
+                del settings[name]
+
+
+def _default_as_text(name: str) -> str:
+    default = options_of(RunConfig)[name].default
+    return default if isinstance(default, str) else json.dumps(default)
+
+
+def resume_command(config: RunConfig) -> str:
+    """The command line that resumes a run which this process began from :func:`parse_run_config`.
+
+    Args:
+        config: the run's settings.
+
+    Examples:
+        >>> resume_command(RunConfig()).endswith(" --resume")
+        True
+    """
+    words = COMMAND_LINE.get() or sys.argv
+    given = _without(words, "--resume", "--overwrite")
+    undone = ["--overwrite=false"] if config.overwrite and given == _without(words, "--resume") else []
+    undone += ["--resume_from=null"] if config.resume_from is not None else []
+    return shlex.join([*_program(Path(given[0])), *given[1:], *undone, "--resume"])
+
+
+def _program(script: Path) -> list[str]:
+    """How the program that runs is called: by its name if it is a console script, else by this Python."""
+    if not script.suffix:
+        return [script.name]
+    python, here = Path(sys.executable), Path.cwd()
+    python = python.relative_to(here) if python.is_relative_to(here) else python
+    # `python -m package` has the path of its __main__.py as its first argument.
+    return [str(python), *(["-m", script.parent.name] if script.name == "__main__.py" else [str(script)])]
+
+
+def _without(argv: Sequence[str], *switches: str) -> list[str]:
+    """``argv`` without some switches and their values."""
+    kept, dropped = [], False
+    for word in argv:
+        is_value = dropped and word in ("true", "false")
+        dropped = word.partition("=")[0] in switches
+        if not (dropped or is_value):
+            kept.append(word)
+    return kept
+
+
+def _files(arguments: argparse.Namespace) -> dict[str, Path]:
+    """The file of each setting that is from one, and that no later flag gives."""
+    return vars(arguments).setdefault("setting_files", {})
+
+
+class _Flag(argparse.Action):
+    """One field of the settings."""
+
+    hint: Any = Any
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        _files(namespace).pop(self.dest, None)
+        try:
+            setattr(namespace, self.dest, read_value(str(option_string), values, self.hint))
+        except ConfigError as error:
+            parser.error(str(error))
+
+
+class _File(argparse.Action):
+    """``--config``: all fields of a YAML file."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        try:
+            for name, value in read_settings(Path(values), options_of(RunConfig)):
+                setattr(namespace, name, value)
+                _files(namespace)[name] = Path(values)
+        except ConfigError as error:
+            parser.error(str(error))

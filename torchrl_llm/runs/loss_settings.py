@@ -1,0 +1,81 @@
+"""The settings of the algorithms, which their losses declare: :class:`LossConfig`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+from tensordict.nn import TensorDictModule
+from torch import nn
+
+from torchrl_llm import keys, objectives
+from torchrl_llm.utils.options import NonNegative, Option, meanings, options_class, options_of
+from torchrl_llm.runs.settings import Algorithm
+
+LOSSES: dict[Algorithm, type[objectives.TurnPolicyLoss]] = {
+    "LLMPPO": objectives.LLMPPOLoss,
+    "LLMREINFORCE": objectives.LLMReinforceLoss,
+    "GRPO": objectives.LLMGRPOLoss,
+    "SFT": objectives.LLMSFTLoss,
+}
+"""The loss of each algorithm, which declares the algorithm's settings (:func:`loss_settings`)."""
+
+
+NO_ACTOR = TensorDictModule(nn.Identity(), in_keys=[keys.TOKENS], out_keys=[keys.LOG_PROB, keys.ENTROPY])
+NO_CRITIC = TensorDictModule(nn.Identity(), in_keys=[keys.TOKENS], out_keys=[keys.STATE_VALUE, keys.BOOTSTRAP_VALUE])
+"""The keys of actor and critic, and no weights: what a loss asks of them when it is made."""
+
+_DECIDED_BY_THE_RUN = ("actor", "critic", "joint", "single_turn", "partial")
+"""Parameters of losses that are no settings."""
+
+_OTHER_HINTS: dict[str, Any] = {
+    "kl_kind": Literal["k2", "k3"],  # as a loss "k1" has no gradient in expectation
+    "clip_value": NonNegative,  # None is the loss's default here, so that 0 has to mean no bound
+}
+"""Annotations of settings that differ from those of the losses."""
+
+
+@cache
+def loss_settings(algo: Algorithm) -> tuple[str, ...]:
+    """The settings that the loss of ``algo`` takes, in the order of its declaration."""
+    return tuple(name for name in options_of(LOSSES[algo]) if name not in _DECIDED_BY_THE_RUN)
+
+
+def _options_of_losses() -> Any:
+    """The options that the losses declare, all ``None``: the default that is declared there."""
+    options: dict[str, Option] = {}
+    meaning: dict[str, str] = {}
+    for algo, loss in LOSSES.items():
+        said = meanings(loss)
+        for name in loss_settings(algo):
+            if name not in options and name != "group_size":  # which RolloutConfig declares, for every algorithm
+                options[name] = Option(_OTHER_HINTS.get(name, options_of(loss)[name].hint) | None, None)
+                takers = [other for other in LOSSES if name in loss_settings(other)]
+                only = "" if len(takers) == len(LOSSES) else f" ({', '.join(takers)})"
+                meaning[name] = f"{said[name].removesuffix('.')}{only}."
+    return options_class("LossOptions", options, meaning, "The algorithm's loss and estimator.")
+
+
+LossOptions: Any = _options_of_losses()
+
+
+@dataclass(kw_only=True)
+class LossConfig(LossOptions):
+    """The algorithm's loss and estimator. The losses declare their options; ``None`` takes the default declared there."""
+
+    estimator: str | None = None
+    """The value estimator: a class of torchrl_llm.objectives, such as "TurnVTrace", or "package.module:Name", which gets
+    those of these options that it has; None takes the algorithm's own."""
+
+
+def only_of(algo: Algorithm) -> tuple[str, ...]:
+    """The settings that no loss but that of ``algo`` takes."""
+    others = {name for other in LOSSES if other != algo for name in loss_settings(other)}
+    return tuple(name for name in loss_settings(algo) if name not in {*others, "group_size"})
+
+
+def missing_in(algo: Algorithm) -> tuple[str, ...]:
+    """The settings that the losses of several others take, and that of ``algo`` does not."""
+    own = {"group_size", *loss_settings(algo), *(name for other in LOSSES for name in only_of(other))}
+    return tuple(dict.fromkeys(name for other in LOSSES for name in loss_settings(other) if name not in own))

@@ -1,0 +1,334 @@
+"""What a run takes in memory, estimated from its settings and the shapes of its model (:func:`memory_estimate`), and the
+``max_tokens`` that follow from it where none are given (:func:`with_max_tokens`).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import platform
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from torchrl_llm.utils.host import free_memory, host_memory
+from torchrl_llm.modules.checks import FAILURES
+from torchrl_llm.modules.hf._head import packs_head
+from torchrl_llm.modules.lm import embedding_of
+from torchrl_llm.modules.scorer import default_chunk_logits
+from torchrl_llm.utils.options import ConfigError
+from torchrl_llm.modules.prefixes import forward_bound
+from torchrl_llm.runs.build import has_own_reference, make_lora
+from torchrl_llm.runs.config import RunConfig
+from torchrl_llm.runs.device import mixed_precision
+from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.runs.engines import engine_share
+from torchrl_llm.trainers.config import MOST_TOKENS
+from torchrl_llm.runs.sources import model_path
+from torchrl_llm.runs.teacher import find_teacher
+
+logger = logging.getLogger(__name__)
+
+_CPU = torch.device("cpu")
+
+_TRAINED = 16
+"""Bytes of a trained weight: the weight, its gradient and AdamW's two moments, in float32."""
+
+_START = "weights before the step"
+"""The copy of the actor's trained weights from which ``target_kl`` shortens steps, in float32."""
+
+OF_UPDATES = ("activations", "logits", _START)
+"""The parts of :func:`memory_estimate` that are freed where an update ends; the others stay while an engine samples."""
+
+_NF4 = 0.55
+"""Bytes of a weight of the base in 4 bits, with its scales."""
+
+_ROW = 29
+"""Bytes of a token of the batch."""
+
+_LOGIT = 12
+"""Bytes of a logit of the chunk that a scorer works on, at the peak of its backward: log-probs, probabilities and gradient in
+float32 (measured for a head in float32 and in bfloat16)."""
+
+_HALF = 2
+"""Bytes of a number in half precision."""
+
+_CPU = torch.device("cpu")
+
+# Numbers that the backward of a layer keeps for each token, in multiples of the hidden size and of the width of the MLP:
+# inputs, queries, keys, values and outputs; the two projections, their activation and its product. For the models of
+# docs/memory.md this is within a tenth of what was measured with LoRA.
+_HIDDEN, _WIDTH = 8, 4
+
+# In half precision without autocast PEFT casts the inputs of adapters (queries, keys, values, outputs, the three projections of
+# the MLP) to float32, and the backward keeps the casts, and two inputs less in half precision. With LoRA on all linear layers in
+# the shapes of Qwen2.5-0.5B a layer kept 82,048 bytes a token; this makes 82,688 of it.
+_CAST_HIDDEN, _CAST_WIDTH = 6, 1
+
+# Weights and caches are known well, the peak of an update is not: by default glibc kept 0.6 to 2.1 GiB more than was in use
+# (docs/memory.md). The other half is for that, for PyTorch itself, and on a host for the system and other programs.
+_SHARE = 0.5
+"""What activations and logits may take of the memory that the other parts leave."""
+
+
+def empty_model(config: RunConfig) -> Any:
+    """The run's model without weights: its shapes, on PyTorch's meta device."""
+    options: dict[str, Any] = {"trust_remote_code": config.trust_remote_code}
+    model_config = AutoConfig.from_pretrained(model_path(config), **options)
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config, **options)
+
+
+def memory_estimate(config: RunConfig, model: Any, *, shards: int = 1, device: torch.device = _CPU) -> dict[str, int]:
+    """Bytes by part, at the peak of an update of one process. An estimate: allocators keep more than is in use.
+
+    Args:
+        config: the settings; ``max_tokens=None`` counts as 16,384. For long rows a forward may have more tokens
+            (:func:`torchrl_llm.modules.prefixes.forward_bound`).
+        model: :func:`empty_model`.
+        shards: processes that share the weights (FSDP2). Each gathers all of them for rollouts and scores.
+        device: of model and training, by whose kind autocast and the size of chunks are chosen; default the CPU.
+
+    Raises:
+        ConfigError: the model's configuration does not say how large its layers are; or there is no such ``teacher``.
+
+    Examples:
+        >>> config = RunConfig(model_path="tiny", lora_r=0, kl_coeff=0.0, algo="LLMREINFORCE")
+        >>> model = empty_model(config)
+        >>> memory_estimate(config, model)["trained weights"] == 16 * model.num_parameters()
+        True
+    """
+    kept = _kept(config, model, shards, device)
+    tokens = forward_bound(config.micro_batch_tokens, config.max_model_len)
+    return {**kept, **_activations(config, model, tokens, device)}
+
+
+def choose_max_tokens(
+    config: RunConfig, model: Any, memory: int, *, shards: int = 1, device: torch.device = _CPU
+) -> int:
+    """The ``max_tokens`` of a run that gives none, for the memory that there is.
+
+    Args:
+        config: the settings.
+        model: :func:`empty_model`.
+        memory: bytes that one process may take, in total and not what is free at the moment: two runs of the same command
+            on the same machine take the same number, and so end in the same bytes.
+        shards, device: see :func:`memory_estimate`.
+
+    Returns:
+        The largest power of two up to 16,384 whose activations and logits are estimated to take at most half of what the other
+        parts leave; at least ``config.max_model_len`` (but no more than 16,384), because a row is not cut.
+
+    Raises:
+        ConfigError: as :func:`memory_estimate`.
+
+    Examples:
+        >>> config = RunConfig(model_path="tiny", lora_r=0)
+        >>> model = empty_model(config)
+        >>> [choose_max_tokens(config, model, memory) for memory in (2**24, 2**28, 2**34)]
+        [1024, 4096, 16384]
+    """
+    room = _SHARE * (memory - sum(_kept(config, model, shards, device).values()))
+    least, tokens = min(config.max_model_len, MOST_TOKENS), MOST_TOKENS
+    while tokens > least and sum(_activations(config, model, tokens, device).values()) > room:
+        tokens //= 2
+    return max(tokens, least)
+
+
+def with_max_tokens(
+    config: RunConfig, saved: Mapping[str, Any] | None, device: torch.device, distributed: Distributed
+) -> RunConfig:
+    """The settings with a number of ``max_tokens``, the same on all ranks.
+
+    A given number counts. Else a resumed run takes the number that it was saved with, on a machine of other memory too, unless
+    ``accept_changes`` names it. Else it is chosen (:func:`choose_max_tokens`) for the rank with least memory: of a GPU all but
+    the share of an engine in this process, of a host an equal part for each process on it. If the run may still need more
+    than is free, a warning says so.
+
+    Args:
+        config: the settings.
+        saved: those of the checkpoint that the run continues; ``None``: it is new.
+        device: of model and training.
+        distributed: the training processes.
+    """
+    if config.max_tokens is not None:
+        return config
+    here = distributed.all_gather([platform.node()]).count(platform.node())
+    free, total = trainer_memory(config, device, here)
+    shards = distributed.world_size if distributed.sharded else 1
+    known = None if saved is None or "max_tokens" in config.accept_changes else saved.get("max_tokens")
+    needed = 0
+    try:
+        model = empty_model(config)
+        there: dict[str, Any] = {"shards": shards, "device": device}
+        tokens = known or choose_max_tokens(config, model, total, **there)
+        needed = sum(memory_estimate(replace(config, max_tokens=tokens), model, **there).values())
+    # A family whose shapes are not known may be trained all the same; what is wrong otherwise is said where it is loaded.
+    except (*FAILURES, OSError, ImportError) as error:
+        tokens = known or MOST_TOKENS
+        logger.warning("max_tokens is %d, for the memory of the run cannot be estimated: %s", tokens, error)
+    config = replace(config, max_tokens=min(distributed.all_gather([tokens])))
+    if needed > free:
+        logger.warning(
+            "the run may take %.1f GiB of memory (max_tokens=%d, max_model_len=%d), and %.1f GiB are free: lower max_model_len "
+            "or num_envs, set gradient_checkpointing or lora_r, or give a lower max_tokens (torchrl-llm doctor shows the parts)",
+            needed / 2**30, config.max_tokens, config.max_model_len, free / 2**30,
+        )  # fmt: skip
+    return config
+
+
+def trainer_memory(config: RunConfig, device: torch.device, processes: int = 1) -> tuple[int, int]:
+    """Bytes of the device's memory for this training process: free, and in total.
+
+    Args:
+        config: the settings. A vLLM engine of this process has its share of a GPU, unless it sleeps during updates. What an
+            engine on a CPU and workers on Ray take is not known here, and not taken off.
+        device: of model and training; on other devices than CUDA's it is the host's memory.
+        processes: training processes on this host. They have equal parts of its memory, and each a GPU of its own.
+
+    Examples:
+        >>> trainer_memory(RunConfig(), torch.device("cpu"), processes=2)[1] == host_memory() // 2
+        True
+    """
+    if device.type != "cuda":
+        return free_memory() // processes, host_memory() // processes
+    free, total = torch.cuda.mem_get_info(device)
+    engine = 0 if config.sleep_mode else engine_memory(config, device)
+    return free - engine, total - engine
+
+
+def engine_memory(config: RunConfig, device: torch.device) -> int:
+    """Bytes of ``device`` that a vLLM engine takes for itself while it is awake; 0 where there is none on that GPU.
+
+    Examples:
+        >>> engine_memory(RunConfig(policy="vllm"), torch.device("cpu"))
+        0
+    """
+    elsewhere = config.collector == "ray" or config.weight_sync == "nccl"
+    if config.policy != "vllm" or elsewhere or device.type != "cuda":
+        return 0
+    return int(engine_share(config, device) * torch.cuda.mem_get_info(device)[1])
+
+
+def engine_weights(config: RunConfig, model: Any) -> int:
+    """Bytes of the weights that an engine holds on each of its GPUs.
+
+    Args:
+        model: :func:`empty_model`.
+    """
+    dtype = config.engine_dtype or config.dtype
+    size = _HALF if dtype == "auto" else getattr(torch, dtype).itemsize  # vLLM's "auto" narrows float32
+    return model.num_parameters() * size // (config.tensor_parallel_size or 1)
+
+
+def _kept(config: RunConfig, model: Any, shards: int, device: torch.device) -> dict[str, int]:
+    """The parts that do not depend on ``max_tokens``."""
+    weights = _weights(config, model)
+    if shards > 1:
+        computed = {name: size for name, size in weights.items() if name != _START}
+        gathered = {name: size // 4 if name == "trained weights" else size for name, size in computed.items()}
+        weights = {name: size // shards for name, size in weights.items()}
+        weights["gathered weights"] = sum(gathered.values())
+    return {**weights, **_casts(config, model, device), **_sampler(config, model, device)}
+
+
+def _weights(config: RunConfig, model: Any) -> dict[str, int]:
+    parameters, size, lora = model.num_parameters(), _bytes(config, model), make_lora(config)
+    critics = config.algo == "LLMPPO" and config.critic_trunk == "separate"
+    if lora is None:
+        copies = 4 * parameters if config.has_reference and config.teacher is None else 0
+        trained = _TRAINED * parameters * (1 + critics)
+        return {"trained weights": trained, **_start(config, parameters), "reference": copies, **_teacher(config)}
+    base = parameters * (_NF4 if config.quantization else size + (_HALF if config.base_products else 0))
+    with torch.device("meta"), warnings.catch_warnings():
+        # PEFT asks transformers under a name that transformers has renamed.
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        adapter, _ = get_peft_model(copy.deepcopy(model), lora).get_nb_trainable_parameters()
+    own = 4 * adapter if has_own_reference(config) else 0
+    trained = _TRAINED * adapter * (1 + critics)
+    parts = {"base weights": int(base), "trained weights": trained, **_start(config, adapter)}
+    return {**parts, "reference": own, **_teacher(config)}
+
+
+def _start(config: RunConfig, trained: int) -> dict[str, int]:
+    """The copy that a trust region keeps of the actor's ``trained`` weights."""
+    return {} if config.target_kl is None else {_START: 4 * trained}
+
+
+def _casts(config: RunConfig, model: Any, device: torch.device) -> dict[str, int]:
+    """Autocast's copies of float32 weights, which the backward of a micro-batch needs."""
+    wide = not config.lora_r or (_bytes(config, model) == 4 and not config.quantization)
+    return (
+        {"weights in half precision": _HALF * model.num_parameters()}
+        if wide and _autocast(config, model, device)
+        else {}
+    )
+
+
+def _autocast(config: RunConfig, model: Any, device: torch.device) -> bool:
+    return mixed_precision(config, device, model.config.dtype) != "no"
+
+
+def _teacher(config: RunConfig) -> dict[str, int]:
+    if config.teacher is None:
+        return {}
+    settings = find_teacher(config)[1]
+    model = empty_model(settings)
+    size = _NF4 if settings.quantization else _bytes(settings, model)
+    return {"teacher": int(model.num_parameters() * size)}
+
+
+def _activations(config: RunConfig, model: Any, tokens: int, device: torch.device) -> dict[str, int]:
+    text = model.config.get_text_config()
+    layers, hidden, width = (_size(text, name) for name in ("num_hidden_layers", "hidden_size", "intermediate_size"))
+    autocast = _autocast(config, model, device)
+    narrow = autocast or _bytes(config, model) == _HALF
+    size = _HALF if narrow else 4
+    layer = size * (_HIDDEN * hidden + _WIDTH * width)
+    if narrow and config.lora_r and not autocast:
+        layer += 4 * (_CAST_HIDDEN * hidden + _CAST_WIDTH * width) - size * (hidden + width)
+    # Recomputed one layer at a time, from the inputs of all.
+    kept = size * layers * hidden + layer if config.gradient_checkpointing else layers * layer
+    rows = embedding_of(model).shape[0]
+    logits = _LOGIT * min(config.chunk_logits or default_chunk_logits(device), tokens * rows)
+    # The backward of the head comes before that of the layers: the one that is recomputed is not there yet.
+    return {
+        "activations": tokens * kept,
+        "logits": max(0, logits - tokens * layer) if config.gradient_checkpointing else logits,
+    }
+
+
+def _sampler(config: RunConfig, model: Any, device: torch.device) -> dict[str, int]:
+    """At most: contexts and rows are as long as their longest."""
+    text = model.config.get_text_config()
+    heads, hidden = _size(text, "num_attention_heads"), _size(text, "hidden_size")
+    known = {name: getattr(text, name, None) for name in ("num_key_value_heads", "head_dim")}  # families differ
+    numbers = 2 * (known["num_key_value_heads"] or heads) * (known["head_dim"] or hidden // heads)
+    size = 4 if not config.lora_r else _bytes(config, model)
+    cache = _size(text, "num_hidden_layers") * numbers * size * config.slots * config.max_model_len
+    rows = {"rows": _ROW * config.batch_size * config.max_model_len}
+    if config.policy != "hf":  # an engine takes its own share of the memory, whatever its contexts need
+        return rows
+    head = model.get_output_embeddings().weight
+    packs = packs_head(head.numel(), torch.float32 if size == 4 else torch.float16, device)
+    return {"keys and values": cache, **({"packed head": head.numel() * size} if packs else {}), **rows}
+
+
+def _size(text: Any, name: str) -> int:
+    value = getattr(text, name, None)
+    if name == "intermediate_size" and value is None:
+        value = 4 * text.hidden_size  # of the families that do not name it, as GPT-2
+    if not isinstance(value, int):
+        raise ConfigError(f"The configuration of the model does not say its {name}: its memory cannot be estimated.")
+    return value
+
+
+def _bytes(config: RunConfig, model: Any) -> int:
+    """Bytes of a weight of the base, or of what training computes in."""
+    dtype = model.config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+    return int((dtype or torch.float32).itemsize)

@@ -1,0 +1,166 @@
+"""The start of a run: its folder and the checkpoint that it continues, checked before anything is built."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchrl.record.loggers import Logger
+
+from torchrl_llm.collectors.collector import base_env
+from torchrl_llm.utils.interrupts import run_begins
+from torchrl_llm.runs.outputs import write_json
+from torchrl_llm.runs.build import adamw_options
+from torchrl_llm.trainers.callbacks import Callback
+from torchrl_llm.runs.identity import config_changes, environment
+from torchrl_llm.runs.config import HOW_TO_RUN, ConfigError, RunConfig
+from torchrl_llm.runs.trackers import make_loggers, rewind_tensorboard
+from torchrl_llm.runs.run_folder import RunFolder
+from torchrl_llm.trainers.trainer import LLMTrainer
+
+logger = logging.getLogger(__name__)
+
+
+class Start(NamedTuple):
+    """The checkpoint that a run continues.
+
+    Attributes:
+        path: its folder.
+        manifest: what :func:`~torchrl_llm.runs.verify` returned for it.
+    """
+
+    path: Path
+    manifest: dict[str, Any]
+
+
+def find_start(config: RunConfig, folder: RunFolder, python_parts: Mapping[str, str]) -> Start | None:
+    """The checkpoint to continue, if any; ``folder`` and the checkpoint are checked, and nothing is changed.
+
+    Args:
+        config: the settings.
+        folder: the run's.
+        python_parts: names of what the run is given besides, as :class:`~torchrl_llm.runs.CheckpointStore` has them.
+
+    Raises:
+        ConfigError: the run differs from that of the checkpoint in what ``config.accept_changes`` does not name, or the
+            checkpoint is of version 0.1.0.
+    """
+    folder.check()
+    checkpoints = folder.checkpoints
+    latest = checkpoints.latest()
+    if not config.resume:
+        if latest is not None and not config.overwrite:
+            raise ConfigError(
+                f"{config.output_dir} holds a run already (checkpoint {latest}): resume=true continues it, overwrite=true "
+                "replaces it, or choose another output_dir."
+            )
+        return None
+    if config.resume_from is None:
+        start = latest
+    else:
+        start = config.resume_from.resolve()
+        if start.parent == checkpoints.directory.resolve():
+            start = checkpoints.directory / start.name
+        elif latest is not None:
+            raise ConfigError(
+                f"resume_from is {config.resume_from}, but {config.output_dir} holds another run (checkpoint {latest}): "
+                "resume=true without resume_from continues that one, or choose another output_dir."
+            )
+    if start is None:
+        return None
+    manifest = checkpoints.verify(start)
+    if "env_from_python" not in manifest["metadata"]:  # 0.1.0 did not say
+        raise ConfigError(
+            f"{start} was saved by version 0.1.0 of torchrl_llm, whose runs this version cannot continue: start a run from its "
+            f"weights, with init_from: {start} and another output_dir."
+        )
+    if "optimizer" not in manifest["components"]:
+        raise ConfigError(f"{start} holds weights only (save_optimizer=False): start a run from them with init_from.")
+    _check_same(config, python_parts, manifest["metadata"], start)
+    return Start(start, manifest)
+
+
+def _check_same(config: RunConfig, python_parts: Mapping[str, str], saved: dict[str, Any], start: Path) -> None:
+    # Of a checkpoint that an earlier version wrote it is not known what its run was given. A setting that there was not yet is
+    # compared by its default, which is what that run did.
+    before = {**RunConfig().as_json(), **saved["config"], **saved.get("python_parts", python_parts)}
+    present_settings = {**config.as_json(), **python_parts}
+    changes = config_changes(before, present_settings, ignore=[*HOW_TO_RUN, *config.accept_changes])
+    if changes:
+        listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in changes.items())
+        raise ConfigError(
+            f"The settings differ from those of {start}: {listed}. Use the old ones, or name those that are meant to differ: "
+            f"accept_changes: [{', '.join(changes)}], or --accept-changes '[{','.join(changes)}]'."
+        )
+    present = environment()
+    different = [name for name in present if saved["environment"].get(name) != present[name]]
+    if different:
+        logger.warning(
+            "resuming %s under another %s: the run continues, but not in the same bytes", start, " and ".join(different)
+        )
+
+
+class Opening(Callback):
+    """Opens the run's folder and its loggers when training begins; building a run changes nothing on disk.
+
+    Args:
+        config: the settings.
+        folder: the run's.
+        start: the checkpoint that it continues, if any.
+        info: the content of ``run.json``.
+    """
+
+    def __init__(self, config: RunConfig, folder: RunFolder, start: Path | None, info: Mapping[str, Any]) -> None:
+        self.config, self.folder, self.start, self.info, self.opened = config, folder, start, info, False
+        self.until_close = False  # the folder stays locked when training ends, because the caller writes there
+
+    def on_start(self, trainer: LLMTrainer) -> None:
+        if self.opened:
+            trainer.distributed.on_main(self.folder.lock)
+        else:
+            self.opened = True
+            trainer.distributed.on_main(lambda: self._open(trainer))
+            run_begins()
+
+    def on_end(self, trainer: LLMTrainer) -> None:
+        if self.opened and trainer.distributed.is_main:
+            # Without run_and_report nothing else tells a run that has ended from one that was killed.
+            ended = {"stop_reason": trainer.stop_reason or "interrupted, or ended by an error"}
+            with suppress(OSError):  # the report of a run must not hide why it ends
+                write_json({**self.info, **ended}, self.config.output_dir / "run.json")
+        if not self.until_close:
+            self.folder.close()
+
+    def _open(self, trainer: LLMTrainer) -> None:
+        loggers = self.folder.open(self.start, trainer.logged_steps, self._begin_files)
+        if self.start is not None:
+            for target in loggers:
+                rewind_tensorboard(target, trainer.logged_steps)
+        trainer.loggers = (*loggers, *trainer.loggers)  # the caller may have added some since the run was built
+
+    def _begin_files(self) -> list[Logger]:
+        """Write the first files of the folder; if this fails, the folder is put back as it was."""
+        self.config.save(self.config.output_dir / "config.yaml")
+        write_json(self.info, self.config.output_dir / "run.json")
+        return make_loggers(self.config)
+
+
+def accept_changes(config: RunConfig, trainer: LLMTrainer, saved: dict[str, Any]) -> None:
+    """Apply the settings that ``config.accept_changes`` names and that the checkpoint's state has overwritten."""
+    for group in trainer.optimizer.param_groups:
+        # Without the learning rates, which the schedule sets before each update.
+        group |= adamw_options(config)
+    changes: dict[str, Any] = {}
+    if saved.get("adaptive_mixture") and not config.adaptive_mixture:
+        changes["success"] = None  # the last rates would decide for ever
+    if saved["seed"] != config.seed:  # a second resume finds the new seed in its checkpoint
+        trainer.generator.manual_seed(config.seed)
+        # The next tasks have the new seed; the counter continues, so that ids stay unique.
+        changes["seed"] = config.seed
+    if changes:
+        env: Any = base_env(trainer.collector.env)
+        env.task_sampler = replace(env.task_sampler, **changes)

@@ -1,0 +1,104 @@
+"""The settings of a run described: by part for ``--help``, and as a JSON schema for editors and checks of YAML files."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import types
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from torchrl_llm.utils.options import Range, describe, meanings, options_of
+from torchrl_llm.runs.config import RunConfig, shown_default
+
+_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "string", dict: "object"}
+
+
+def plain(docstring: str) -> str:
+    """A docstring as text for a terminal: without the marks of reStructuredText.
+
+    Examples:
+        >>> plain("What :class:`~torchrl_llm.trainers.LLMTrainer` reads (``seed``).")
+        'What LLMTrainer reads (seed).'
+    """
+    return re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", docstring).replace("``", "")
+
+
+def settings_by_part() -> dict[str, tuple[str, ...]]:
+    """The settings by the part that owns them: the first sentence of its docstring -> names.
+
+    Examples:
+        >>> settings_by_part()["AdamW"]
+        ('lr_actor', 'lr_critic', 'weight_decay', 'adam_beta2')
+    """
+    parts: dict[str, tuple[str, ...]] = {}
+    for part in reversed(RunConfig.__mro__):
+        # Named tuples and other bases own no settings; a part that inherits another has its own fields only here.
+        own = tuple(name for name in vars(part).get("__annotations__", {}) if name in options_of(RunConfig))
+        if own:
+            title = plain(inspect.getdoc(part) or "").partition("\n")[0].partition(". ")[0].rstrip(".")
+            parts[title] = (*parts.get(title, ()), *own)
+    return parts
+
+
+def settings_schema() -> dict[str, Any]:
+    """The JSON schema (draft 7) of a YAML file of settings: types, ranges, choices, defaults and meanings.
+
+    Rules about two settings together are :class:`~torchrl_llm.runs.RunConfig`'s; a schema does not have them.
+
+    Examples:
+        >>> settings_schema()["properties"]["epochs"]
+        {'description': 'Passes over each batch. Default: 1.', 'type': 'integer', 'minimum': 1, 'default': 1}
+    """
+    meaning, defaults = meanings(RunConfig), RunConfig().as_json()
+    properties = {
+        name: {"description": f"{plain(meaning[name])} Default: {shown_default(name)}.", **_schema(option.hint)}
+        | {"default": defaults[name]}
+        for name, option in options_of(RunConfig).items()
+    }
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Settings of a run of torchrl_llm",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+    }
+
+
+def _schema(hint: Any) -> dict[str, Any]:
+    """The schema of the values that fit an annotation (:func:`torchrl_llm.utils.options.fits`)."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        limits = [_limits(limit) for limit in arguments[1:]]
+        return _schema(arguments[0]) | {name: value for limit in limits for name, value in limit.items()}
+    if origin in (Union, types.UnionType):
+        return {"anyOf": [_schema(each) for each in arguments]}
+    if origin is Literal:
+        return {"enum": [*arguments]}
+    if origin is list or arguments[1:] == (...,):
+        return {"type": "array", "items": _schema(arguments[0])}
+    if origin is tuple:
+        items = [_schema(each) for each in arguments]
+        return {"type": "array", "items": items, "minItems": len(items), "maxItems": len(items)}
+    if hint is type(None):
+        return {"type": "null"}
+    kind = origin or hint
+    if kind not in _TYPES:
+        raise TypeError(
+            f"{describe(hint)} has no JSON schema; expected one of {[*_TYPES]}, or a union or list of them."
+        )
+    return {"type": _TYPES[kind]}
+
+
+def _limits(limit: Range) -> dict[str, float]:
+    """An interval in the words of a schema. An infinite end has none: JSON has no such number."""
+    low, high = (float(each) if "." in each else each for each in limit.interval[1:-1].split(", "))
+    ends = {
+        ("minimum" if limit.interval[0] == "[" else "exclusiveMinimum"): low,
+        ("maximum" if limit.interval[-1] == "]" else "exclusiveMaximum"): high,
+    }
+    return {
+        name: int(value) if isinstance(value, str) else value
+        for name, value in ends.items()
+        if value not in ("-inf", "inf")
+    }

@@ -1,0 +1,88 @@
+"""The teacher of on-policy distillation: :func:`check_teacher`, :func:`load_teacher`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torchrl_llm.modules import SamplingConfig, TokenScorer, enable_prefix_sharing
+from torchrl_llm.utils.options import ConfigError
+from torchrl_llm.runs.config import RunConfig
+from torchrl_llm.runs.saved import SavedModel, find_saved_model, for_run, load_saved_model
+from torchrl_llm.runs.sources import MODELS, check_length, load_tokenizer
+
+
+def load_teacher(config: RunConfig, sampling: SamplingConfig) -> TokenScorer:
+    """The frozen scorer of ``config.teacher``, which the KL of the run is to; :func:`check_teacher` goes before.
+
+    Args:
+        config: the settings of the run.
+        sampling: how the student samples; the teacher's distribution is changed alike (temperature and so on).
+
+    Raises:
+        ConfigError: there is no such model.
+        CheckpointError, WeightsError: the files are damaged, or of another model.
+    """
+    loaded = load_saved_model(*find_teacher(config))
+    model: Any = loaded.models.model
+    sharing = enable_prefix_sharing(model) if config.share_prefixes and not config.compile else None
+    options: dict[str, Any] = {"prefixes": sharing, "chunk_logits": config.chunk_logits}
+    return TokenScorer(model, sampling, adapter=loaded.models.adapter, frozen=True, **options)
+
+
+def check_teacher(config: RunConfig, tokenizer: Any) -> None:
+    """Raise what is wrong with the setting ``teacher``, if there is one, before weights are loaded.
+
+    Args:
+        config: the settings of the run.
+        tokenizer: the student's.
+
+    Raises:
+        ConfigError: there is no such model, its tokenizer is another, or it has fewer positions than ``max_model_len``.
+    """
+    if config.teacher is None:
+        return
+    try:
+        settings = find_teacher(config)[1]
+        check_length(settings, config.max_model_len)
+        own = load_tokenizer(settings)
+    except ConfigError as error:
+        raise ConfigError(f"teacher={config.teacher!r}: {error}") from error
+    _check_tokenizer(config, tokenizer, own)
+
+
+def find_teacher(config: RunConfig) -> tuple[SavedModel, RunConfig]:
+    """The model of ``config.teacher``, and the settings that it is loaded with.
+
+    Args:
+        config: the settings of the run.
+
+    Raises:
+        ConfigError: there is no such folder, or no model in it.
+        CheckpointError: the checkpoint is damaged.
+
+    Examples:
+        >>> find_teacher(RunConfig(teacher="tiny"))[1].lora_r
+        0
+    """
+    given = str(config.teacher)
+    changes = for_run(config)
+    path = Path(given).expanduser()
+    # A path that leads nowhere is no hub's id, and find_saved_model says so.
+    if given in MODELS or path.is_dir() or path.is_absolute() or given.startswith(".") or given.count("/") != 1:
+        saved = find_saved_model(given)
+        return saved, saved.config(only_model=True, **changes)
+    of_hub = SavedModel(path=path, weights=path, tokenizer=None)
+    return of_hub, RunConfig(model_path=given, lora_r=0, **changes)
+
+
+def _check_tokenizer(config: RunConfig, student: Any, teacher: Any) -> None:
+    ours, theirs = student.get_vocab(), teacher.get_vocab()
+    if ours == theirs:
+        return
+    other = sorted((token for token in ours if theirs.get(token) != ours[token]), key=ours.__getitem__)
+    example = f", such as {other[0]!r}: {ours[other[0]]} and {theirs.get(other[0])}" if other else ""
+    raise ConfigError(
+        f"teacher={config.teacher!r} has another tokenizer: {len(theirs)} tokens, and the student's has {len(ours)}, of which "
+        f"{len(other)} have another id{example}. A teacher scores the student's own tokens: take one of the same family."
+    )

@@ -1,0 +1,28 @@
+"""The tasks that weights were trained on before a run: :func:`tasks_of_weights`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchrl.checkpoint import Checkpoint
+
+from torchrl_llm.envs import SeenTasks
+from torchrl_llm.trainers.states import read_state, read_states
+
+
+def tasks_of_weights(path: str | Path) -> SeenTasks:
+    """The tasks that weights in a folder were trained on, and those of the runs before that they began with.
+
+    Args:
+        path: a checkpoint, or another folder with weights, which does not say.
+
+    Returns:
+        The tasks; they are incomplete where the folder does not say all of them.
+    """
+    path, state, seen = Path(path), dict[str, Any](), SeenTasks()
+    if (path / "manifest.json").is_file() and "trainer" in Checkpoint.manifest(path)["components"]:
+        state = read_states(path, "trainer")["trainer"]
+    read_state(seen, state)
+    return seen

@@ -1,0 +1,150 @@
+"""What is wrong with settings that contradict each other, and what to do: of self-play and of episodes that are continued.
+
+Settings that merely do nothing are in :mod:`torchrl_llm.runs.idle_settings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torchrl_llm.objectives import GroupRelative, ImitationWeights, TurnEstimator, TurnPolicyLoss
+from torchrl_llm.objectives.estimators.returns import ReturnEstimator
+from torchrl_llm.runs.loss_settings import LOSSES
+
+
+def missing_extras(estimator: Any, kinds: Mapping[str, type]) -> Iterator[str]:
+    """What is wrong with the extras that an estimator reads and its environment does not declare, and what to do.
+
+    Args:
+        estimator: of the run.
+        kinds: name -> ``float`` or ``str`` of the extras that the environment declares.
+
+    Examples:
+        >>> next(missing_extras(GroupRelative(credit="turn", potential="phi"), {"floor": str}))
+        "potential='phi' is no extra that the environment declares as a float; it declares floor (str)."
+    """
+    if not isinstance(estimator, ReturnEstimator):
+        return
+    wanted: list[tuple[str, str | None, type]] = [("potential", getattr(estimator, "potential", None), float)]
+    if isinstance(estimator, GroupRelative):
+        wanted += [("components", name, float) for name in estimator.components or {}]
+        own = type(estimator).states is not GroupRelative.states  # which may read what it likes
+        if estimator.credit == "state" and estimator.state not in ("prefix", "observation") and not own:
+            wanted.append(("state", estimator.state, str))
+    declared = ", ".join(f"{name} ({kind.__name__})" for name, kind in kinds.items()) or "none"
+    for option, name, kind in wanted:
+        if name is not None and kinds.get(name) is not kind:
+            yield f"{option}={name!r} is no extra that the environment declares as a {kind.__name__}; it declares {declared}."
+
+
+def idle_kl(config: Any, loss: TurnPolicyLoss) -> Iterator[str]:
+    """What is wrong with a reference that is what the actor is wherever the KL is read, and what to do.
+
+    Args:
+        config: of the run.
+        loss: made of its settings.
+    """
+    if config.refresh_reference != 1 or not loss.kl_coeff:
+        return
+    refreshed = f"refresh_reference=1 makes the reference what the actor is at the start of every update, and kl_coeff={loss.kl_coeff}"
+    instead = "refresh it every 2 iterations or more, or set kl_coeff to 0"
+    if loss.kl_in == "reward":
+        yield f'{refreshed} with kl_in="reward" reads the KL there, where it is 0: {instead}, or kl_in to "loss".'
+    elif config.epochs == 1 and config.minibatch_size in (None, config.batch_size):
+        yield (
+            f"{refreshed} does nothing in an update of one optimizer step, before which the KL and its gradient are 0: {instead}, or "
+            "take more steps (epochs, minibatch_size)."
+        )
+
+
+def wrong_self_play(config: Any) -> Iterator[str]:
+    """What is wrong with the settings of a run with ``collector="self_play"``, and what to do."""
+    if config.algo == "GRPO":
+        yield (
+            "GRPO compares the episodes of one task, and the seats of a game have different ones, of which one wins what another "
+            'loses: use algo="LLMREINFORCE" with estimator="RoleRelative", or another algorithm.'
+        )
+    if config.dynamic_sampling:
+        yield (
+            f"dynamic_sampling={config.dynamic_sampling} compares the episodes of one task, and the seats of a game have different "
+            "ones: leave it out."
+        )
+    if config.evaluation_greedy:
+        yield "evaluation_greedy plays each task once, and games against an opponent are none that repeat: leave it out."
+    if config.offload_base or config.sleep_mode:
+        yield (
+            'offload_base and sleep_mode move weights away while the engine samples, and the opponent of collector="self_play" needs '
+            "them: leave them out."
+        )
+
+
+def wrong_branches(config: Any) -> Iterator[str]:
+    """What is wrong with the settings of continuations and of what reads them, and what to do."""
+    estimator = config.value_estimator()
+    needed = estimator is not None and estimator.needs_branches
+    if config.branches and not needed:
+        yield f'branches={config.branches} value states, and no estimator reads that: set estimator to "TurnVine", or leave them out.'
+    if needed and not config.branches:
+        yield f"estimator={config.estimator!r} values states by continuations, and branches=0: say how many, such as branches=4."
+    if needed and config.algo not in ("LLMREINFORCE", "GRPO"):
+        yield f'estimator={config.estimator!r} has no critic and no demonstrations: use algo="LLMREINFORCE" or "GRPO", not {config.algo!r}.'
+    if config.branches and config.overlong_penalty:
+        yield (
+            f"overlong_penalty={config.overlong_penalty} is taken from the rewards of a batch, and the continuations of "
+            f"branches={config.branches} do not pay it: leave one of them out."
+        )
+
+
+def wrong_trees(config: Any) -> Iterator[str]:
+    """What is wrong with the settings of trees and of what reads their rows, and what to do."""
+    if not (branches := config.tree_branches):
+        return
+    kind = config.value_estimator() or LOSSES[config.algo].default_value_estimator
+    size, group = 1 + branches, config.group_size
+    if config.branches:
+        yield (
+            f"tree_branches={branches} trains on continuations, and branches={config.branches} values states by further ones: leave one of "
+            "them out."
+        )
+    elif not kind.takes_trees:
+        yield f"tree_branches={branches} makes rows that begin with the same turns, and {kind.__name__} takes none: leave one of them out."
+    elif issubclass(kind, GroupRelative):
+        if config.baseline != "leave_one_out":
+            yield f'tree_branches={branches} with the mean of the group as baseline is biased: use baseline="leave_one_out" and scale="none".'
+        if group == size:
+            yield (
+                f"tree_branches={branches} and group_size={group} are one tree a task, and trees are compared: set group_size to "
+                f"{2 * group} or more."
+            )
+    if group % size:
+        yield (
+            f"tree_branches={branches} makes trees of {size} episodes, and group_size={group} is no multiple of that: set group_size to "
+            f"{max(1, group // size) * size} or another multiple."
+        )
+
+
+def wrong_engine(config: Any) -> Iterator[str]:
+    """What is wrong with how vLLM's engine gets its weights and its memory."""
+    if config.max_staleness and config.sleep_mode:
+        yield f"max_staleness={config.max_staleness} samples during updates, and sleep_mode stops the engine for them: choose one."
+    if config.weight_sync in ("nccl", "ipc") and config.engine_process is False:
+        yield f"weight_sync={config.weight_sync!r} is to an engine in a process of its own, and engine_process=False: leave it out."
+    if config.weight_sync == "nccl" and config.sleep_mode:
+        yield "weight_sync='nccl' has the engine on other GPUs, and sleep_mode gives it the trainer's in turns: choose one."
+    if config.weight_sync == "adapter" and not config.lora_r:
+        yield "weight_sync='adapter' sends an adapter, and lora_r=0 has none: leave it out."
+    size, gpus = config.tensor_parallel_size or 1, config.ray_worker_gpus
+    # With one GPU for each engine, a part of it is what several workers share.
+    if config.collector == "ray" and gpus and size > 1 and gpus < size:
+        yield (
+            f"tensor_parallel_size={size} spreads the engine of a worker over {size} GPUs, and ray_worker_gpus={gpus} gives it fewer: set "
+            f"ray_worker_gpus to {size}."
+        )
+    if config.collector == "ray" and config.sleep_mode:
+        yield "sleep_mode shares a GPU with the trainer, and the engines of collector='ray' have their own: leave it out."
+    if config.offload_base and (config.collector == "ray" or config.weight_sync == "nccl"):
+        elsewhere = "collector='ray'" if config.collector == "ray" else "weight_sync='nccl'"
+        yield f"offload_base makes room for an engine on the trainer's GPU, and {elsewhere} has it on others: leave it out."
+    if config.collector == "ray" and config.weight_sync not in (None, "adapter"):
+        yield f"weight_sync={config.weight_sync!r} needs the engine here, and collector='ray' has it elsewhere: leave it out."
