@@ -22,7 +22,7 @@ from torchrl_llm.utils.other_systems import MARKS, SYSTEMS
 SETTINGS = options_of(RunConfig)
 OPTIONS = {*SETTINGS, *options_of(PromptDatasetEnv), *options_of(GEMEnv)}
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def said(text: str) -> str:

@@ -14,4 +14,4 @@ def tiny_model_path() -> Path:
         ['model.safetensors']
     """
     # The files stay beside what loads and makes them (torchrl_llm.testing), which nothing of the library imports.
-    return Path(__file__).resolve().parent / "testing" / "tiny_guess"
+    return Path(__file__).resolve().parents[1] / "testing" / "tiny_guess"

@@ -161,7 +161,7 @@ def sampled_further(old: Sequence[Mapping[str, Any]], new: Mapping[str, Any]) ->
 
     Returns:
         The new state, with the first task to sample and the success rates of the old ones
-        (:func:`torchrl_llm.envs.resharding.reshard_state`).
+        (``envs.resharding.reshard_state``).
     """
     env = reshard_state([state["env_state_dict"] for state in old], new["env_state_dict"])
     return {**new, "env_state_dict": env, "iter": old[0]["iter"]}
