@@ -320,7 +320,7 @@ class TestMigratingFromAgileRL:
 
 def called(name: str) -> Any:
     """A class or function of the package or of PEFT, or a method of a run."""
-    parts = ("collectors", "data", "envs", "modules", "objectives", "trainers", "weight_update")
+    parts = ("collectors", "data", "envs", "modules", "objectives", "report", "runs", "trainers", "weight_update")
     owners = [import_module(f"torchrl_llm.{part}") for part in parts] + [functional, Run, peft]
     return next(getattr(owner, name) for owner in owners if hasattr(owner, name))
 
