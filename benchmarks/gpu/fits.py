@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.gpu.place import SHAPES
-from torchrl_llm.trainers import RunConfig
-from torchrl_llm.trainers.engines import engine_share
-from torchrl_llm.trainers.memory import OF_UPDATES, choose_max_tokens, empty_model, memory_estimate
+from torchrl_llm.runs import RunConfig
+from torchrl_llm.runs.engines import engine_share
+from torchrl_llm.runs.memory import OF_UPDATES, choose_max_tokens, empty_model, memory_estimate
 
 CARDS = {"24 GB": 23.5, "80 GB": 79.1, "8 of 80 GB": 79.1}
 """GiB of each card that PyTorch finds: of an RTX 4090 and an H100."""

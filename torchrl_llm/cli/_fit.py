@@ -14,19 +14,13 @@ import torch
 
 from torchrl_llm.cli._installation import Finding, check_extra
 from torchrl_llm.envs import GEMEnv
-from torchrl_llm.host import host_memory
 from torchrl_llm.modules.checks import check_size
 from torchrl_llm.modules.lm import embedding_of
-from torchrl_llm.trainers import build
-from torchrl_llm.trainers.config import RunConfig
-from torchrl_llm.trainers.demonstrations import (
-    check_demonstrations,
-    check_player,
-    find_demonstrations,
-    read_demonstrations,
-)
-from torchrl_llm.trainers.device import make_accelerator, make_numerics
-from torchrl_llm.trainers.memory import (
+from torchrl_llm.runs import build
+from torchrl_llm.runs.config import RunConfig
+from torchrl_llm.runs.demonstrations import check_demonstrations, check_player, find_demonstrations, read_demonstrations
+from torchrl_llm.runs.device import make_accelerator, make_numerics
+from torchrl_llm.runs.memory import (
     OF_UPDATES,
     choose_max_tokens,
     empty_model,
@@ -35,8 +29,9 @@ from torchrl_llm.trainers.memory import (
     memory_estimate,
     trainer_memory,
 )
-from torchrl_llm.trainers.sources import check_length, load_tokenizer
-from torchrl_llm.trainers.teacher import check_teacher
+from torchrl_llm.runs.sources import check_length, load_tokenizer
+from torchrl_llm.runs.teacher import check_teacher
+from torchrl_llm.utils.host import host_memory
 
 _T = TypeVar("_T")
 _TASKS = 32

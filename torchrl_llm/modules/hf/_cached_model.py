@@ -23,7 +23,7 @@ from torchrl_llm.modules.hf._head import sampling_head
 from torchrl_llm.modules.hf._kv_cache import SlotCache
 from torchrl_llm.modules.hf._step import CachedBackbone
 from torchrl_llm.modules.kernels import attention_kernels
-from torchrl_llm.prefixes import Ints, common_prefix, first_equal
+from torchrl_llm.modules.prefixes import Ints, common_prefix, first_equal
 
 _BORROW = 32  # tokens that are worth copying from another row instead of computing them
 _SPLIT = 16  # columns of padding that are worth another forward

@@ -14,7 +14,7 @@ from torchrl_llm.modules.engine import ContextLengthError
 from torchrl_llm.modules.hf._cached_model import CachedModel
 from torchrl_llm.modules.hf._family import ADVICE, check_family
 from torchrl_llm.modules.kernels import float32_products
-from torchrl_llm.prefixes import Ints
+from torchrl_llm.modules.prefixes import Ints
 
 _MORE = 5  # tokens that a comparison adds to its rows
 
