@@ -14,9 +14,11 @@ PY     ?= python3
 GPU_FLAGS ?=
 # What has a target of its own.
 USUAL  := not real and not families and not templates and not tune
-# What runs on a pretended GPU, too: runs and models of every kind are in tests/gpu_laws, which needs no plugin.
+# What runs on a pretended GPU, too: runs and models of every kind are in tests/gpu_laws, which needs no plugin. Of trainers those of
+# what a run computes on its device: the update, its precision, its bound on the KL, and what a loss keeps. The others, mostly about
+# files, settings and processes, run with PRETENDED="tests/trainers tests/runs".
 BLOCKS := tests/test_docs.py::TestPythonBlocks::test_blocks_of_a_page_run_and_assert_what_they_show
-PRETENDED ?= tests/modules tests/collectors tests/trainers/test_update.py tests/examples/test_examples.py tests/examples/test_reasoning.py \
+PRETENDED ?= tests/modules tests/collectors $(patsubst %,tests/trainers/test_%.py,update numerics trust_region loss_state) tests/examples/test_examples.py tests/examples/test_reasoning.py \
 	"$(BLOCKS)[README.md]" "$(BLOCKS)[quickstart.md]" "$(BLOCKS)[multiturn.md]"
 MODEL  ?= tiny
 ALGO   ?= $(if $(filter smollm2,$(MODEL)),LLMREINFORCE,LLMPPO)
@@ -117,7 +119,7 @@ test-all: $(VENV)/.test ## run all tests that need neither vLLM nor Ray nor a GP
 	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "$(USUAL)"
 	$(MAKE) test-pretended-gpu
 
-test-pretended-gpu: $(VENV)/.test ## run tests of models, collectors, examples and pages on a GPU that is pretended (about 4 minutes; PRETENDED=what)
+test-pretended-gpu: $(VENV)/.test ## run tests of models, collectors, updates, examples and pages on a GPU that is pretended (about 5 minutes; PRETENDED=what)
 	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -p torchrl_llm.testing.pretended_gpu_plugin -m "not extra and not slow and not host and not gpu and $(USUAL)" $(PRETENDED)
 
 test-faults: $(VENV)/.test ## plant 38 faults, one at a time; the tests must find each (about 20 minutes)

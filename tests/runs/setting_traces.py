@@ -19,10 +19,11 @@ from waiting import wait_until
 
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.objectives import ImitationWeights, ReBN
+from torchrl_llm.runs import RunConfig, build, build_run, engines
+from torchrl_llm.runs import trackers as loggers
+from torchrl_llm.runs.device import make_accelerator
 from torchrl_llm.runs.recording import read_recording
 from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
-from torchrl_llm.runs import RunConfig, build, build_run, engines, trackers as loggers
-from torchrl_llm.runs.device import make_accelerator
 
 BASE = {
     "model_path": "tiny",

@@ -24,11 +24,11 @@ from torchrl.checkpoint import Checkpoint, CheckpointError
 from waiting import LIMIT, wait_until
 
 from torchrl_llm.envs import EnvSpec, GEMEnv, TaskSampler
-from torchrl_llm.testing.environments import Faulty, StopOrGo
 from torchrl_llm.runs import ConfigError, build_run, checkpoint_files, checkpoint_parts, make_objective, verify
-from torchrl_llm.trainers import Callback
 from torchrl_llm.runs.identity import config_changes, git_revision
 from torchrl_llm.runs.trackers import rewind_csv
+from torchrl_llm.testing.environments import Faulty, StopOrGo
+from torchrl_llm.trainers import Callback
 
 RUN = {
     "epochs": 2,

@@ -18,9 +18,9 @@ from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.modules import load_actor_critic
 from torchrl_llm.modules.weights import WeightsError
-from torchrl_llm.testing.tiny import tiny_model_path
 from torchrl_llm.runs import ConfigError, build_run, verify
 from torchrl_llm.runs.checkpoint_files import write_sums
+from torchrl_llm.testing.tiny import tiny_model_path
 
 SETTINGS = RUN | {"max_iterations": 2, "lora_r": 2, "kl_coeff": 0.0}
 

@@ -9,10 +9,10 @@ import pytest
 
 from torchrl_llm.modules import SamplingConfig
 from torchrl_llm.objectives import LLMPPOLoss
-from torchrl_llm.utils.options import fits, meanings, options_of
 from torchrl_llm.runs import ConfigError, RunConfig, parse_run_config, resume_command
-from torchrl_llm.trainers import TrainerConfig
 from torchrl_llm.runs.config import LOSSES
+from torchrl_llm.trainers import TrainerConfig
+from torchrl_llm.utils.options import fits, meanings, options_of
 
 SHIPPED = Path(__file__).parents[2] / "examples" / "configs"
 CONFIGS = sorted(path for path in SHIPPED.glob("*.yaml") if not path.stem.startswith(("accelerate_", "tuning_")))

@@ -8,10 +8,10 @@ from tensordict import TensorDictBase
 
 from torchrl_llm import keys
 from torchrl_llm.objectives import TurnVine
+from torchrl_llm.runs import RunConfig, build_run
 from torchrl_llm.testing.credit_worlds import DelayedReward
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import word_tokenizer
-from torchrl_llm.runs import RunConfig, build_run
 
 SEED = 2975846167
 """The first of ``drawn_seeds("continued-runs-2", 6)`` (benchmarks/learning.py); the settings were chosen on others."""

@@ -17,16 +17,16 @@ from torchrl_llm import keys
 from torchrl_llm.data import rows_from_episodes
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.envs.players import guess_by_hints
-from torchrl_llm.modules import SamplingConfig
 from torchrl_llm.metrics import METRICS
-from torchrl_llm.runs.recording import read_recording
+from torchrl_llm.modules import SamplingConfig
 from torchrl_llm.report import write_report
 from torchrl_llm.report.episodes import token_values
+from torchrl_llm.runs import ConfigError, build_run
+from torchrl_llm.runs.demonstrations import find_demonstrations, read_demonstrations
+from torchrl_llm.runs.recording import read_recording
 from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.testing.tiny import load_tiny_tokenizer
-from torchrl_llm.runs import ConfigError, build_run
 from torchrl_llm.trainers import Callback
-from torchrl_llm.runs.demonstrations import find_demonstrations, read_demonstrations
 
 
 def stops_by_chance(context, rng):

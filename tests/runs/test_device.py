@@ -6,9 +6,9 @@ from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from small_runs import one_batch, small_config
 
+from torchrl_llm.runs import ConfigError, build_run
 from torchrl_llm.testing.pretended_gpu import pretended_gpu
 from torchrl_llm.testing.probes import ALGORITHMS, ConstantAnswer, solve
-from torchrl_llm.runs import ConfigError, build_run
 from torchrl_llm.trainers.distributed import FSDP2, Distributed
 
 

@@ -10,10 +10,10 @@ from small_runs import small_config
 from test_sleep import Sleeper
 
 from torchrl_llm.modules.vllm import start
-from torchrl_llm.testing.tiny import load_tiny_model
 from torchrl_llm.runs import ConfigError, RunConfig, build, build_run, engines
 from torchrl_llm.runs.identity import config_changes
 from torchrl_llm.runs.memory import trainer_memory
+from torchrl_llm.testing.tiny import load_tiny_model
 
 ONE, TWO = SimpleNamespace(world_size=1), SimpleNamespace(world_size=2)
 

@@ -8,10 +8,10 @@ from recorded_runs import PAYLOADS, made_rows, write_rows
 from tensorboard.plugin_util import markdown_to_safe_html
 
 from torchrl_llm import keys
-from torchrl_llm.runs.recording import read_recording
-from torchrl_llm.runs.outputs import NEXT_SEGMENT
-from torchrl_llm.utils.terminal import visible
 from torchrl_llm.runs.episode_texts import COLUMNS, Message, episode_texts, markdown, shortened, table_rows
+from torchrl_llm.runs.outputs import NEXT_SEGMENT
+from torchrl_llm.runs.recording import read_recording
+from torchrl_llm.utils.terminal import visible
 
 BREAKING = ("```\n<b>out</b>\n", "\n~~~~\n# title\n", "| a |\n|---|\n", "[x](javascript:alert(1))", "\n    code\n")
 

@@ -22,10 +22,17 @@ from small_runs import small_config
 from test_checkpoint import CASES, RUN, digest, scalars
 from waiting import LIMIT, a_moment
 
-from torchrl_llm.utils import interrupts
-from torchrl_llm.utils.interrupts import (Interrupted, catch_signals, children_ignore_sigint, held, interruptible, run_begins)
 from torchrl_llm.modules.adapters import FusedLora
 from torchrl_llm.runs import build_run, verify
+from torchrl_llm.utils import interrupts
+from torchrl_llm.utils.interrupts import (
+    Interrupted,
+    catch_signals,
+    children_ignore_sigint,
+    held,
+    interruptible,
+    run_begins,
+)
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = Path(__file__).with_name("interrupted_script.py")

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
 
 from torchrl_llm.modules import load_actor_critic, use_adapter
 from torchrl_llm.modules.lm import hidden_states
-from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
 from torchrl_llm.runs import ConfigError, RunConfig, build_run, memory
-from torchrl_llm.trainers import TrainerConfig
 from torchrl_llm.runs.build import make_lora
-from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.runs.memory import choose_max_tokens, empty_model, memory_estimate, with_max_tokens
+from torchrl_llm.testing.tiny import load_tiny_model, load_tiny_tokenizer
+from torchrl_llm.trainers import TrainerConfig
+from torchrl_llm.trainers.distributed import Distributed
 
 GIB = 2**30
 CPU = torch.device("cpu")
@@ -158,11 +158,13 @@ class TestProcesses:
     def chosen(self, path, other):
         return with_max_tokens(RunConfig(model_path=path), None, CPU, Pair(other)).max_tokens
 
+    @pytest.mark.host  # whose memory it is
     def test_share_a_hosts_memory(self, smollm2, monkeypatch):
         monkeypatch.setattr(memory, "host_memory", lambda: 16 * GIB)
         assert self.chosen(smollm2, [memory.platform.node(), 16_384]) == 2_048
         assert self.chosen(smollm2, ["elsewhere", 16_384]) == 4_096
 
+    @pytest.mark.host  # whose memory it is
     def test_take_the_number_of_the_one_with_least(self, smollm2, monkeypatch):
         monkeypatch.setattr(memory, "host_memory", lambda: 64 * GIB)
         assert self.chosen(smollm2, ["elsewhere", 1_024]) == 1_024
@@ -176,6 +178,7 @@ class TestProcesses:
         assert four["activations"] == one["activations"]
 
 
+@pytest.mark.host  # whose memory they are about
 class TestWarnings:
     def test_of_less_that_is_free(self, smollm2, alone, monkeypatch, caplog):
         monkeypatch.setattr(memory, "host_memory", lambda: 16 * GIB)
@@ -193,6 +196,7 @@ class TestWarnings:
 
 
 class TestEstimate:
+    @pytest.mark.host  # whose autocast it is
     @pytest.mark.parametrize(
         ("dtype", "precision"), [("float32", "no"), ("bfloat16", "no"), ("bfloat16", "bf16"), ("float32", "bf16")]
     )

@@ -8,10 +8,10 @@ import pytest
 from small_runs import small_config
 from test_checkpoint import PowerCut, Stop
 
-from torchrl_llm.runs.table import FILE, read_metrics, table_text
 from torchrl_llm.runs import build_run
-from torchrl_llm.trainers import Callback
+from torchrl_llm.runs.table import FILE, read_metrics, table_text
 from torchrl_llm.runs.trackers import MetricsTable
+from torchrl_llm.trainers import Callback
 
 SAVED = {"save_checkpoints": True, "checkpoint_interval": 1}
 

@@ -5,9 +5,9 @@ from small_runs import small_config
 
 from torchrl_llm import keys
 from torchrl_llm.objectives import GroupRelative
-from torchrl_llm.utils.options import ConfigError
 from torchrl_llm.runs import build_run
 from torchrl_llm.runs.wrong_settings import missing_extras
+from torchrl_llm.utils.options import ConfigError
 
 STATE = {"credit": "state", "baseline": "leave_one_out", "scale": "none"}
 

@@ -11,13 +11,12 @@ from small_runs import small_config
 from torchrl_llm import keys
 from torchrl_llm.envs import EnvSpec, GEMEnv, TaskSampler
 from torchrl_llm.metrics import Evaluation, PairedComparison, paired_comparison
-from torchrl_llm.report import compare_runs
+from torchrl_llm.report import compare_runs, run_and_report
+from torchrl_llm.report.run_report import RunReport
+from torchrl_llm.runs import build_run
 from torchrl_llm.testing.environments import StopOrGo
 from torchrl_llm.testing.policies import ScriptedPolicy
-from torchrl_llm.report import run_and_report
-from torchrl_llm.runs import build_run
 from torchrl_llm.trainers import evaluate
-from torchrl_llm.report.run_report import RunReport
 
 QUICK = {"lr_actor": 0.05, "final_episodes": 32, "batch_size": 16, "record_interval": 0}
 

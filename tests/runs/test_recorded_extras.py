@@ -12,10 +12,10 @@ import pytest
 from small_runs import small_config
 
 from torchrl_llm import keys
-from torchrl_llm.runs.recording import read_recording
-from torchrl_llm.testing.worlds import Line, most_worth
 from torchrl_llm.report import run_and_report
 from torchrl_llm.runs import build_run
+from torchrl_llm.runs.recording import read_recording
+from torchrl_llm.testing.worlds import Line, most_worth
 from torchrl_llm.trainers import Callback
 
 

@@ -13,10 +13,9 @@ import torch
 from small_runs import small_config, weights
 
 from torchrl_llm import keys
-from torchrl_llm.runs.recording import read_recording
-from torchrl_llm.report import write_report
-from torchrl_llm.report import run_and_report
+from torchrl_llm.report import run_and_report, write_report
 from torchrl_llm.runs import Interrupted, RolloutRecorder, build_run
+from torchrl_llm.runs.recording import read_recording
 from torchrl_llm.trainers import Callback
 
 

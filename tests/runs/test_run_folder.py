@@ -15,10 +15,10 @@ from run_folders import SETTINGS, checkpoint, config, finished_run, names, no_lo
 from small_runs import contents, small_config
 from torchrl.checkpoint import CheckpointError
 
-from torchrl_llm.runs.table import FILE as METRICS
-from torchrl_llm.runs.table import read_metrics
 from torchrl_llm.runs import ConfigError, Interrupted, build_run, verify
 from torchrl_llm.runs.run_folder import LOCK, MARK, RunFolder
+from torchrl_llm.runs.table import FILE as METRICS
+from torchrl_llm.runs.table import read_metrics
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,16 @@ import torch
 from torchrl_llm import keys
 from torchrl_llm.cli import main
 from torchrl_llm.envs import GEMEnv, SelfPlayEnv
-from torchrl_llm.modules import PlayerPolicy
-from torchrl_llm.utils.options import ConfigError
 from torchrl_llm.metrics import paired_comparison
+from torchrl_llm.modules import PlayerPolicy
+from torchrl_llm.runs import RunConfig, build_run, parse_run_config, play_match
+from torchrl_llm.runs.saved import SavedModel
 from torchrl_llm.testing.games import TakeAway, take_at_random, take_well
 from torchrl_llm.testing.policies import ScriptedPolicy
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import byte_tokenizer, word_tokenizer
-from torchrl_llm.runs import RunConfig, build_run, parse_run_config, play_match
 from torchrl_llm.trainers import evaluate
-from torchrl_llm.runs.saved import SavedModel
+from torchrl_llm.utils.options import ConfigError
 
 TOKENIZER = byte_tokenizer()
 GAMES = "torchrl_llm.testing.games"

@@ -51,8 +51,8 @@ from torchrl.checkpoint import CheckpointError
 
 from torchrl_llm.envs import EnvironmentFault, NotAppendOnlyError
 from torchrl_llm.modules import AdapterError
-from torchrl_llm.testing.games import TakeAway
 from torchrl_llm.runs import ConfigError, RunConfig, build_run
+from torchrl_llm.testing.games import TakeAway
 
 EVALUATED = {"evaluation_interval": 1}
 SAVED = {"save_checkpoints": True, "checkpoint_interval": 1}

@@ -6,10 +6,10 @@ from small_runs import small_config
 
 from torchrl_llm.collectors import TurnCollector
 from torchrl_llm.modules import HFPolicy
-from torchrl_llm.testing.tiny import load_tiny_model
 from torchrl_llm.runs import build_run
-from torchrl_llm.trainers import LLMTrainer
 from torchrl_llm.runs.build import make_optimizer
+from torchrl_llm.testing.tiny import load_tiny_model
+from torchrl_llm.trainers import LLMTrainer
 from torchrl_llm.weight_update import EngineWeightSync
 
 

@@ -14,13 +14,12 @@ from hashlib import sha256
 import pytest
 from waiting import LIMIT
 
-from torchrl_llm.runs import smollm2
-from torchrl_llm.utils.optional import MissingExtraError
-from torchrl_llm.runs.smollm2 import GGUF, SHA256, ConversionError, smollm2_model_path
-from torchrl_llm.testing.tiny import tiny_model_path
-from torchrl_llm.runs import ConfigError, RunConfig
+from torchrl_llm.runs import ConfigError, RunConfig, smollm2
 from torchrl_llm.runs.saved import find_saved_model
+from torchrl_llm.runs.smollm2 import GGUF, SHA256, ConversionError, smollm2_model_path
 from torchrl_llm.runs.sources import load_model_config, load_tokenizer, model_path
+from torchrl_llm.testing.tiny import tiny_model_path
+from torchrl_llm.utils.optional import MissingExtraError
 
 CONTENT = b"GGUF, and no model"
 

@@ -8,10 +8,10 @@ from small_runs import one_batch, small_config, weights
 
 from torchrl_llm import keys
 from torchrl_llm.modules import TokenScorer
-from torchrl_llm.utils.options import ConfigError, IdleError
+from torchrl_llm.runs import RunConfig, build, build_run
 from torchrl_llm.testing.tiny import load_tiny_tokenizer, random_model
 from torchrl_llm.testing.tokenizers import byte_tokenizer
-from torchrl_llm.runs import RunConfig, build, build_run
+from torchrl_llm.utils.options import ConfigError, IdleError
 
 DISTILL = {"estimator": "NoCredit", "kl_coeff": 1.0, "kl_kind": "k2", "kl_in": "loss"}
 

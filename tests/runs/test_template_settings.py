@@ -12,11 +12,11 @@ from small_runs import one_batch, small_config
 from torchrl_llm import keys
 from torchrl_llm.cli._fit import fit
 from torchrl_llm.envs import CHATML
-from torchrl_llm.testing.environments import Echo
 from torchrl_llm.runs import ConfigError, RunConfig, build_run
 from torchrl_llm.runs.export import export_model
 from torchrl_llm.runs.saved import find_saved_model, load_saved_model
 from torchrl_llm.runs.settings_file import as_yaml
+from torchrl_llm.testing.environments import Echo
 
 OWN = CHATML.replace("{% for", "{# Own: tabs\t, “quotes” and\u2028lines #}{% for", 1).replace("\n", "\n \t\n")
 

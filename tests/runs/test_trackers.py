@@ -12,14 +12,15 @@ import numpy as np
 import pytest
 from small_runs import small_config
 
-from torchrl_llm.utils.optional import MissingExtraError
+from torchrl_llm.runs import build_run
+from torchrl_llm.runs import trackers as loggers
+from torchrl_llm.runs.episode_log import page_title
+from torchrl_llm.runs.episode_texts import COLUMNS, episode_texts, markdown, table_rows
 from torchrl_llm.runs.recording import read_recording
 from torchrl_llm.runs.table import FILE, read_metrics
-from torchrl_llm.runs.episode_texts import COLUMNS, episode_texts, markdown, table_rows
-from torchrl_llm.runs import build_run, trackers as loggers
-from torchrl_llm.trainers import Callback
-from torchrl_llm.runs.episode_log import page_title
 from torchrl_llm.runs.trackers import make_loggers
+from torchrl_llm.trainers import Callback
+from torchrl_llm.utils.optional import MissingExtraError
 
 MIXTURE = ["game:GuessTheNumber-v0-easy", "game:GuessTheNumber-v0-hard"]
 ENDS = {"nan": math.nan, "inf": math.inf, "tiny": 1e-30, "third": 1 / 3}

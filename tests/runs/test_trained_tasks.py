@@ -7,8 +7,7 @@ from functools import partial
 import pytest
 from small_runs import small_config
 
-from torchrl_llm.report import write_report
-from torchrl_llm.report import run_and_report
+from torchrl_llm.report import run_and_report, write_report
 from torchrl_llm.runs import build_run
 
 # Ten secrets: every evaluation has tasks that were trained on, if anything was.

@@ -12,14 +12,14 @@ from torchrl_llm.cli import main
 from torchrl_llm.envs import ChatFormatter, EnvSpec, register_env_family
 from torchrl_llm.modules import load_actor_critic
 from torchrl_llm.modules.weights import WeightsError, read_adapter
-from torchrl_llm.utils.options import ConfigError
-from torchrl_llm.testing.environments import StopOrGo
-from torchrl_llm.runs.tiny import tiny_model_path
 from torchrl_llm.runs import RunConfig
 from torchrl_llm.runs.opponents import make_opponent
 from torchrl_llm.runs.saved import SETTINGS, find_saved_model
 from torchrl_llm.runs.sources import load_tokenizer
 from torchrl_llm.runs.teacher import find_teacher
+from torchrl_llm.runs.tiny import tiny_model_path
+from torchrl_llm.testing.environments import StopOrGo
+from torchrl_llm.utils.options import ConfigError
 
 GAME = {"collector": "self_play", "env_name": "world:take-away", "group_size": 2, "batch_size": 4, "num_envs": 4}
 SMALL = {"max_model_len": 256, "max_output_tokens": 8}

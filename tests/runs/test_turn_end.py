@@ -9,10 +9,10 @@ from small_runs import one_batch, small_config
 from transformers import PreTrainedTokenizerFast
 
 from torchrl_llm import keys
+from torchrl_llm.runs import build_run
 from torchrl_llm.testing.environments import Echo
 from torchrl_llm.testing.tiny import random_model
 from torchrl_llm.testing.tokenizers import byte_tokenizer
-from torchrl_llm.runs import build_run
 
 TEMPLATES = Path(__file__).parents[1] / "envs" / "templates"
 STYLES = {

@@ -193,6 +193,10 @@ class TestLimits:
         end.record()
         assert start.elapsed_time(end) == 0.0
 
+    def test_autocast_of_the_cpu_does_nothing(self, gpu):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
     def test_a_graph_cannot_be_captured(self, gpu):
         with pytest.raises(RuntimeError, match="CUDAGraph"):
             torch.cuda.CUDAGraph()

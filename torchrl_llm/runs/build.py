@@ -38,14 +38,14 @@ from torchrl_llm.modules.policy import SamplingConfig
 from torchrl_llm.modules.vllm.weights import TRANSFERS
 from torchrl_llm.modules.weights import holds_adapter
 from torchrl_llm.objectives import TurnPolicyLoss
-from torchrl_llm.stops import response_end_ids
 from torchrl_llm.runs.config import ConfigError, RunConfig
 from torchrl_llm.runs.demonstrations import check_player, find_demonstrations, read_demonstrations
-from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.runs.engines import make_engine, serves_adapter
-from torchrl_llm.trainers.evaluation import evaluate
 from torchrl_llm.runs.settings import FORMATTER
 from torchrl_llm.runs.sources import model_path
+from torchrl_llm.stops import response_end_ids
+from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.trainers.evaluation import evaluate
 from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
 
 _PARITY_LENGTH = 257

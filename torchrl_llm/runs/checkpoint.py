@@ -28,11 +28,11 @@ from torchrl.checkpoint import Checkpoint, CheckpointError, CheckpointRotation, 
 
 from torchrl_llm.modules import ActorCritic
 from torchrl_llm.runs import checkpoint_files as files
-from torchrl_llm.trainers.base import TrainerBase
-from torchrl_llm.trainers.states import Collectors, Optimizer, states_of
 from torchrl_llm.runs.identity import environment, git_revision
+from torchrl_llm.trainers.base import TrainerBase
 from torchrl_llm.trainers.finite import check_finite, not_finite
 from torchrl_llm.trainers.loss_state import LossState
+from torchrl_llm.trainers.states import Collectors, Optimizer, states_of
 
 logger = logging.getLogger(__name__)
 

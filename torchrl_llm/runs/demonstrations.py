@@ -15,12 +15,12 @@ import numpy.typing as npt
 from torchrl_llm.data import read_transcripts
 from torchrl_llm.envs import GEMEnv, players
 from torchrl_llm.episode import Episode, Turn
-from torchrl_llm.utils.hints import nearest
 from torchrl_llm.modules import Player, SamplingConfig
-from torchrl_llm.utils.options import ConfigError
+from torchrl_llm.runs.config import RunConfig
 from torchrl_llm.runs.pieces import TokenTexts
 from torchrl_llm.runs.recording import FOLDER, Recording, RecordingError, RecordingFolder, read_recording
-from torchrl_llm.runs.config import RunConfig
+from torchrl_llm.utils.hints import nearest
+from torchrl_llm.utils.options import ConfigError
 
 _HELD_BACK = "min_output_tokens={} lets no answer end before it has as many"
 

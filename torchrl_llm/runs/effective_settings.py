@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchrl_llm.utils.fingerprint import fingerprint
 from torchrl_llm.objectives import TurnPolicyLoss
-from torchrl_llm.utils.options import ConfigError, Idle, options_of
-from torchrl_llm.runs.identity import names_of_parts
 from torchrl_llm.runs.config import HOW_TO_RUN, RunConfig, shown_default
+from torchrl_llm.runs.identity import names_of_parts
 from torchrl_llm.runs.loss_settings import LOSSES, NO_ACTOR, NO_CRITIC, LossOptions
 from torchrl_llm.runs.settings import OutputConfig, names_of
+from torchrl_llm.utils.fingerprint import fingerprint
+from torchrl_llm.utils.options import ConfigError, Idle, options_of
 
 _NO_EFFECT = (*HOW_TO_RUN, "max_tokens")
 """Settings that change no number of a run. ``max_tokens`` bounds memory, and where it is not given the machine decides on it."""

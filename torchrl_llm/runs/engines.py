@@ -9,8 +9,8 @@ import torch
 from torchrl_llm.modules import SamplingConfig, VLLMPolicy
 from torchrl_llm.modules.vllm.weights import TRANSFERS
 from torchrl_llm.runs.config import ConfigError, RunConfig
-from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.runs.sources import model_path
+from torchrl_llm.trainers.distributed import Distributed
 
 _SETTINGS = (
     *("seed", "max_model_len", "trust_remote_code"),

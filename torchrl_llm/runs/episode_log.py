@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from torchrl.record.loggers import Logger, TensorboardLogger, WandbLogger
 from torchrl.record.loggers.trackio import TrackioLogger
 
-from torchrl_llm.runs.recording import Recording
 from torchrl_llm.runs.episode_texts import COLUMNS, EpisodeText, episode_texts, markdown, table_rows
+from torchrl_llm.runs.recording import Recording
 
 
 def page_title(recording: Recording) -> str:

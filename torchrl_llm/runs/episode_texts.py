@@ -8,10 +8,10 @@ from itertools import chain, islice, zip_longest
 from typing import Any, Literal, NamedTuple
 
 from torchrl_llm.keys import StopReason
-from torchrl_llm.runs.pieces import join_pieces
-from torchrl_llm.runs.recording import Recording
 from torchrl_llm.runs.outputs import NEXT_SEGMENT, fenced, outcome
+from torchrl_llm.runs.pieces import join_pieces
 from torchrl_llm.runs.recorded_groups import CUT, groups_of, spans
+from torchrl_llm.runs.recording import Recording
 from torchrl_llm.utils.terminal import visible
 
 MOST_CHARACTERS = 8_000

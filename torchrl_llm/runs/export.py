@@ -14,15 +14,15 @@ from typing import Any, Literal
 from transformers.utils.hub import CHAT_TEMPLATE_DIR
 
 from torchrl_llm.modules import weights
-from torchrl_llm.utils.options import ConfigError
+from torchrl_llm.runs.config import HOW_TO_RUN, RunConfig
 from torchrl_llm.runs.outputs import code, fenced, percent
 from torchrl_llm.runs.run_files import RunFiles
-from torchrl_llm.utils.terminal import printable
-from torchrl_llm.runs.config import HOW_TO_RUN, RunConfig
 from torchrl_llm.runs.run_folder import MARK
 from torchrl_llm.runs.saved import SETTINGS, SavedModel, load_saved_model, reading, write_settings_beside
 from torchrl_llm.runs.settings_file import as_yaml
 from torchrl_llm.runs.sources import MODELS
+from torchrl_llm.utils.options import ConfigError
+from torchrl_llm.utils.terminal import printable
 
 Format = Literal["adapter", "merged"]
 

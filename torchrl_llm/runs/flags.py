@@ -11,11 +11,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torchrl_llm.utils.arguments import COMMAND_LINE, ArgumentParser
-from torchrl_llm.utils.options import ConfigError, IdleError, describe, meanings, options_of
 from torchrl_llm.runs.config import RunConfig, shown_default
 from torchrl_llm.runs.schema import plain, settings_by_part
 from torchrl_llm.runs.settings_file import read_settings, read_value
+from torchrl_llm.utils.arguments import COMMAND_LINE, ArgumentParser
+from torchrl_llm.utils.options import ConfigError, IdleError, describe, meanings, options_of
 
 
 def parse_run_config(argv: Sequence[str] | None = None, *, description: str | None = None) -> RunConfig:

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 from torchrl_llm.envs import GEMEnv
 from torchrl_llm.objectives.estimators.base import step_of
-from torchrl_llm.utils.options import options_of
 from torchrl_llm.runs.config import ConfigError, RunConfig
 from torchrl_llm.runs.loss_settings import LOSSES
+from torchrl_llm.utils.options import options_of
 
 
 def with_granularity(config: RunConfig, saved: Mapping[str, Any] | None, env: GEMEnv) -> RunConfig:

@@ -5,11 +5,11 @@ The rules of :class:`~torchrl_llm.runs.RunConfig`, which refuses a setting that 
 
 from __future__ import annotations
 
-from torchrl_llm.trainers.config import TrainerConfig
-from torchrl_llm.utils.options import Idle
 from torchrl_llm.runs import settings
 from torchrl_llm.runs.loss_settings import missing_in, only_of
 from torchrl_llm.runs.settings import names_of
+from torchrl_llm.trainers.config import TrainerConfig
+from torchrl_llm.utils.options import Idle
 
 IDLE: tuple[Idle, ...] = (
     *TrainerConfig.idle,

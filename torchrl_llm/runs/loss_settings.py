@@ -10,8 +10,8 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 
 from torchrl_llm import keys, objectives
-from torchrl_llm.utils.options import NonNegative, Option, meanings, options_class, options_of
 from torchrl_llm.runs.settings import Algorithm
+from torchrl_llm.utils.options import NonNegative, Option, meanings, options_class, options_of
 
 LOSSES: dict[Algorithm, type[objectives.TurnPolicyLoss]] = {
     "LLMPPO": objectives.LLMPPOLoss,

@@ -16,21 +16,21 @@ import torch
 from peft import get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from torchrl_llm.utils.host import free_memory, host_memory
 from torchrl_llm.modules.checks import FAILURES
 from torchrl_llm.modules.hf._head import packs_head
 from torchrl_llm.modules.lm import embedding_of
-from torchrl_llm.modules.scorer import default_chunk_logits
-from torchrl_llm.utils.options import ConfigError
 from torchrl_llm.modules.prefixes import forward_bound
+from torchrl_llm.modules.scorer import default_chunk_logits
 from torchrl_llm.runs.build import has_own_reference, make_lora
 from torchrl_llm.runs.config import RunConfig
 from torchrl_llm.runs.device import mixed_precision
-from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.runs.engines import engine_share
-from torchrl_llm.trainers.config import MOST_TOKENS
 from torchrl_llm.runs.sources import model_path
 from torchrl_llm.runs.teacher import find_teacher
+from torchrl_llm.trainers.config import MOST_TOKENS
+from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.utils.host import free_memory, host_memory
+from torchrl_llm.utils.options import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -10,15 +10,15 @@ import torch
 
 from torchrl_llm import keys
 from torchrl_llm.envs import ChatFormatter, SelfPlayEnv
-from torchrl_llm.modules import ActorCritic, HFPolicy, PlayerPolicy, SamplingConfig, TurnPolicy, load_actor_critic
-from torchrl_llm.utils.options import ConfigError
 from torchrl_llm.metrics import Evaluation, wilson_interval
+from torchrl_llm.modules import ActorCritic, HFPolicy, PlayerPolicy, SamplingConfig, TurnPolicy, load_actor_critic
 from torchrl_llm.runs import build
 from torchrl_llm.runs.config import RunConfig
 from torchrl_llm.runs.demonstrations import find_demonstrations
-from torchrl_llm.trainers.evaluation import evaluate
 from torchrl_llm.runs.saved import find_saved_model, for_run, load_saved_model
 from torchrl_llm.runs.sources import MODELS, model_path
+from torchrl_llm.trainers.evaluation import evaluate
+from torchrl_llm.utils.options import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)

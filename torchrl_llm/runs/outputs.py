@@ -17,9 +17,9 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_llm import keys
-from torchrl_llm.utils.files import write_bytes, write_text
-from torchrl_llm.rendering import ChatTemplateError, Message, Renderer
 from torchrl_llm.modules.segments import Segments
+from torchrl_llm.rendering import ChatTemplateError, Message, Renderer
+from torchrl_llm.utils.files import write_bytes, write_text
 from torchrl_llm.utils.terminal import one_line
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ CUT = -2
 """Stands for a turn in :func:`spans` where the context was cut."""
 
 
-
 @dataclass(frozen=True)
 class Group:
     """Episodes of one task in one recording: ``rows`` of it."""
@@ -40,5 +39,3 @@ def spans(recording: Recording, row: int) -> list[list[int]]:
     starts = np.flatnonzero(np.diff(codes, prepend=-9))
     lengths = np.diff(np.append(starts, end))
     return [[int(codes[start]), int(length)] for start, length in zip(starts, lengths, strict=True)]
-
-

@@ -13,15 +13,24 @@ from torch import Tensor
 
 from torchrl_llm import keys
 from torchrl_llm.data import apply_in_micro_batches
-from torchrl_llm.utils.files import write_text
+from torchrl_llm.functional import pool_log_ratio
 from torchrl_llm.modules.positions import prefix_cost
 from torchrl_llm.objectives import TurnEstimator
-from torchrl_llm.functional import pool_log_ratio
-from torchrl_llm.runs.pieces import TokenTexts
-from torchrl_llm.runs.recording import (Kind, Recording, RecordingError, RecordingFolder, page_of, read_recording, trimmed, used_texts)
-from torchrl_llm.runs.episode_texts import episode_texts, markdown
-from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.runs.episode_log import log_episodes, page_title
+from torchrl_llm.runs.episode_texts import episode_texts, markdown
+from torchrl_llm.runs.pieces import TokenTexts
+from torchrl_llm.runs.recording import (
+    Kind,
+    Recording,
+    RecordingError,
+    RecordingFolder,
+    page_of,
+    read_recording,
+    trimmed,
+    used_texts,
+)
+from torchrl_llm.trainers.callbacks import Callback
+from torchrl_llm.utils.files import write_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,8 +22,8 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_llm import keys
-from torchrl_llm.utils.files import write_bytes
 from torchrl_llm.keys import StopReason
+from torchrl_llm.utils.files import write_bytes
 from torchrl_llm.utils.options import describe, fits
 
 logger = logging.getLogger(__name__)

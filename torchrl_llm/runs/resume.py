@@ -12,15 +12,15 @@ from typing import Any, NamedTuple
 from torchrl.record.loggers import Logger
 
 from torchrl_llm.collectors.collector import base_env
-from torchrl_llm.utils.interrupts import run_begins
-from torchrl_llm.runs.outputs import write_json
 from torchrl_llm.runs.build import adamw_options
-from torchrl_llm.trainers.callbacks import Callback
-from torchrl_llm.runs.identity import config_changes, environment
 from torchrl_llm.runs.config import HOW_TO_RUN, ConfigError, RunConfig
-from torchrl_llm.runs.trackers import make_loggers, rewind_tensorboard
+from torchrl_llm.runs.identity import config_changes, environment
+from torchrl_llm.runs.outputs import write_json
 from torchrl_llm.runs.run_folder import RunFolder
+from torchrl_llm.runs.trackers import make_loggers, rewind_tensorboard
+from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.trainer import LLMTrainer
+from torchrl_llm.utils.interrupts import run_begins
 
 logger = logging.getLogger(__name__)
 

@@ -18,39 +18,37 @@ from torchrl.checkpoint import CheckpointError
 from torchrl_llm.envs import GEMEnv, SeenTasks
 from torchrl_llm.modules import ActorCritic, TurnPolicy
 from torchrl_llm.objectives import TurnPolicyLoss
-from torchrl_llm.utils.optional import running_ray
-from torchrl_llm.utils.options import ConfigError
-from torchrl_llm.runs import table
-from torchrl_llm.runs.recording import FOLDER
-from torchrl_llm.runs import build
-from torchrl_llm.trainers.callbacks import Callback, ProgressBar, RefreshReference
+from torchrl_llm.runs import build, table
 from torchrl_llm.runs.checkpoint import CheckpointStore
 from torchrl_llm.runs.checkpoint_files import verify
-from torchrl_llm.trainers.states import Optimizer, read_states
-from torchrl_llm.runs.identity import names_of_parts
 from torchrl_llm.runs.config import RunConfig
 from torchrl_llm.runs.demonstrations import check_demonstrations
 from torchrl_llm.runs.device import make_accelerator, make_numerics
-from torchrl_llm.trainers.distributed import Distributed
 from torchrl_llm.runs.effective_settings import python_settings
 from torchrl_llm.runs.engines import start_engine
-from torchrl_llm.trainers.evaluation import Evaluation, evaluate
 from torchrl_llm.runs.granularity import with_granularity
-from torchrl_llm.trainers.callbacks import HealthWatch
-from torchrl_llm.runs.trackers import MetricsTable
-from torchrl_llm.trainers.loss_state import LossState
+from torchrl_llm.runs.identity import names_of_parts
 from torchrl_llm.runs.memory import with_max_tokens
 from torchrl_llm.runs.opponents import make_opponent
 from torchrl_llm.runs.recorder import RolloutRecorder
+from torchrl_llm.runs.recording import FOLDER
 from torchrl_llm.runs.resume import Opening, accept_changes, find_start
 from torchrl_llm.runs.run_folder import RunFolder
 from torchrl_llm.runs.run_info import run_info
 from torchrl_llm.runs.sources import check_length, load_tokenizer
 from torchrl_llm.runs.teacher import check_teacher, load_teacher
 from torchrl_llm.runs.template_date import with_template_date
+from torchrl_llm.runs.trackers import MetricsTable
 from torchrl_llm.runs.trained_tasks import tasks_of_weights
-from torchrl_llm.trainers.trainer import LLMTrainer
 from torchrl_llm.runs.wrong_settings import missing_extras
+from torchrl_llm.trainers.callbacks import Callback, HealthWatch, ProgressBar, RefreshReference
+from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.trainers.evaluation import Evaluation, evaluate
+from torchrl_llm.trainers.loss_state import LossState
+from torchrl_llm.trainers.states import Optimizer, read_states
+from torchrl_llm.trainers.trainer import LLMTrainer
+from torchrl_llm.utils.optional import running_ray
+from torchrl_llm.utils.options import ConfigError
 from torchrl_llm.weight_update import EngineWeightSync, RayWeightSync
 
 MakeLoss = Callable[[RunConfig, ActorCritic], TurnPolicyLoss]

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_llm.runs.recording import FOLDER, Recording, RecordingError, read_recording
+from torchrl_llm.runs.run_json import read_json
 from torchrl_llm.runs.table import FILE as METRICS
 from torchrl_llm.runs.table import read_metrics
-from torchrl_llm.runs.run_json import read_json
 from torchrl_llm.utils.terminal import one_line
 
 

@@ -30,14 +30,14 @@ from pathlib import Path
 from torchrl.checkpoint import Checkpoint
 from torchrl.record.loggers import Logger
 
-from torchrl_llm.utils.files import write_text
-from torchrl_llm.utils.options import ConfigError
-from torchrl_llm.runs.table import FILE as METRICS
 from torchrl_llm.runs.checkpoint import LINKS, CheckpointStore
 from torchrl_llm.runs.checkpoint_files import is_checkpoint
 from torchrl_llm.runs.config import RunConfig
 from torchrl_llm.runs.folder_lock import LOCK, FolderLock
+from torchrl_llm.runs.table import FILE as METRICS
 from torchrl_llm.runs.trackers import rewind_csv
+from torchrl_llm.utils.files import write_text
+from torchrl_llm.utils.options import ConfigError
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from torchrl_llm.objectives import TurnPolicyLoss
-from torchrl_llm.runs.identity import environment
 from torchrl_llm.runs.config import RunConfig
 from torchrl_llm.runs.effective_settings import as_text, changed_settings, effective_settings
+from torchrl_llm.runs.identity import environment
 
 
 def run_info(

@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_llm.envs import ChatFormatter, EnvSpec, GEMEnv, UnknownEnvironmentError, register_env_family
-from torchrl_llm.utils.hints import nearest
 from torchrl_llm.modules import ActorCritic, HFPolicy, load_actor_critic, weights
 from torchrl_llm.modules.lm import max_positions
-from torchrl_llm.utils.options import ConfigError, check_value, options_of
 from torchrl_llm.runs import build
 from torchrl_llm.runs.checkpoint import CheckpointStore
 from torchrl_llm.runs.checkpoint_files import verify
@@ -29,6 +27,8 @@ from torchrl_llm.runs.settings import ATTENTION, FORMATTER, EnvConfig, TemplateC
 from torchrl_llm.runs.settings_file import read_settings, write_settings
 from torchrl_llm.runs.sources import MODELS, load_model_config, load_tokenizer, model_path
 from torchrl_llm.runs.trust import check_base, check_kept
+from torchrl_llm.utils.hints import nearest
+from torchrl_llm.utils.options import ConfigError, check_value, options_of
 
 SETTINGS = "run_config.yaml"
 """The settings of its run in the folder of an exported model, and in a run's own ``merged``."""

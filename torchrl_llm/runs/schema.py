@@ -8,8 +8,8 @@ import types
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from torchrl_llm.utils.options import Range, describe, meanings, options_of
 from torchrl_llm.runs.config import RunConfig, shown_default
+from torchrl_llm.utils.options import Range, describe, meanings, options_of
 
 _TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", Path: "string", dict: "object"}
 

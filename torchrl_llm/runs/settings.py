@@ -6,17 +6,25 @@ documentation show the docstrings of the fields (:func:`torchrl_llm.utils.option
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from torchrl_llm.utils.options import (Checked, ConfigError, Count, Idle, Natural, NonNegative, Positive, PositiveShare, Range, Share)
+from torchrl_llm.utils.options import (
+    Checked,
+    Count,
+    Natural,
+    NonNegative,
+    Positive,
+    PositiveShare,
+    Range,
+)
 
 Algorithm = Literal["LLMPPO", "LLMREINFORCE", "GRPO", "SFT"]
 
 ATTENTION = ("eager", "sdpa")
 """PyTorch's own implementations of attention, which take masks; transformers may fetch the code of others."""
+
 
 def is_template(text: str) -> bool:
     """Whether a text is a chat template, and not the path of one: whatever a template writes, it writes by Jinja's brackets."""

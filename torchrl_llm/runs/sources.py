@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 from transformers import AutoConfig, AutoTokenizer
 
-from torchrl_llm.utils.hints import nearest
 from torchrl_llm.modules.lm import max_positions
-from torchrl_llm.utils.options import ConfigError
-from torchrl_llm.runs.smollm2 import smollm2_model_path
-from torchrl_llm.runs.tiny import tiny_model_path
 from torchrl_llm.runs.config import RunConfig
 from torchrl_llm.runs.settings import ATTENTION
+from torchrl_llm.runs.smollm2 import smollm2_model_path
+from torchrl_llm.runs.tiny import tiny_model_path
+from torchrl_llm.utils.hints import nearest
+from torchrl_llm.utils.options import ConfigError
 
 _T = TypeVar("_T")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_llm.modules import SamplingConfig, TokenScorer, enable_prefix_sharing
-from torchrl_llm.utils.options import ConfigError
 from torchrl_llm.runs.config import RunConfig
 from torchrl_llm.runs.saved import SavedModel, find_saved_model, for_run, load_saved_model
 from torchrl_llm.runs.sources import MODELS, check_length, load_tokenizer
+from torchrl_llm.utils.options import ConfigError
 
 
 def load_teacher(config: RunConfig, sampling: SamplingConfig) -> TokenScorer:

@@ -7,10 +7,10 @@ from dataclasses import replace
 from datetime import date
 from typing import Any
 
-from torchrl_llm.utils.options import ConfigError
 from torchrl_llm.rendering import ChatTemplateError, Renderer
 from torchrl_llm.runs.config import RunConfig
 from torchrl_llm.trainers.distributed import Distributed
+from torchrl_llm.utils.options import ConfigError
 
 
 def with_template_date(

@@ -12,11 +12,11 @@ from tensordict import TensorDictBase
 from torchrl.record.loggers import Logger, TensorboardLogger, get_logger
 from torchrl.record.loggers.trackio import TrackioLogger
 
-from torchrl_llm.utils.files import write_text
-from torchrl_llm.utils.optional import import_extra
+from torchrl_llm.runs.config import RunConfig
 from torchrl_llm.runs.table import row_text, table_columns, table_text
 from torchrl_llm.trainers.callbacks import Callback
-from torchrl_llm.runs.config import RunConfig
+from torchrl_llm.utils.files import write_text
+from torchrl_llm.utils.optional import import_extra
 
 _SERVICE_WAIT = 300.0
 """Seconds that W&B's service may take to start."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 from torchrl.checkpoint import Checkpoint
 
 from torchrl_llm.envs import SeenTasks

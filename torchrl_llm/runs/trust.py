@@ -15,9 +15,9 @@ from typing import Any
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.utils import HFValidationError
 
-from torchrl_llm.utils.options import ConfigError
 from torchrl_llm.runs.settings import is_template
 from torchrl_llm.runs.sources import MODELS
+from torchrl_llm.utils.options import ConfigError
 
 # GEM's games and the worlds of this package compute, and no more. Of GEM's other families, code: and several of rg: execute what
 # the model answers, and the rest load data sets of a hub. python: only says that an environment has to be given.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torchrl_llm.objectives import GroupRelative, ImitationWeights, TurnEstimator, TurnPolicyLoss
+from torchrl_llm.objectives import GroupRelative, TurnPolicyLoss
 from torchrl_llm.objectives.estimators.returns import ReturnEstimator
 from torchrl_llm.runs.loss_settings import LOSSES
 

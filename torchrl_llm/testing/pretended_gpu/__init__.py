@@ -27,6 +27,7 @@ What it does not do, and where it differs:
   events do nothing, and measure 0 ms. A CUDA graph cannot be captured: PyTorch built for CPUs has none, and says so.
 - Draws are those of the CPU's generators: ``torch.cuda.manual_seed`` does nothing, and a checkpoint that forgets the state of the
   GPU's global generator is not found.
+- ``autocast("cpu")`` changes no product, of the CPU's tensors neither.
 - Functions of ``torch.compile`` run as if they were not compiled: what is said of them is true of the eager ones.
 - Other threads see no GPU. ``device="cuda"`` is an error of PyTorch's there, and a tensor says that it is on the CPU, where its
   results stay: they are an error of devices once this thread computes with them. Nor do other processes, as if the machine
