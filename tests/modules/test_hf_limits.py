@@ -9,7 +9,7 @@ from tiny_policies import FAMILIES, V, make_model, make_policy, make_tokenizer, 
 
 from torchrl_llm.modules.checks import UnsupportedModelError, VocabularyMismatchError
 from torchrl_llm.modules.engine import ContextLengthError
-from torchrl_llm.modules.hf import HFPolicy
+from torchrl_llm.modules.hf import HFPolicy, _cached_model
 from torchrl_llm.modules.kernels import float32_products
 
 
@@ -38,10 +38,10 @@ class TestWindows:
 
     def test_up_to_the_window_nothing_is_refused(self):
         model = make_local("GPTNeo", 32)
-        check_rows(model, make_policy(model, bucket=1), [24, 3, 11])
+        check_rows(model, make_policy(model), [24, 3, 11])
 
     def test_beyond_it_a_model_that_applies_it_by_column_is_refused(self):
-        policy = make_policy(make_local("GPTNeo", 32), bucket=1)
+        policy = make_policy(make_local("GPTNeo", 32))
         for _ in range(2):  # the second time without another comparison
             with pytest.raises(ContextLengthError, match="window of 32 tokens of GPTNeoForCausalLM"):
                 play(policy, random_rows([40, 3, 11]))
@@ -67,6 +67,22 @@ class TestWindows:
             ids, log_probs = play(policy, rows, turn=turn)
             same((ids, log_probs), play(make_policy(model), rows, turn=turn))
             rows = [row + response for row, response in zip(rows, ids, strict=True)]
+
+
+class TestBuckets:
+    """Masks wider than the context, which are the default on a GPU."""
+
+    @pytest.mark.parametrize(("family", "bucket"), [("Qwen2", 128), ("GPTNeo", 1)])
+    def test_a_model_that_does_not_bear_the_default_does_without(self, family, bucket, monkeypatch):
+        monkeypatch.setattr(_cached_model, "_BUCKET", {})
+        model = make_local("GPTNeo", 32) if family == "GPTNeo" else make_model(family)
+        policy = make_policy(model)
+        assert policy._engine.bucket == bucket
+        check_rows(model, policy, [24, 3, 11])
+
+    def test_a_bucket_that_is_given_is_not_replaced(self):
+        with pytest.raises(UnsupportedModelError, match="other logits"):
+            make_policy(make_local("GPTNeo", 32), bucket=128)
 
 
 class TestRefusals:

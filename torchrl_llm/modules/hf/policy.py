@@ -70,7 +70,8 @@ class HFPolicy(TurnPolicy):
         check_every: tokens between two looks at which responses are finished. Each look waits for the device, and a response is
             sampled on until the next one; what lies behind its end is dropped. Default ``None``: 1 on a CPU, elsewhere 8.
         bucket: each token attends to a multiple of so many columns of the cache, masked behind it, and a batch shrinks to
-            multiples of 8 rows: a GPU's kernels meet few shapes, each many times. Default ``None``: 128, on a CPU 1, which is off.
+            multiples of 8 rows: a GPU's kernels meet few shapes, each many times. Default ``None``: 128, on a CPU 1, which is off;
+            1 too for a model that computes something else under masks wider than its context (GPTNeo).
 
     Attributes:
         stop_ids: the ids that end a response: ``sampling.stop_ids``, or those found in tokenizer and model.
