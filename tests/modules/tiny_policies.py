@@ -68,9 +68,15 @@ def make_model(family="Qwen2", **fields):
     return model.eval().to(device())
 
 
-def make_policy(model=None, *, adapter=None, seed=0, check_every=None, bucket=None, **sampling):
+def make_policy(model=None, *, adapter=None, seed=0, check_every=None, bucket=None, compile_decode=False, **sampling):
     sampling = SamplingConfig(**{"max_output_tokens": 8, "stop_ids": ()} | sampling)
-    options = {"adapter": adapter, "seed": seed, "check_every": check_every, "bucket": bucket}
+    options = {
+        "adapter": adapter,
+        "seed": seed,
+        "check_every": check_every,
+        "bucket": bucket,
+        "compile_decode": compile_decode,
+    }
     return HFPolicy(model or make_model(), make_tokenizer(), sampling, **options)
 
 

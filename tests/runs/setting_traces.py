@@ -204,6 +204,7 @@ def built(config: RunConfig, env: Any) -> dict[str, Any]:
             "scored": run.trainer.scorer.scores_old,
             "callbacks": [type(each).__name__ for each in run.trainer.callbacks],
             "compiled": any("forward" in vars(module) for module in run.models.model.modules()),
+            "compiles": run.policy.compile_decode,
         }
     finally:
         run.close()

@@ -184,7 +184,13 @@ class TestSettings:
 
     @pytest.mark.parametrize(
         "given",
-        [{"compile": True}, {"export_merged": True}, {"quantization": "nf4"}, {"offload_base": True, "policy": "vllm"}],
+        [
+            {"compile": True},
+            {"compile_decode": True},
+            {"export_merged": True},
+            {"quantization": "nf4"},
+            {"offload_base": True, "policy": "vllm"},
+        ],
         ids=lambda given: next(iter(given)),
     )
     def test_settings_that_sharded_weights_do_not_go_with(self, tmp_path, given):

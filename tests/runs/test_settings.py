@@ -121,6 +121,7 @@ LAW: dict[str, list[Case]] = {
     "trust_remote_code": [works(True, model_path=remote_code)],
     "gradient_checkpointing": [works(True)],
     "compile": [works(True, run=built)],
+    "compile_decode": [works(True, run=built), idle(True, **VLLM)],
     "share_prefixes": [works(False, batch_size=32)],
     "chunk_logits": [works(400), idle(0)],
     "quantization": [idle("nf4", lora_r=2), idle("nf4")],

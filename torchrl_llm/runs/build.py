@@ -54,6 +54,9 @@ _PARITY_LENGTH = 257
 _MODEL = ("dtype", "attn_implementation", "trust_remote_code", "quantization")
 """Settings of the model wherever it is loaded by transformers: here and on workers."""
 
+_SAMPLER = ("seed", "compile_decode")
+"""Settings of :class:`~torchrl_llm.modules.HFPolicy` where it samples for a run: here and on workers."""
+
 _ENVIRONMENT = (
     *("max_turns", "max_model_len", "max_output_tokens", "overflow", *FORMATTER),
     *("seed", "max_faults", "success_reward"),
@@ -79,6 +82,7 @@ def check_sharding(config: RunConfig, distributed: Distributed) -> None:
         "weight_sync": (config.weight_sync in TRANSFERS, "another, or DDP"),
         "quantization": (config.quantization is not None, "None, or DDP"),
         "compile": (config.compile, "false, or DDP"),
+        "compile_decode": (config.compile_decode, "false, or DDP"),
         "base_products": (config.base_products is not None, "None, or DDP"),
         "offload_base": (config.offload_base, "false, or DDP"),
         "export_merged": (config.export_merged, "false, and to merge the checkpoint's adapter in one process"),
@@ -174,7 +178,7 @@ def make_policy(
         # Level 1: level 2 drops the base weights, which a sync of the adapter does not bring back.
         sync_options: Any = {"method": config.weight_sync or "auto", "sleep_level": 1 if config.sleep_mode else 0}
         return engine, EngineWeightSync(models.model, models.adapter, policy=engine, **sync_options)
-    policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed)
+    policy = HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, **_given(config, *_SAMPLER))
     if config.collector != "ray":
         return policy, None
     merged = True if config.policy == "vllm" and not serves_adapter(config) else None
@@ -221,7 +225,7 @@ def _worker_policy(config: RunConfig, tokenizer: Any, sampling: SamplingConfig, 
         **_given(config, *_MODEL),
     )
     # One seed for all: noise goes by episode and turn too, so it does not matter which worker samples.
-    return HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, seed=config.seed)
+    return HFPolicy(models.model, tokenizer, sampling, adapter=models.adapter, **_given(config, *_SAMPLER))
 
 
 def make_collector(

@@ -47,6 +47,7 @@ IDLE: tuple[Idle, ...] = (
         "use an algorithm of reinforcement learning: supervised fine-tuning compares with no other policy",
         {"kl_coeff": 0, "whiten": False},
     ),
+    Idle(("compile_decode",), {"policy": ("vllm",)}, 'set policy to "hf"'),
     Idle(("base_products",), {"lora_r": (0,)}, "set lora_r"),
     Idle(("base_products",), {"compile": (True,)}, "set compile to false"),
     Idle(("base_products",), {"mixed_precision": ("bf16", "fp16")}, 'set mixed_precision to "no"'),

@@ -95,7 +95,10 @@ class ModelConfig(Checked):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass to save memory."""
     compile: bool = False
-    """torch.compile the layers for scoring and training; generation is not compiled."""
+    """torch.compile the layers for scoring and training; generation is not compiled (compile_decode)."""
+    compile_decode: bool = False
+    """torch.compile the forward of a sampled token, with policy="hf", in the first turn of a run; changes results by rounding
+    only. Not tried on a GPU; on a CPU it needs a C++ compiler."""
     share_prefixes: bool = True
     """Compute what the rows of a batch share once; changes results by rounding only. Without effect with compile."""
     chunk_logits: Count | None = None

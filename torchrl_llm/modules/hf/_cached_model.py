@@ -101,7 +101,7 @@ class CachedModel:
                 use_adapter(self.model, self.adapter),
                 attention_kernels(),
             ):
-                self._backbone = CachedBackbone(self.model, self.cache)
+                self._backbone = CachedBackbone(self.model)
                 # A forward of the scorer may have left dynamic RoPE at the scaling of a longer input.
                 lm.reset_ropes(lm.backbone(self.model))
                 # Before fusing and packing: stale weights drop the fused layers and the packed head too.
@@ -273,7 +273,7 @@ class CachedModel:
 
     def _forward(self, ids: Tensor, positions: Tensor, *, width: int, rows: Tensor | None = None) -> Tensor:
         """Run the backbone on new tokens ``[m, q]``; negative positions are padding. Returns ``[m, H]``, last column."""
-        return self._backbone.read(ids, positions, width=width, windows=self._windows, rows=rows)
+        return self._backbone.read(self.cache, ids, positions, width=width, windows=self._windows, rows=rows)
 
 
 def _buckets(rows: Ints, missing: Ints) -> list[Ints]:

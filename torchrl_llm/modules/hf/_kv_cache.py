@@ -46,6 +46,7 @@ class SlotCache(Cache):
     def drop(self) -> None:
         """Drop all contents and free the memory."""
         self._layers: list[tuple[Tensor, Tensor]] = []
+        self._first: SlotCache | None = None
         self.slots: Ints = np.zeros(0, np.int64)
         self.lengths: Ints = np.zeros(0, np.int64)
         self.tokens: Ints = np.zeros((0, 0), np.int64)
@@ -89,6 +90,7 @@ class SlotCache(Cache):
         old_rows, old_columns = self.tokens.shape
         if rows <= old_rows and columns <= old_columns:
             return
+        self._first = None
         if columns > old_columns:
             # By a quarter at least: contexts grow every turn, and growing copies the whole cache.
             columns = -(-max(columns, old_columns * 5 // 4) // _ALIGNMENT) * _ALIGNMENT
@@ -104,6 +106,18 @@ class SlotCache(Cache):
         """Storage for keys or values like ``[n, heads, q, dim]``. Zeros, because masked values must still be finite."""
         rows, columns = self.tokens.shape
         return states.new_zeros(rows, states.shape[1], columns, states.shape[3])
+
+    def first(self, rows: int) -> SlotCache:
+        """The first ``rows`` rows as a cache of their own, whose keys and values are views of these: what a compiled step gets.
+
+        It is the same one until the storage moves or another number is asked for. Its rows and columns are symbols of the graph.
+        """
+        if self._first is None or self._first._layers[0][0].shape[0] != rows:
+            self._first = SlotCache()
+            self._first._layers = [(keys[:rows], values[:rows]) for keys, values in self._layers]
+            for storage in chain.from_iterable(self._first._layers):
+                mark_sizes(storage, 0, 2)
+        return self._first
 
     # What a model's forward calls.
 
@@ -149,3 +163,12 @@ class SlotCache(Cache):
         if self._rows is None:
             return storage[: self._num, :, : self._width]
         return storage[:, :, : self._width].index_select(0, self._rows)
+
+
+def mark_sizes(tensor: Tensor, *dims: int) -> None:
+    """Let ``torch.compile`` take these sizes of a tensor for symbols, and the others for constants."""
+    for dim, size in enumerate(tensor.shape):
+        if dim not in dims:
+            torch._dynamo.mark_static(tensor, dim)
+        elif size > 1:  # PyTorch compiles for a size of 1 by itself
+            torch._dynamo.mark_dynamic(tensor, dim)

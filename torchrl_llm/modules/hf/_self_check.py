@@ -13,6 +13,7 @@ from torchrl_llm.modules.checks import FAILURES, UnsupportedModelError, declared
 from torchrl_llm.modules.engine import ContextLengthError
 from torchrl_llm.modules.hf._cached_model import CachedModel
 from torchrl_llm.modules.hf._family import ADVICE, check_family
+from torchrl_llm.modules.hf._step import compiled_step
 from torchrl_llm.modules.kernels import float32_products
 from torchrl_llm.modules.prefixes import Ints
 
@@ -23,23 +24,29 @@ class CheckedModel(CachedModel):
     """Refuses a model, or a context, that has other logits with keys and values cached by slot than without.
 
     A few tokens are compared when it is made, and rows longer than an attention window of the configuration when the first
-    context is.
+    context is. Each compiled step is compared with the same one without the compiler when it is first made.
 
     Args:
-        model: see :class:`CachedModel`; so are the others.
+        model: see :class:`CachedModel`; so are ``adapter`` and ``bucket``.
+        compile_decode: compile the forward of a sampled token.
 
     Raises:
         UnsupportedModelError: see :class:`torchrl_llm.modules.hf.HFPolicy`.
         ContextLengthError: as there (from :meth:`prefill`).
+        DecodeCompilationError: as there (from :meth:`step`).
     """
 
-    def __init__(self, model: nn.Module, *, adapter: str | None = None, bucket: int | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, adapter: str | None = None, bucket: int | None = None, compile_decode: bool = False
+    ) -> None:
         check_family(model)
         super().__init__(model, adapter=adapter, bucket=bucket)
         # Windows are tried out when the first context is longer: at 4096 tokens that takes as long as a long prompt.
         config = lm.causal_lm(model).config.get_text_config()
         self._untried = [window for window in declared_windows(config) if window < self.max_positions]
         self._limit = float("inf")
+        self._compiles = compile_decode
+        self._compared: set[bool] = set()
         self._check_forward()
 
     def prefill(self, prompts: Ints, lengths: Ints, *, slots: Ints, room: int) -> Tensor:
@@ -53,6 +60,32 @@ class CheckedModel(CachedModel):
                 f"slot than without, so log-probs would be wrong. Lower max_model_len or max_output_tokens. {ADVICE}"
             )
         return super().prefill(prompts, lengths, slots=slots, room=room)
+
+    def step(self, ids: Tensor, positions: Tensor, *, width: int) -> Tensor:
+        """See :meth:`CachedModel.step`; raises UnsupportedModelError where the compiled one differs, too."""
+        if not self._compiles:
+            return super().step(ids, positions, width=width)
+        several = len(ids) > 1  # a single row has a graph of its own
+        # Here and not when the model is made: a graph holds for a precision of float32 products, which a run sets later.
+        expected = None if several in self._compared else super().step(ids, positions, width=width)
+        width, windows = self._in_buckets(width), self._windows
+        logits = self._logits(compiled_step(self._backbone, self.cache, ids, positions, width=width, windows=windows))
+        # Of weights that have diverged the policy says so itself.
+        if expected is not None and bool(torch.isfinite(expected).all()):
+            self._check_step(logits, expected)
+            self._compared.add(several)
+        return logits
+
+    def _check_step(self, found: Tensor, expected: Tensor) -> None:
+        gaps = (found.float() - expected.float()).abs().amax(-1)
+        # TF32 differs by 1e-3. In half precision the experts of a mixture may tip over at some token.
+        exact = lm.is_full_precision(self.dtype)
+        worst = gaps.max() if exact else gaps.quantile(0.75)
+        if not bool(worst <= (1e-2 if exact else 3e-2) * max(1.0, float(expected.abs().max()))):  # also where it is NaN
+            raise UnsupportedModelError(
+                f"{name_of(lm.causal_lm(self.model))} has other logits with the compiled forward of a sampled token than without "
+                f"(largest difference {float(gaps.max()):.3g}), so log-probs would be wrong. Set compile_decode to false."
+            )
 
     def _try_windows(self, longest: int) -> None:
         """Compare with the model's own forward beyond every window that a context of ``longest`` tokens is the first to exceed."""
@@ -131,7 +164,7 @@ class CheckedModel(CachedModel):
                 expected.append(self._logits(hidden[0, end - 1]))
         slots, following = np.arange(n), np.take_along_axis(ids, sizes[:, None] + np.arange(2), axis=1)
         found = [self.prefill(ids, sizes, slots=slots, room=1)]
-        found.append(self.step(self._put(following[:, 0]), self._put(sizes), width=max(lengths) + 1))
+        found.append(super().step(self._put(following[:, 0]), self._put(sizes), width=max(lengths) + 1))
         self.remember(ids[:, : max(lengths)], sizes, following, np.full(n, 2))
         found.append(self.prefill(ids, sizes + _MORE, slots=slots, room=0))
         wanted = torch.stack(expected).float()

@@ -1,14 +1,24 @@
-"""One forward of a model's backbone on new tokens, with keys and values cached by slot: :class:`CachedBackbone`."""
+"""One forward of a model's backbone on new tokens, with keys and values cached by slot: :class:`CachedBackbone`.
+
+:func:`compiled_step` is the one of a sampled token through ``torch.compile``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
 from torchrl_llm.modules import lm
-from torchrl_llm.modules.hf._kv_cache import SlotCache
+from torchrl_llm.modules.hf._kv_cache import SlotCache, mark_sizes
+
+_MAX_GRAPHS = 64  # two for each model, and for each precision of float32 products
+
+
+class DecodeCompilationError(RuntimeError):
+    """``torch.compile`` failed on the forward of a sampled token."""
 
 
 class CachedBackbone:
@@ -16,17 +26,16 @@ class CachedBackbone:
 
     Args:
         model: a causal language model of transformers, or a ``PeftModel`` around one.
-        cache: where keys and values are.
     """
 
-    def __init__(self, model: nn.Module, cache: SlotCache) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._decoder = lm.backbone(model)
         self._argument = lm.cache_argument(self._decoder)
         self._dtype = lm.embedding_of(model).dtype
-        self._cache = cache
 
     def read(
         self,
+        cache: SlotCache,
         ids: Tensor,
         positions: Tensor,
         *,
@@ -37,6 +46,7 @@ class CachedBackbone:
         """Read new tokens, and write their keys and values.
 
         Args:
+            cache: where keys and values are.
             ids: ``[m, q]`` int64.
             positions: ``[m, q]`` int64, the column of each token; negative for padding, if q > 1.
             width: the columns of the cache that are seen.
@@ -46,7 +56,7 @@ class CachedBackbone:
         Returns:
             hidden states ``[m, H]`` of the last column.
         """
-        self._cache.aim(positions, width=width, rows=rows)
+        cache.aim(positions, width=width, rows=rows)
         if positions.shape[1] > 1:
             positions = positions.clamp(min=0)
         out = self._decoder(
@@ -54,9 +64,69 @@ class CachedBackbone:
             position_ids=positions,
             attention_mask=_masks(positions, width, windows, self._dtype),
             use_cache=True,
-            **{self._argument: self._cache},
+            **{self._argument: cache},
         )
         return out.last_hidden_state[:, -1]
+
+
+def compiled_step(
+    backbone: CachedBackbone,
+    cache: SlotCache,
+    ids: Tensor,
+    positions: Tensor,
+    *,
+    width: int,
+    windows: Mapping[str, int | None],
+) -> Tensor:
+    """:meth:`CachedBackbone.read` of one token of each of the first rows, compiled when it is first called.
+
+    Rows, columns and width are symbols, so there is one graph for a single row and one for all larger numbers of rows.
+
+    Args:
+        backbone: the model's.
+        cache: with keys and values of all layers.
+        ids: ``[k]`` int64.
+        positions: ``[k]`` int64.
+        width: as in :meth:`CachedBackbone.read`; so are ``windows``.
+
+    Returns:
+        hidden states ``[k, H]``.
+
+    Raises:
+        DecodeCompilationError: PyTorch's compiler fails.
+    """
+    # One new tensor, since graphs depend on strides too. The width is the size of another: an int would be a constant at first.
+    tokens, columns = torch.stack([ids, positions]), torch.arange(width, device=ids.device)
+    mark_sizes(columns, 0)
+    mark_sizes(tokens, 1)
+    try:
+        # PyTorch's own limit is 8, beyond which fullgraph=True raises.
+        with torch.compiler.config.patch(recompile_limit=_MAX_GRAPHS):  # type: ignore[attr-defined]
+            return _compiled()(backbone, cache.first(len(ids)), tokens, columns, windows)
+    except (
+        torch._dynamo.exc.TorchDynamoException,
+        torch.fx.experimental.symbolic_shapes.ConstraintViolationError,
+    ) as error:
+        raise DecodeCompilationError(
+            "compile_decode=True: torch.compile failed on the forward of a sampled token. Set compile_decode to false; or mend "
+            "what it needs, which on a CPU is a C++ compiler (g++, or the environment variable CXX). It said: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    """:func:`_step`, compiled. Made late, because it imports PyTorch's compiler, which takes seconds."""
+    # A graph break is an error: a silent fall back to eager would look like a slow success.
+    return torch.compile(_step, fullgraph=True)
+
+
+def _step(
+    backbone: CachedBackbone, cache: SlotCache, tokens: Tensor, columns: Tensor, windows: Mapping[str, int | None]
+) -> Tensor:
+    """``tokens`` are ids and positions ``[2, k]``, ``columns`` ``[width]``."""
+    ids, positions = tokens.unsqueeze(-1)
+    return backbone.read(cache, ids, positions, width=columns.shape[0], windows=windows)
 
 
 def _masks(

@@ -72,19 +72,27 @@ class HFPolicy(TurnPolicy):
         bucket: each token attends to a multiple of so many columns of the cache, masked behind it, and a batch shrinks to
             multiples of 8 rows: a GPU's kernels meet few shapes, each many times. Default ``None``: 128, on a CPU 1, which is off;
             1 too for a model that computes something else under masks wider than its context (GPTNeo).
+        compile_decode: put the backbone's forward of a sampled token through ``torch.compile``, in its default mode. Prompts and
+            the head stay as they are. It compiles in the first turn, which takes from seconds to minutes, and once more when a
+            single row is left; sizes are symbols, so no number of rows, context or cache compiles again, nor do new weights. Ids
+            and log-probs change by rounding. The first step of each graph is compared with the one without the compiler.
+            Default False.
 
     Attributes:
         stop_ids: the ids that end a response: ``sampling.stop_ids``, or those found in tokenizer and model.
+        compile_decode: as given.
 
     Raises:
         UnsupportedModelError: a model with state-space, convolution or chunked layers, another attention
             implementation, prompt-learning adapters, or one whose cached forward disagrees with its plain one (both are
-            compared on a few tokens).
+            compared on a few tokens); or one whose compiled forward disagrees with that without the compiler (from ``forward``).
         VocabularyMismatchError: the tokenizer has ids that the model does not embed.
         ContextLengthError: prompt and longest response exceed the model's positions; or they exceed an attention window
             of its configuration, beyond which the cached forward disagrees with the plain one. The two are compared when
             the first context is longer than a window (from ``forward``).
         NonFiniteLogitsError: the model's logits are NaN or infinite (from ``forward``).
+        DecodeCompilationError: ``compile_decode``, and PyTorch cannot compile the forward: dynamic RoPE, DoRA, no C++ compiler on a
+            CPU (from ``forward``).
 
     Examples:
         >>> from tensordict import TensorDict
@@ -114,6 +122,7 @@ class HFPolicy(TurnPolicy):
         seed: int = 0,
         check_every: int | None = None,
         bucket: int | None = None,
+        compile_decode: bool = False,
     ) -> None:
         for name, value in (("check_every", check_every), ("bucket", bucket)):
             if value is not None and value < 1:
@@ -124,8 +133,9 @@ class HFPolicy(TurnPolicy):
         super().__init__(sampling, seed=seed)
         self.model = model
         self.adapter = adapter
-        self._engine = CheckedModel(model, adapter=adapter, bucket=bucket)
+        self._engine = CheckedModel(model, adapter=adapter, bucket=bucket, compile_decode=compile_decode)
         self._processor = SamplingProcessor(sampling)
+        self.compile_decode = compile_decode
         self._check_every = check_every
 
     @property
