@@ -1,12 +1,14 @@
 """Where models and rows of a trainer are: on the accelerator's device."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from small_runs import one_batch, small_config
 
-from torchrl_llm.runs import ConfigError, build_run
+from torchrl_llm.runs import ConfigError, build_run, device
 from torchrl_llm.testing.pretended_gpu import pretended_gpu
 from torchrl_llm.testing.probes import ALGORITHMS, ConstantAnswer, solve
 from torchrl_llm.trainers.distributed import FSDP2, Distributed
@@ -47,6 +49,16 @@ class TestPrepare:
             self.prepare(Elsewhere(cpu=True), loss, spread)
         with pytest.raises(ConfigError, match=r"Weights are on meta, but the trainer's rows are on cpu"):
             self.prepare(Accelerator(cpu=True), loss, torch.nn.Linear(2, 2, device="meta"))
+
+
+class TestOnAMac:
+    """Whose GPU has no float64: PyTorch's error about that names no setting."""
+
+    @pytest.mark.parametrize(("given", "chosen"), [(None, "mps"), ("mps", "cpu")])
+    def test_a_run_says_that_its_gpu_is_not_supported(self, tmp_path, monkeypatch, given, chosen):
+        monkeypatch.setattr(device, "PartialState", lambda cpu: SimpleNamespace(device=torch.device(chosen)))
+        with pytest.raises(ConfigError, match=r"'mps', Apple's GPU, which is not supported.*--device cpu"):
+            build_run(small_config(tmp_path, device=given))
 
 
 @pytest.mark.host  # which pretends a GPU of its own

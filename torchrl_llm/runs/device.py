@@ -49,7 +49,7 @@ def choose_device(config: RunConfig) -> torch.device:
     """The device that accelerate chooses in this process, for models that only sample too: no precision is fixed.
 
     Raises:
-        ConfigError: it is another one than ``config.device``.
+        ConfigError: it is another one than ``config.device``; or Apple's GPU (mps), which has no float64.
     """
     # accelerate takes no device, only the wish for the CPU.
     chosen = PartialState(cpu=config.device == "cpu").device
@@ -60,6 +60,7 @@ def choose_device(config: RunConfig) -> torch.device:
             raise ConfigError(
                 f"device is {config.device!r}: expected cpu or cuda, or leave it out. ({error})"
             ) from error
+        _check_supported(wanted)
         if wanted.type == "cuda" and not torch.cuda.is_available():
             raise ConfigError(
                 f"device is {config.device!r}, but PyTorch {torch.__version__} finds no GPU: leave device out to compute on a CPU; on a "
@@ -70,7 +71,17 @@ def choose_device(config: RunConfig) -> torch.device:
                 f"device is {config.device!r}, but accelerate chose {str(chosen)!r}: leave device out, and say which "
                 "GPU is meant with CUDA_VISIBLE_DEVICES."
             )
+    _check_supported(chosen)
     return chosen
+
+
+def _check_supported(device: torch.device) -> None:
+    # Noise, sums and norms are computed in float64, and PyTorch's errors about that name no setting.
+    if device.type == "mps":
+        raise ConfigError(
+            "The device is 'mps', Apple's GPU, which is not supported: it has no float64. Compute on the CPU (device: cpu, or --device cpu), "
+            "or on a machine with a GPU of NVIDIA's."
+        )
 
 
 def make_numerics(config: RunConfig, device: torch.device) -> Numerics:
