@@ -8,6 +8,7 @@ from typing import Union, get_args, get_origin
 import pytest
 
 from torchrl_llm.modules import SamplingConfig
+from torchrl_llm.modules.sampling import decide_stop_ids
 from torchrl_llm.objectives import LLMPPOLoss
 from torchrl_llm.runs import ConfigError, RunConfig, parse_run_config, resume_command
 from torchrl_llm.runs.config import LOSSES
@@ -114,6 +115,19 @@ class TestRunConfig:
     def test_wrong_settings_are_errors_that_say_what_to_do(self, settings, message):
         with pytest.raises(ValueError, match=message):
             RunConfig(**settings)
+
+    @pytest.mark.parametrize(
+        "settings", [{"stop_ids": [*range(100_000), "x"]}, {"lora_r": 0, "lora_targets": ["q_proj"] * 10_000}]
+    )
+    def test_long_values_are_cut_in_errors(self, settings):
+        with pytest.raises(ConfigError, match=r" \.\.\. .*(expected a list|give LoRA a rank)") as raised:
+            RunConfig(model_path="tiny", **settings)
+        assert len(str(raised.value)) < 400
+
+    def test_many_ids_that_the_model_has_not_are_cut_too(self):
+        with pytest.raises(ConfigError, match=r"stop_ids \[515, .* \.\.\. .*99999\] are no ids of the model") as raised:
+            decide_stop_ids(SamplingConfig(stop_ids=tuple(range(100_000))), None, None, vocabulary=515)
+        assert len(str(raised.value)) < 400
 
     def test_a_vllm_policy_leaves_the_attention_of_updates_open(self):
         RunConfig(attn_implementation="flash_attention_2", policy="vllm")

@@ -42,6 +42,19 @@ class TestTable:
             assert text.endswith(("`", ".")), name
             assert nearest(name, [*named], system=system).startswith(said(text)), name
 
+    @pytest.mark.parametrize(
+        ("name", "meant"),
+        [
+            ("--save-every", "--checkpoint_interval"),
+            ("--eval_interval", "--evaluation_interval"),
+            ("--checkpoint-every", "--checkpoint_interval"),
+            ("--max-iters", "--max_iterations"),
+        ],
+    )
+    def test_how_often_something_is_done_has_many_names(self, name, meant):
+        """No system has all of them; the nearest name was another setting's (--sampler_level)."""
+        assert nearest(name, [f"--{each}" for each in SETTINGS]).startswith(f" Did you mean {meant!r}?")
+
     def test_the_words_of_agilerl_are_those_of_its_page(self):
         page = (ROOT / "docs" / "migrating_from_agilerl.md").read_text()
         rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in page.splitlines() if line.startswith("| `")]

@@ -32,6 +32,7 @@ from torchrl_llm.runs.memory import (
 from torchrl_llm.runs.sources import check_length, load_tokenizer
 from torchrl_llm.runs.teacher import check_teacher
 from torchrl_llm.utils.host import host_memory
+from torchrl_llm.utils.options import brief
 
 _T = TypeVar("_T")
 _TASKS = 32
@@ -166,7 +167,7 @@ def _stops(config: RunConfig, env: GEMEnv) -> Finding:
     if not stops:
         return Finding("stop ids", "ok", "a response ends at max_output_tokens")
     if strange := [i for i in stops if not 0 <= i < len(env.formatter.tokenizer)]:
-        return Finding("stop ids", "fails", f"{strange} are no tokens")
+        return Finding("stop ids", "fails", f"{brief(strange)} are no tokens")
     names = ", ".join(f"{env.formatter.tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in stops)
     return Finding("stop ids", "ok", f"a response ends at {names}")
 

@@ -17,7 +17,17 @@ import transformers
 from torch import Tensor
 
 from torchrl_llm.stops import response_end_ids
-from torchrl_llm.utils.options import Checked, ConfigError, Count, MinP, Natural, Positive, PositiveShare, Temperature
+from torchrl_llm.utils.options import (
+    Checked,
+    ConfigError,
+    Count,
+    MinP,
+    Natural,
+    Positive,
+    PositiveShare,
+    Temperature,
+    brief,
+)
 
 _BLOCK = {"cpu": 2**19}
 """Logits of the rows that are sampled from at a time, by kind of device. On a CPU their float64 sums fill 4 MiB, which the
@@ -97,7 +107,9 @@ def decide_stop_ids(
             )
     strange = [i for i in found if not 0 <= i < vocabulary]
     if strange:
-        raise ConfigError(f"stop_ids {strange} are no ids of the model, whose vocabulary has {vocabulary} tokens.")
+        raise ConfigError(
+            f"stop_ids {brief(strange)} are no ids of the model, whose vocabulary has {vocabulary} tokens."
+        )
     return replace(sampling, stop_ids=found)
 
 

@@ -21,6 +21,7 @@ from torchrl_llm.runs.trackers import make_loggers, rewind_tensorboard
 from torchrl_llm.trainers.callbacks import Callback
 from torchrl_llm.trainers.trainer import LLMTrainer
 from torchrl_llm.utils.interrupts import run_begins
+from torchrl_llm.utils.options import brief
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ def _check_same(config: RunConfig, python_parts: Mapping[str, str], saved: dict[
     present_settings = {**config.as_json(), **python_parts}
     changes = config_changes(before, present_settings, ignore=[*HOW_TO_RUN, *config.accept_changes])
     if changes:
-        listed = "; ".join(f"{name} was {old!r}, is {new!r}" for name, (old, new) in changes.items())
+        listed = "; ".join(f"{name} was {brief(old)}, is {brief(new)}" for name, (old, new) in changes.items())
         raise ConfigError(
             f"The settings differ from those of {start}: {listed}. Use the old ones, or name those that are meant to differ: "
             f"accept_changes: [{', '.join(changes)}], or --accept-changes '[{','.join(changes)}]'."

@@ -11,6 +11,9 @@ from torchrl_llm.utils.other_systems import MARKS, SYSTEMS
 
 __all__ = ["nearest", "system_of"]
 
+_PERIODS = "every|freq|frequency|interval|iters|steps"
+"""Ends of names for how often something is done: the systems differ, and none has all."""
+
 
 def nearest(name: str, names: Collection[str], *, system: str | None = None) -> str:
     """``" Did you mean 'gamma'?"``: what another system calls so, else the nearest name; nothing if no name is near.
@@ -25,6 +28,8 @@ def nearest(name: str, names: Collection[str], *, system: str | None = None) -> 
         (" Did you mean 'gamma'?", '')
         >>> nearest("--num_generations", ["--max_iterations", "--group_size"])
         " Did you mean '--group_size'?"
+        >>> nearest("--save-every", ["--checkpoint_interval", "--sampler_level"])
+        " Did you mean '--checkpoint_interval'? It counts iterations; the best checkpoint is kept too."
         >>> nearest("LR", ["lr_actor"]), nearest("clip_coef", ["kl_coeff"])
         (" Did you mean 'lr_actor'?", '')
     """
@@ -33,6 +38,8 @@ def nearest(name: str, names: Collection[str], *, system: str | None = None) -> 
     known = {each.removeprefix(dashes) for each in names}
     if plain in known:
         return f" Did you mean {dashes + plain!r}?"
+    if plain not in _meanings() and (period := re.fullmatch(rf"(\w+)_({_PERIODS})", plain)):
+        plain = next((each for each in _meanings() if re.fullmatch(rf"{period[1]}_({_PERIODS})", each)), plain)
     meant = [_said(text, known, dashes) for text in _meanings().get(plain, {}).values()]
     if system is not None:
         meant.insert(0, _said(_meanings().get(plain, {}).get(system, ""), known, dashes))

@@ -51,6 +51,7 @@ __all__ = [
     "Ratio",
     "Share",
     "Temperature",
+    "brief",
     "check_options",
     "check_value",
     "describe",
@@ -204,6 +205,17 @@ def describe(hint: Any) -> str:
     return _NOUNS.get(hint, getattr(hint, "__name__", str(hint)))
 
 
+def brief(value: object) -> str:
+    """``repr(value)`` for messages; of a long one the beginning and the end, about 200 characters.
+
+    Examples:
+        >>> brief("auto"), len(brief([*range(100_000)]))
+        ("'auto'", 205)
+    """
+    text = repr(value)
+    return text if len(text) <= 205 else f"{text[:150]} ... {text[-50:]}"
+
+
 def check_value(name: str, value: object, hint: Any) -> None:
     """Raise :class:`ConfigError` unless ``value`` fits the annotation.
 
@@ -213,7 +225,7 @@ def check_value(name: str, value: object, hint: Any) -> None:
         torchrl_llm.utils.options.ConfigError: gamma is 99; expected a number, between 0 and 1.
     """
     if not fits(value, hint):
-        raise ConfigError(f"{name} is {value!r}; expected {describe(hint)}.")
+        raise ConfigError(f"{name} is {brief(value)}; expected {describe(hint)}.")
 
 
 class Idle(NamedTuple):
@@ -249,7 +261,7 @@ class Idle(NamedTuple):
             where = " and ".join(f"{name}={present[name]!r}" for name in self.under)
             do, them = ("does", "it") if len(idle) == 1 else ("do", "them")
             raise IdleError(
-                f"{', '.join(f'{name}={given[name]!r}' for name in idle)} {do} nothing with {where}: leave {them} out, or "
+                f"{', '.join(f'{name}={brief(given[name])}' for name in idle)} {do} nothing with {where}: leave {them} out, or "
                 f"{self.instead}.",
                 tuple(idle),
                 tuple(self.under),
