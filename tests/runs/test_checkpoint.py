@@ -24,7 +24,7 @@ from torchrl.checkpoint import Checkpoint, CheckpointError
 from waiting import LIMIT, wait_until
 
 from torchrl_llm.envs import EnvSpec, GEMEnv, TaskSampler
-from torchrl_llm.runs import ConfigError, build_run, checkpoint_files, checkpoint_parts, make_objective, verify
+from torchrl_llm.runs import ConfigError, build_run, checkpoint_files, identity, make_objective, verify
 from torchrl_llm.runs.identity import config_changes, git_revision
 from torchrl_llm.runs.trackers import rewind_csv
 from torchrl_llm.testing.environments import Faulty, StopOrGo
@@ -162,7 +162,7 @@ class TestResume:
             raise AssertionError("git was asked while the run went on")
 
         run = build_run(small_config(tmp_path, **RUN | {"max_iterations": 1}))
-        monkeypatch.setattr(checkpoint_parts.subprocess, "run", moved_on)
+        monkeypatch.setattr(identity.subprocess, "run", moved_on)
         run.trainer.train()
         saved = verify(run.checkpoints.latest())["metadata"]["environment"]
         assert saved["git_revision"] == git_revision()
@@ -477,7 +477,7 @@ PHASES = {
     "update": ("torchrl_llm.trainers.update", "Updater", "step", 6),
     "evaluation": ("torchrl_llm.envs.env", "GEMEnv", "_step", 12),
     "logging": ("torchrl_llm.trainers.saving", "RunSaver", "save_if_due", 2),
-    "saving": ("torchrl_llm.runs.checkpoint_parts", "State", "save", 8),
+    "saving": ("torchrl_llm.trainers.states", "State", "save", 8),
     "publishing": ("torchrl.checkpoint", "CheckpointRotation", "prune", 2),
 }
 """Where a run is killed: module, class and method that is called then, and before how many of its calls, about two

@@ -71,7 +71,7 @@ class CheckpointStore:
         config: the run's settings as JSON-compatible values, written to the manifest and compared on resume.
         keep_last: how many of the newest are kept, >= 1. Two, so that there is one to go back to.
         on_save: called after each :meth:`save` but an early one, where the files are written.
-        python_parts: names (``checkpoint_parts.names_of_parts``) of what the run was given as
+        python_parts: names (``identity.names_of_parts``) of what the run was given as
             objects, compared on resume. With ``env`` or ``make_env`` the settings' ``env_name`` is only a label.
         components: further parts of the run, by name, saved and loaded by their ``state_dict`` and ``load_state_dict``
             (tensors, numbers, text; on several processes the state of the first one).
