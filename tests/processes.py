@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-PRELOAD = ["accelerate", "transformers", "peft", "torchrl_llm.trainers", "torchrl_llm.runs.outputs", "gem"]
+PRELOAD = ["accelerate", "transformers", "peft", "torchrl_llm.report", "gem"]
 
 
 class Done(NamedTuple):
