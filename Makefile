@@ -119,7 +119,7 @@ test-all: $(VENV)/.test ## run all tests that need neither vLLM nor Ray nor a GP
 	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -m "$(USUAL)"
 	$(MAKE) test-pretended-gpu
 
-test-pretended-gpu: $(VENV)/.test ## run tests of models, collectors, updates, examples and pages on a GPU that is pretended (about 5 minutes; PRETENDED=what)
+test-pretended-gpu: $(VENV)/.test ## run tests of models, collectors, updates, examples and pages on a GPU that is pretended (5 to 9 minutes; PRETENDED=what)
 	$(RUN) $(BIN)/python -m pytest -n 2 --dist loadfile -p torchrl_llm.testing.pretended_gpu_plugin -m "not extra and not slow and not host and not gpu and $(USUAL)" $(PRETENDED)
 
 test-faults: $(VENV)/.test ## plant 38 faults, one at a time; the tests must find each (about 20 minutes)

@@ -37,8 +37,11 @@ def turn_of(policy: HFPolicy, rows: int) -> float:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("pairs", 11), ("layers", 2), ("hidden", 64), ("rows", 32), ("tokens", 64)):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--pairs", type=int, default=11, help="pairs of turns; default 11")
+    parser.add_argument("--layers", type=int, default=2, help="layers of the model; default 2")
+    parser.add_argument("--hidden", type=int, default=64, help="its width; default 64")
+    parser.add_argument("--rows", type=int, default=32, help="slots of a batch; default 32")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of a response; default 64")
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)

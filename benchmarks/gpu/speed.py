@@ -140,8 +140,10 @@ def update(place: Place, model: str, played: dict[str, Any], **settings: Any) ->
             found.append((time.perf_counter() - start, run.trainer.timer.read()))
     finally:
         run.close()
-    seconds, phases = median(each for each, _ in found[1:]), [each for _, each in found[1:]]
-    shares = {name: median(each[f"time/{name}_s"] for each in phases) / seconds for name in ("score", "update")}
+    rounds, phases = [each for each, _ in found[1:]], [each for _, each in found[1:]]
+    # Of all rounds together: medians of each may add up to more than the whole.
+    shares = {name: sum(each[f"time/{name}_s"] for each in phases) / sum(rounds) for name in ("score", "update")}
+    seconds = median(rounds)
     return {
         "learn_s": seconds,
         "tokens": held,

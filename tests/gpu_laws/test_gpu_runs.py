@@ -123,19 +123,22 @@ def test_a_resumed_run_ends_where_the_whole_one_does(tmp_path):
 
 
 def test_a_run_of_the_gpu_computes_what_one_of_the_cpu_does(tmp_path):
-    """Log-probs of the sampler, and weights after an update."""
+    """Log-probs of the sampler, and gradients: Adam's first moments, since its steps make of rounding near zero a whole step."""
 
     def results():
         run = run_of(tmp_path, dtype="float32", group_size=4)
         rows = run.trainer.collect(iter(run.trainer.collector))
         run.trainer.learn(rows)
         run.close()
-        return [rows[keys.SAMPLE_LOG_PROB].cpu(), *weights(run)]
+        moments = [state["exp_avg"].cpu() for state in run.trainer.optimizer.state.values()]
+        return [rows[keys.SAMPLE_LOG_PROB].cpu(), *moments]
 
     with pretended_gpu():
         there = results()
-    for one, other in zip(there, results(), strict=True):
-        torch.testing.assert_close(one, other)
+    here = results()
+    assert len(here) == len(there) > 4
+    for one, other in zip(there, here, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
 
 
 def test_a_model_that_was_saved_there_loads_anywhere(tmp_path):

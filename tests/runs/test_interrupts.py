@@ -149,7 +149,7 @@ class TestInterruptible:
     def test_a_second_one_ends_the_process_where_it_stands(self, name):
         code = (
             "import os, signal, time\n"
-            "from torchrl_llm import interrupts\n"
+            "from torchrl_llm.utils import interrupts\n"
             "interrupts._ECHO = 0.01\n"
             "with interrupts.catch_signals(''):\n"
             f"    os.kill(os.getpid(), signal.{name})\n"

@@ -291,7 +291,7 @@ class TestOutputDir:
     def test_a_full_disk(self, tmp_path):
         """A file system of its own, where the kernel lets one be made."""
         code = (
-            "import sys; from pathlib import Path; from torchrl_llm.trainers import RunConfig, build_run\n"
+            "import sys; from pathlib import Path; from torchrl_llm.runs import RunConfig, build_run\n"
             "where = Path(sys.argv[1]); (where / 'filler').write_bytes(bytes(1 << 15))\n"
             "build_run(RunConfig(model_path='none', output_dir=where / 'run'))"
         )

@@ -136,6 +136,7 @@ def wrong_penalty(coeff: float, estimator: Any) -> Iterator[str]:
         estimator: of the run.
 
     Examples:
+        >>> from torchrl_llm.objectives import GroupRelative
         >>> next(wrong_penalty(0.5, GroupRelative(scale="mean")))
         'overlong_penalty=0.5 makes returns negative, which scale="mean" does not take: leave one of them out.'
     """
