@@ -1,4 +1,4 @@
-"""Metrics, their names, and the report of a run."""
+"""Metrics by name, computed from rows; evaluations and pairs of them; what says that a run goes wrong."""
 
 from torchrl_llm.metrics.evaluated import Evaluation
 from torchrl_llm.metrics.paired import PairedComparison, mcnemar_p_value, paired_comparison

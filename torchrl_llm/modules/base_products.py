@@ -103,10 +103,8 @@ def _identity(weight: Tensor) -> tuple[int, int]:
 def _narrow_weight(layer: Any) -> Tensor:
     """The weight in bfloat16, as it is now."""
     weight, copy = layer.base_layer.weight, getattr(layer, _COPY)
-    if (
-        torch.compiler.is_compiling()
-    ):  # compile_decode: the prompt's forward, which is not compiled, comes before each turn's steps
-        return copy
+    if torch.compiler.is_compiling():
+        return copy  # compile_decode: the forward of the prompts, which is not compiled, has looked before the turn's first step
     if (now := _identity(weight)) != getattr(layer, _COPIED):
         with torch.no_grad():
             copy.copy_(weight)
