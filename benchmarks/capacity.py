@@ -127,7 +127,7 @@ class Layout:
     batch: int
     staleness: int
 
-    # ---------------------------------------------------------------- rollouts
+    # ---------------------------------------- rollouts
 
     @cached_property
     def step_s(self) -> float:
@@ -152,7 +152,7 @@ class Layout:
         rounds = self.batch / (self.engines * self.slots)
         return (rounds + (self.gpus == 1)) * self.episode_s
 
-    # ---------------------------------------------------------------- updates
+    # ---------------------------------------- updates
 
     @cached_property
     def update_s(self) -> float:

@@ -78,7 +78,7 @@ def boxed(*words: Any) -> str:
     return "\\boxed{" + " ".join(map(str, words)) + "}"
 
 
-# ---------------------------------------------------------------------- players
+# ---------------------------------------- players
 
 
 def random_letter(env: Any, rng: random.Random, turn: int) -> str:
@@ -223,7 +223,7 @@ def family(env_id: str) -> str:
     return "rg" if kind == "rg" else str(ENV_REGISTRY[env_id].entry_point).rpartition(":")[2]
 
 
-# ---------------------------------------------------------------------- local data
+# ---------------------------------------- local data
 
 
 @contextlib.contextmanager
@@ -273,7 +273,7 @@ def factory(env_id: str) -> Callable[[], Any]:
     return lambda: make(env_id, dataset=local_dataset(env_id), use_mp=False)
 
 
-# ---------------------------------------------------------------------- playing
+# ---------------------------------------- playing
 
 
 @dataclass

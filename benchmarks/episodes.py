@@ -41,7 +41,7 @@ from torchrl_llm.testing.policies import ScriptedPolicy
 TURNS = 8
 
 
-# ---------------------------------------------------------------------- scripted players
+# ---------------------------------------- scripted players
 
 
 def hanoi_moves(board: str) -> list[str]:
@@ -122,7 +122,7 @@ def collect_game(game: str, group: int, groups: int) -> TensorDictBase:
         collector.shutdown()
 
 
-# ---------------------------------------------------------------------- measuring
+# ---------------------------------------- measuring
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:

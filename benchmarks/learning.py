@@ -51,7 +51,7 @@ TURNS = {"guess": 3, "coins": 10, "key-and-door": 8}
 (10 turns) as of guess, less a fifth. One of coins has 5: it plays twice as many, for the last 4 % of its tasks are learned last."""
 
 
-# ---------------------------------------------------------------------- seeds
+# ---------------------------------------- seeds
 
 
 def drawn_seeds(draw: str, count: int) -> list[int]:
@@ -64,7 +64,7 @@ def drawn_seeds(draw: str, count: int) -> list[int]:
     return np.frombuffer(b"".join(digests), dtype=">u4")[:count].tolist()
 
 
-# ---------------------------------------------------------------------- statistics
+# ---------------------------------------- statistics
 
 
 def interquartile_mean(values: np.ndarray) -> np.ndarray:
@@ -157,7 +157,7 @@ def draw(results: dict[str, list[dict]], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-# ---------------------------------------------------------------------- worlds
+# ---------------------------------------- worlds
 
 
 def make_model(world: str) -> Path:
@@ -195,7 +195,7 @@ def optimum_of(world: str) -> float | None:
     return OPTIMA[world]()
 
 
-# ---------------------------------------------------------------------- runs
+# ---------------------------------------- runs
 
 
 def read(folder: Path) -> dict:

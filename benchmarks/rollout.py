@@ -84,7 +84,7 @@ Responses = dict[tuple[int, int], tuple[int, ...]]
 """(episode id, turn) -> the ids of the response."""
 
 
-# ---------------------------------------------------------------------- what is measured
+# ---------------------------------------- what is measured
 
 
 class Clock:
@@ -152,7 +152,7 @@ def responses_in_turns(turns: TensorDictBase) -> Iterator[tuple[tuple[int, int],
         yield (int(episode), int(turn)), tuple(ids[valid].tolist())
 
 
-# ---------------------------------------------------------------------- who plays
+# ---------------------------------------- who plays
 
 
 class Stock:
@@ -349,7 +349,7 @@ def play(collector: Any) -> list[TensorDictBase]:
     return collector.rollouts() if isinstance(collector, Stock) else [collector.rollout()]
 
 
-# ---------------------------------------------------------------------- rounds
+# ---------------------------------------- rounds
 
 
 def play_round(

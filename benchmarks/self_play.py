@@ -43,7 +43,7 @@ PAGE = ROOT / "docs" / "results" / "self_play.md"
 MATCH = 400
 """Games of a match."""
 
-# ---------------------------------------------------------------------- games
+# ---------------------------------------- games
 
 NIM = "textarena:Nim-v0"
 PILES = [[1, 2], [2, 1], [1, 3], [3, 1], [2, 3], [3, 2], [2, 2], [3, 3]]
@@ -237,7 +237,7 @@ def summary(match: Match) -> dict[str, Any]:
     return {name: getattr(match, name) for name in names}
 
 
-# ---------------------------------------------------------------------- report
+# ---------------------------------------- report
 
 
 def table(results: list[dict[str, Any]]) -> str:

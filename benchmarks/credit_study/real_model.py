@@ -117,7 +117,7 @@ def digest() -> str:
     return hashlib.sha256(json.dumps(registration()).encode()).hexdigest()[:16]
 
 
-# ---------------------------------------------------------------------- runs
+# ---------------------------------------- runs
 
 
 def train(name: str, start: Path, output: Path) -> None:
@@ -196,7 +196,7 @@ def run(start: Path, root: Path, jobs: int) -> None:
     write(root / "results.json", {"registration": digest(), "runs": results})
 
 
-# ---------------------------------------------------------------------- report
+# ---------------------------------------- report
 
 
 def success(result: dict[str, Any]) -> float:

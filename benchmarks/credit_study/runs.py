@@ -36,7 +36,7 @@ def committed(path: Path = registered.PATH) -> None:
         raise SystemExit(f"{path} is not committed as it is: commit it before the first run.")
 
 
-# ---------------------------------------------------------------------- one run
+# ---------------------------------------- one run
 
 
 def score(regret: float, world: str) -> float:
@@ -115,7 +115,7 @@ def write(path: Path, result: dict[str, Any]) -> None:
     unfinished.rename(path)
 
 
-# ---------------------------------------------------------------------- all runs
+# ---------------------------------------- all runs
 
 
 def folder_of(root: Path, name: str, world: str, seed: int, chosen: dict[str, float], iterations: int) -> Path:

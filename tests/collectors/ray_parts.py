@@ -106,7 +106,7 @@ class Stamp(RayWeightSync):
         return math.nan
 
 
-# ---------------------------------------------------------------------- games and players without a model
+# ---------------------------------------- games and players without a model
 
 
 def make_env(env=StopOrGo, **kwargs):
@@ -207,7 +207,7 @@ class Sometimes(Faulty):
         return "On.", float(stop), stop, False, {}
 
 
-# ---------------------------------------------------------------------- games and players with a model
+# ---------------------------------------- games and players with a model
 
 
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"])

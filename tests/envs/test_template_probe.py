@@ -133,7 +133,7 @@ def test_stop_ids_are_found_with_the_kwargs_of_the_template():
     assert response_end_ids(tokenizer, chat_template_kwargs={"tools": [], "brief": True}) == (end,)
 
 
-# ---------------------------------------------------------------------- thinking
+# ---------------------------------------- thinking
 
 DROPS_CHANNEL = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content.split('<channel|>')[-1] if m.role == 'assistant' else "
@@ -258,7 +258,7 @@ class TestThinking:
         assert "history=" not in str(raised.value)
 
 
-# ---------------------------------------------------------------------- given answers
+# ---------------------------------------- given answers
 
 
 def spaced_tokenizer(scheme, corpus):
@@ -329,7 +329,7 @@ class TestGivenAnswers:
         assert (told, answer) == ("\nit is so\n", "\nit is so<|im_end|>")
 
 
-# ---------------------------------------------------------------------- roles and errors
+# ---------------------------------------- roles and errors
 
 UNKNOWN_AS = (
     "{%% for m in messages %%}{%% if m.role == 'user' %%}<|im_start|>user\n{{ m.content }}<|im_end|>\n"

@@ -136,7 +136,7 @@ def control_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     return list(tokenizer.added_tokens_decoder)
 
 
-# ---------------------------------------------------------------------- responses
+# ---------------------------------------- responses
 
 SNIPPETS = (
     "", " ", "\n", "\n\n", "\t", "a", "The number is higher.", "é", "e\u0301", "\u0338", "ÅΩ≠", "日本語", "👩‍👩‍👧‍👦🏳️‍🌈", "🤖",
@@ -240,7 +240,7 @@ def tokenizer(style) -> PreTrainedTokenizerFast:
     return make_tokenizer(style)
 
 
-# ---------------------------------------------------------------------- the whole way
+# ---------------------------------------- the whole way
 
 
 class TestFuzz:

@@ -158,7 +158,7 @@ class TestSamplerWeights:
         ],
     )
     def test_skyrl_sequence_rejection(self, old, sample, reduction, low, high, published):
-        """``test_compute_sequence_mask_{geometric,geometric_rejects,product,product_rejects_by_seq_ratio}``."""
+        """``test_compute_sequence_mask_*``: geometric, geometric_rejects, product, product_rejects_by_seq_ratio."""
         weight = self.weights([old], [sample], "reject", low, high, "sequence", reduction)
         assert weight.tolist() == [[published] * 3]
 

@@ -166,7 +166,7 @@ def test_no_way_out_by_refusing():
     assert not refused
 
 
-# ---------------------------------------------------------------------- the table
+# ---------------------------------------- the table
 
 
 def row(index: int) -> str:

@@ -28,7 +28,7 @@ class ThirdEngine(TurnPolicy):
         self.model, self.lock = model.eval(), threading.RLock()
         self.running = {}
 
-    # ------------------------------------------------------------------ turns
+    # ---------------------------------------- turns
 
     @property
     def exact(self):
@@ -98,7 +98,7 @@ class ThirdEngine(TurnPolicy):
         sizes = torch.tensor([len(answers[i].tokens) for i in range(len(prompt))])
         return Generation(fields[0], sizes, fields[1], fields[2])
 
-    # ------------------------------------------------------------------ weights
+    # ---------------------------------------- weights
 
     def exclusive(self):
         return self.lock

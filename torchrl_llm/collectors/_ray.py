@@ -178,7 +178,7 @@ class RayExecutor(RolloutExecutor):
             worker.process = worker.info = worker.starting = None
             worker.calls.clear()
 
-    # ------------------------------------------------------------------ requests
+    # ---------------------------------------- requests
 
     def _assign(self) -> None:
         """Give whole groups to the worker with the least to do: their prompts are the same, so engines can share them."""
@@ -217,7 +217,7 @@ class RayExecutor(RolloutExecutor):
         worker.calls.append(self._cluster.call(worker.process, "run", request, *weights))
         worker.new, worker.dropped = [], []
 
-    # ------------------------------------------------------------------ results
+    # ---------------------------------------- results
 
     def _collect_results(self, seconds: float) -> None:
         calls = [call for worker in self.workers for call in (*worker.calls, worker.starting) if call is not None]
@@ -269,7 +269,7 @@ class RayExecutor(RolloutExecutor):
             if (episode := worker.held.pop(serial, None)) is not None:
                 self._queue.fail(episode, fault)
 
-    # ------------------------------------------------------------------ starts and losses
+    # ---------------------------------------- starts and losses
 
     def _start(self, worker: _Worker) -> None:
         worker.process = self._cluster.make_process()

@@ -141,7 +141,7 @@ class RolloutWorker:
         self.policy.close()
         self.env.close(raise_if_closed=False)
 
-    # ------------------------------------------------------------------ the executor's source of episodes
+    # ---------------------------------------- the executor's source of episodes
 
     def next(self) -> Episode | None:
         """The next requested episode."""

@@ -196,7 +196,7 @@ class ThreadExecutor(RolloutExecutor):
         for thread in self.pool.close(min(timeout, self.step_timeout)):
             revoke_global_rng(thread)
 
-    # ------------------------------------------------------------------ environments
+    # ---------------------------------------- environments
 
     def _fill(self) -> None:
         with self._generators():
@@ -286,7 +286,7 @@ class ThreadExecutor(RolloutExecutor):
         self._slots[slot] = None
         self._queue.fail(episode, fault)
 
-    # ------------------------------------------------------------------ the policy
+    # ---------------------------------------- the policy
 
     def _wait_for_requests(self) -> None:
         """Wait a little for environments: a request that comes after the policy has begun a step waits until that ends."""

@@ -126,7 +126,7 @@ class EpisodeCollector(Checked, BaseCollector):
             if not scheme.synchronized_on_sender:
                 scheme.connect()
 
-    # ------------------------------------------------------------------ iteration
+    # ---------------------------------------- iteration
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Yield batches, or ``None`` for each batch written to the replay buffer, until a limit is reached."""
@@ -249,7 +249,7 @@ class EpisodeCollector(Checked, BaseCollector):
         with self.paused():
             env.set_curriculum(weights=weights, options=options)
 
-    # ------------------------------------------------------------------ read by a trainer
+    # ---------------------------------------- read by a trainer
 
     @property
     def logprobs_match_trainer(self) -> bool:
@@ -276,7 +276,7 @@ class EpisodeCollector(Checked, BaseCollector):
         """Calls, requests or episodes that environments and policy work on between batches."""
         return self._executor.in_flight
 
-    # ------------------------------------------------------------------ the interface of TorchRL
+    # ---------------------------------------- the interface of TorchRL
 
     def stats(self) -> dict[str, int | float | bool]:
         """TorchRL's counters, and those of :attr:`dropped` and :attr:`faults`."""

@@ -76,7 +76,7 @@ class AnswerForm:
             return begun.lstrip().startswith(opening) and closing not in begun
         return closing not in begun
 
-    # ------------------------------------------------------------------ what the prompt holds
+    # ---------------------------------------- what the prompt holds
 
     def _continued(self, text: str) -> str:
         """The text, or what it lacks of the prompt's thought and itself; what the prompt holds is taken off."""
@@ -119,7 +119,7 @@ class AnswerForm:
             )
         return text
 
-    # ------------------------------------------------------------------ what the template writes
+    # ---------------------------------------- what the template writes
 
     @cached_property
     def _prompt(self) -> str:

@@ -38,7 +38,7 @@ _MEDIA_TYPE = re.compile(r"\b(Image|Video|Audio)\(")  # of the features of a Hug
 QUESTION_ONLY = ({"role": "user", "content": PLACEHOLDER},)
 
 
-# ---------------------------------------------------------------------- rows
+# ---------------------------------------- rows
 
 
 def read_rows(
@@ -199,7 +199,7 @@ def _rows_of(dataset: Any, stream: Stream, columns: dict[str, Any]) -> tuple[Row
     return rows
 
 
-# ---------------------------------------------------------------------- the row of a task
+# ---------------------------------------- the row of a task
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,7 +235,7 @@ def _permutation(seed: int, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
-# ---------------------------------------------------------------------- prompts
+# ---------------------------------------- prompts
 
 
 class PromptFormatter(ChatFormatter):
@@ -321,7 +321,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
             )
 
 
-# ---------------------------------------------------------------------- the environment
+# ---------------------------------------- the environment
 
 
 class PromptDatasetEnv(GEMEnv):

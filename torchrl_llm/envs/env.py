@@ -326,7 +326,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
         if hasattr(env, "close"):  # it was made to see whether it can be
             env.close()
 
-    # ------------------------------------------------------------------ TorchRL's private methods
+    # ---------------------------------------- TorchRL's private methods
 
     def _set_seed(self, seed: int | None) -> None:
         """Seed the tasks and sample them from the first again; running episodes continue.
@@ -386,7 +386,7 @@ class GEMEnv(Checked, SlotEpisodes, EnvBase):
     def _tensordict(self, values: dict[Any, Tensor]) -> TensorDict:
         return TensorDict(values, batch_size=self.batch_size, device=self.device)
 
-    # ------------------------------------------------------------------ state
+    # ---------------------------------------- state
 
     def state_dict(self, *args: Any, **kwargs: Any) -> OrderedDict:
         """What :meth:`load_state_dict` needs: the counters, and each slot as its task and its responses so far."""

@@ -221,7 +221,7 @@ class SelfPlayEnv(GEMEnv):
         )
         self._tables: dict[int, Table] = {}
 
-    # ------------------------------------------------------------------ games, by the slot of their first seat
+    # ---------------------------------------- games, by the slot of their first seat
 
     def seats(self, slot: int) -> range:
         """The slots of the game that ``slot`` belongs to."""
@@ -294,7 +294,7 @@ class SelfPlayEnv(GEMEnv):
         for each in self.seats(slot):
             super().renew(each)
 
-    # ------------------------------------------------------------------ what needs a collector that knows of games
+    # ---------------------------------------- what needs a collector that knows of games
 
     def _reset(self, tensordict: TensorDictBase | None = None, **kwargs: Any) -> TensorDictBase:
         raise RuntimeError(

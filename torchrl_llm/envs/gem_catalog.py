@@ -88,7 +88,7 @@ GEM_CLASSES: dict[str, GEMClass] = {
 """What is known of GEM's environments, by the name of their class."""
 
 
-# ---------------------------------------------------------------------- ids
+# ---------------------------------------- ids
 
 
 def import_gem(env_id: str) -> Any:
@@ -243,7 +243,7 @@ def _needs(env_id: str, error: Exception) -> str:
     return "It fails with its registered arguments; give others with a factory: lambda: gem.make(id, ...)."
 
 
-# ---------------------------------------------------------------------- environments that were made
+# ---------------------------------------- environments that were made
 
 
 def _unwrap(env: Any) -> tuple[Any, set[str]]:

@@ -34,7 +34,7 @@ _LONG_CALL = 0.2  # seconds; after a call that makes others wait for longer, a h
 _hinted: set[tuple[str, str]] = set()
 
 
-# ---------------------------------------------------------------------- the global generators
+# ---------------------------------------- the global generators
 
 
 class _Loan:
@@ -140,7 +140,7 @@ def _new_generator(owner: object) -> np.random.MT19937:
     return generator
 
 
-# ---------------------------------------------------------------------- one environment
+# ---------------------------------------- one environment
 
 
 class IsolatedEnv:
@@ -275,7 +275,7 @@ class IsolatedEnv:
             )
 
 
-# ---------------------------------------------------------------------- threads
+# ---------------------------------------- threads
 
 MAX_THREADS = 32
 """Threads for any number of slots, unless more are asked for."""

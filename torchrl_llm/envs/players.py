@@ -12,7 +12,7 @@ import random
 import re
 from itertools import permutations, product
 
-# ---------------------------------------------------------------------- GuessTheNumber
+# ---------------------------------------- GuessTheNumber
 
 _RANGE = re.compile(r"number between (\d+) and (\d+)")
 _GUESS = re.compile(r"you guessed (\d+)")
@@ -65,7 +65,7 @@ def _guess(context: str, rng: random.Random, reads: float) -> str:
     return f"\\boxed{{{rng.choice(left)}}}"
 
 
-# ---------------------------------------------------------------------- Mastermind
+# ---------------------------------------- Mastermind
 
 _RULES = re.compile(r"secret (\d+) digit code within \d+ turns\.\s+The code consists of digits from 1 to (\d+)")
 _CODE = re.compile(r"you guessed \[([\d, ]+)\]")
@@ -134,7 +134,7 @@ def _pegs(guess: _Code, code: _Code) -> tuple[int, int]:
     return black, sum(min(guess.count(digit), code.count(digit)) for digit in set(guess)) - black
 
 
-# ---------------------------------------------------------------------- 2048
+# ---------------------------------------- 2048
 
 _BOARD = re.compile(r"Current board:\n((?:[ .\d]+\n)+)")
 
@@ -204,7 +204,7 @@ def _merge(line: _Line) -> _Line:
     return merged + [0] * (len(line) - len(merged))
 
 
-# ---------------------------------------------------------------------- Tower of Hanoi
+# ---------------------------------------- Tower of Hanoi
 
 _TOWER = re.compile(r"^([ABC]): \[([\d, ]*)\]$", re.MULTILINE)
 
@@ -268,7 +268,7 @@ def _shortest_way(towers: dict[str, list[int]]) -> tuple[str, str]:
     return move
 
 
-# ---------------------------------------------------------------------- reasoning_gym's "Alice in Wonderland"
+# ---------------------------------------- reasoning_gym's "Alice in Wonderland"
 
 _WOMEN = re.compile(r"(\d+) (?:sisters|female friends|female colleagues)")
 _MOST = 6  # sisters, friends or colleagues of the questions that GEM makes

@@ -287,7 +287,7 @@ def _task_spec(task_sampler: TaskSampler, shares: tuple[float, ...] | None, inde
     return TaskSpec(base + group * task_sampler.group_size + member, base + group, env_id, seed)
 
 
-# ---------------------------------------------------------------------- what tells tasks apart
+# ---------------------------------------- what tells tasks apart
 
 
 class TaskIdentity(NamedTuple):

@@ -155,7 +155,7 @@ class _Probe:
             shows_date=self.render.shows_date(),
         )
 
-    # ------------------------------------------------------------------ around an answer
+    # ---------------------------------------- around an answer
 
     @cached_property
     def _prompt(self) -> str:
@@ -266,7 +266,7 @@ class _Probe:
         end = self.tokens.search(self._fields[field].rpartition(_THOUGHT)[2].partition(_answered(0))[0])
         return None if end is None else end.group()
 
-    # ------------------------------------------------------------------ whether it appends
+    # ---------------------------------------- whether it appends
 
     def _thinking_field(self, role: str) -> tuple[str | None, str | None]:
         """The field in which a response's thinking is kept (``None``: the content), and how the template rewrites answers."""
@@ -359,7 +359,7 @@ class _Probe:
             return f"it changes answers with {pair[0]!r} and {pair[1]!r}: {shown}"
         return shown
 
-    # ------------------------------------------------------------------ frames
+    # ---------------------------------------- frames
 
     def _tool_frame(self) -> Frame | None:
         """The frame of tool output; ``None``: the template has no such role.

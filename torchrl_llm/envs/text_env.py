@@ -62,7 +62,7 @@ class TextEnv(Protocol):
         """
 
 
-# ---------------------------------------------------------------------- what it returns
+# ---------------------------------------- what it returns
 
 
 class TextStep(NamedTuple):
@@ -229,7 +229,7 @@ def _warn_of_no_seed(name: str, error: str) -> None:
     )
 
 
-# ---------------------------------------------------------------------- how it fails
+# ---------------------------------------- how it fails
 
 
 class UnknownEnvironmentError(ValueError):
@@ -307,7 +307,7 @@ def _place(error: BaseException) -> str:
     return f" ({frames[-1].filename}:{frames[-1].lineno})"
 
 
-# ---------------------------------------------------------------------- where it comes from
+# ---------------------------------------- where it comes from
 
 
 @dataclass(frozen=True)

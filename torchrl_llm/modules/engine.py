@@ -126,7 +126,7 @@ class InferenceEngine(Protocol):
     methods: tuple[str, ...] = ("adapter", "whole")
     _broken: str | None = None
 
-    # ------------------------------------------------------------------ turns
+    # ---------------------------------------- turns
 
     @property
     @abstractmethod
@@ -167,7 +167,7 @@ class InferenceEngine(Protocol):
         """Free the engine. The base class drops its cache."""
         self.drop_cache()
 
-    # ------------------------------------------------------------------ weights
+    # ---------------------------------------- weights
 
     @property
     def serves_adapters(self) -> bool:

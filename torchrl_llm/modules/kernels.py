@@ -71,9 +71,8 @@ def float32_products(precision: str) -> Iterator[None]:
     of_each = [backend.fp32_precision for backend in backends]
     try:
         of_all = torch.get_float32_matmul_precision()
-    except (
-        RuntimeError
-    ):  # they have been set apart, as `torch.backends.cuda.matmul.fp32_precision`: that of all is not read then
+    except RuntimeError:
+        # They were set apart, as `torch.backends.cuda.matmul.fp32_precision`: that of all cannot be read then.
         of_all = "highest"
     try:
         torch.set_float32_matmul_precision(precision)

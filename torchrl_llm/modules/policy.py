@@ -99,7 +99,7 @@ class TurnPolicy(TensorDictModuleBase, InferenceEngine):
             greedy: take the likeliest token instead of sampling.
         """
 
-    # ------------------------------------------------------------------ single turns
+    # ---------------------------------------- single turns
 
     def submit(self, request: TurnRequest) -> None:
         """Request one turn; :meth:`poll` answers it.
@@ -153,7 +153,7 @@ class TurnPolicy(TensorDictModuleBase, InferenceEngine):
             return generation.versions
         return torch.full_like(generation.tokens, self.policy_version)
 
-    # ------------------------------------------------------------------ whole batches
+    # ---------------------------------------- whole batches
 
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:

@@ -79,7 +79,15 @@ PANELS = (
 )
 """The plots of the page; one whose metrics a run lacks, or that are 0 throughout, is left out."""
 
-_INKS = {"#010101": "--ink", "#020202": "--muted", "#030303": "--grid", "#0a0101": "--c1", "#0a0202": "--c2", "#0a0303": "--c3", "#0a0404": "--c4"}  # fmt: skip
+_INKS = {
+    "#010101": "--ink",
+    "#020202": "--muted",
+    "#030303": "--grid",
+    "#0a0101": "--c1",
+    "#0a0202": "--c2",
+    "#0a0303": "--c3",
+    "#0a0404": "--c4",
+}
 """Colors in the drawing -> variables of the page, which differ between its light and its dark scheme."""
 _INK, _MUTED, _GRID, *_CYCLE = _INKS
 

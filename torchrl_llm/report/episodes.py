@@ -37,7 +37,7 @@ QUANTITIES: dict[str, str] = {
 _SIGNED = ("credit", "ratio")
 """Shaded by sign, around 0."""
 
-# ------------------------------------------------------------------ what is shown of a recording
+# ---------------------------------------- what is shown of a recording
 
 
 def token_values(recording: Recording) -> tuple[dict[str, Floats], dict[str, str]]:
@@ -103,7 +103,7 @@ def _short(value: float) -> float | None:
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
-# ------------------------------------------------------------------ groups
+# ---------------------------------------- groups
 
 
 @dataclass

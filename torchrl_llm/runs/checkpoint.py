@@ -5,7 +5,8 @@ A checkpoint is a folder, written beside its place and then renamed, so that it 
     checkpoint-000000000040/
         actor/  critic/  reference/    weights, in the formats of PEFT or transformers (safetensors)
         tokenizer/
-        components/                    optimizer, trainer, collector, global random generators: tensors and JSON
+        components/                    optimizer, trainer, collector, global random generators:
+                                       tensors and JSON
         manifest.json                  versions, settings, git revision, metrics
         sums.json                      the SHA-256 of every other file
 

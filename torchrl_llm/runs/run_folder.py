@@ -1,11 +1,11 @@
 """The folder of a run: :class:`RunFolder` marks and locks ``output_dir``, and moves an earlier run there aside::
 
     runs/multiturn/
-        torchrl_llm.json                        the mark
-        torchrl_llm.lock                        locked while a process runs here
-        config.yaml                             its settings, for --config
-        checkpoints/  metrics.csv  result.json  ...    the run
-        previous-1/                             an earlier run, or an abandoned branch; with a mark of its own
+        torchrl_llm.json            the mark
+        torchrl_llm.lock            locked while a process runs here
+        config.yaml                 its settings, for --config
+        checkpoints/  metrics.csv  ...    the run
+        previous-1/                 an earlier run, or an abandoned branch; with a mark of its own
 
 Other files stay where they are. Of a run that was moved aside, only files of this library are ever deleted, and only if
 ``overwrite`` replaced it and the new run has a whole checkpoint.

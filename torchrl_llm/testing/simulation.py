@@ -80,7 +80,7 @@ def uniform_lengths(turns: tuple[int, int], tokens: tuple[int, int]) -> Lengths:
     return lengths
 
 
-# ---------------------------------------------------------------------- a worker
+# ---------------------------------------- a worker
 
 
 @dataclass
@@ -160,7 +160,7 @@ class SimulatedWorker:
         self.finished.append((running.serial, running.episode))
 
 
-# ---------------------------------------------------------------------- the cluster
+# ---------------------------------------- the cluster
 
 
 class SimulatedCluster:
@@ -233,7 +233,7 @@ class SimulatedCluster:
         return {"CPU": math.inf}
 
 
-# ---------------------------------------------------------------------- runs
+# ---------------------------------------- runs
 
 
 class Versions(RayWeightSync):

@@ -135,7 +135,7 @@ class TabularWorld:
         return self._best[state] - answer_value(self, state, response, self._best)
 
 
-# ---------------------------------------------------------------------- exact values
+# ---------------------------------------- exact values
 
 
 def answer_value(

@@ -23,7 +23,7 @@ from torchrl_llm.testing.credit_worlds import CREDIT_WORLDS
 from torchrl_llm.testing.games import TakeAway
 from torchrl_llm.testing.tabular import ILLEGAL_REWARD, Step
 
-# ---------------------------------------------------------------------- coins
+# ---------------------------------------- coins
 
 
 class Line(NamedTuple):
@@ -195,7 +195,7 @@ def coins_optimum(world: Coins | None = None) -> float:
     return sum(_success(task, most_worth(task)) for task in tasks) / len(tasks)
 
 
-# ---------------------------------------------------------------------- key and door
+# ---------------------------------------- key and door
 
 
 class Corridor(NamedTuple):
@@ -390,7 +390,7 @@ def key_and_door_optimum(world: KeyAndDoor | None = None) -> float:
     return sum(most_opened(tuple(sorted(belief))) for belief in beliefs.values()) / len(world.tasks)
 
 
-# ---------------------------------------------------------------------- ids
+# ---------------------------------------- ids
 
 
 WORLDS: dict[str, Any] = {"coins": Coins, "key-and-door": KeyAndDoor}

@@ -256,7 +256,7 @@ class TrainerBase:
         estimator = self.loss.value_estimator
         return isinstance(estimator, TurnEstimator) and estimator.corrects_sampler
 
-    # ------------------------------------------------------------------ where the run is
+    # ---------------------------------------- where the run is
 
     def start_clock(self) -> None:
         """Start the clock at the seconds of the last checkpoint."""

@@ -80,7 +80,7 @@ class Distributed:
         plugin = _fsdp_plugin(accelerator)
         return DDP(accelerator) if plugin is None else FSDP2(accelerator, plugin)
 
-    # ------------------------------------------------------------------ training
+    # ---------------------------------------- training
 
     def prepare(self, loss: nn.Module, optimizer: torch.optim.Optimizer, *others: nn.Module) -> Prepared:
         """The module that computes ``loss`` on all ranks, and the optimizer of its parameters.
@@ -143,7 +143,7 @@ class Distributed:
         """The statistics of an optimizer batch from the loss's outputs for its micro-batches on all ranks."""
         return merge(outputs)
 
-    # ------------------------------------------------------------------ weights
+    # ---------------------------------------- weights
 
     def gathered_parameters(self) -> AbstractContextManager[None]:
         """Inside, every rank has all trained weights, to score and sample without waiting for another."""
@@ -157,7 +157,7 @@ class Distributed:
         """The tensors in nested containers, full and on the CPU of rank 0 where they are sharded."""
         return tree
 
-    # ------------------------------------------------------------------ values
+    # ---------------------------------------- values
 
     def all_gather(self, values: list[T]) -> list[T]:
         """The concatenated lists of all ranks."""

@@ -95,7 +95,7 @@ class LLMTrainer(TrainerBase):
         self.distributed.check_replaceable()
         self.prepare(optimizer)
 
-    # ------------------------------------------------------------------ the loop
+    # ---------------------------------------- the loop
 
     def train(self) -> list[dict[str, float]]:
         """Run until a limit is reached; returns :attr:`history`. Collector and loggers are closed at the end.
@@ -266,7 +266,7 @@ class LLMTrainer(TrainerBase):
         gap = self.weight_sync.parity_gap
         return {} if gap is None else {"policy/parity_gap": gap}
 
-    # ------------------------------------------------------------------ the end of an iteration, and of a run
+    # ---------------------------------------- the end of an iteration, and of a run
 
     def finish(self, metrics: dict[str, float]) -> None:
         """End an iteration: evaluate when it is due, log, save."""

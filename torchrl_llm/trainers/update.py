@@ -69,7 +69,7 @@ class RowScorer:
         """Whether the estimator reads them: a stock one, while the KL that it takes out of the rewards has a weight."""
         return keys.REF_LOG_PROB in self.estimator.in_keys
 
-    # ------------------------------------------------------------------ scores and credit
+    # ---------------------------------------- scores and credit
 
     @contextmanager
     def _scoring(self) -> Iterator[None]:
@@ -127,7 +127,7 @@ class RowScorer:
         with self._scoring():
             return self.estimator(batch)
 
-    # ------------------------------------------------------------------ dynamic sampling
+    # ---------------------------------------- dynamic sampling
 
     @property
     def credit_reads_scores(self) -> bool:

@@ -227,7 +227,7 @@ async def _answers(client: Any) -> bool:
         return False
 
 
-# ---------------------------------------------------------------------- the thread of all sessions
+# ---------------------------------------- the thread of all sessions
 
 
 _starting = threading.Lock()

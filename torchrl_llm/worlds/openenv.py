@@ -225,7 +225,7 @@ class _Session:
         return result.observation, result.reward, result.done
 
 
-# ---------------------------------------------------------------------- ids
+# ---------------------------------------- ids
 
 
 def _make(

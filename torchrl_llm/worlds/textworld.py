@@ -33,7 +33,7 @@ _MOST_CHARACTERS = 100  # of a command; the interpreter cuts it at 198 bytes
 _CACHED_GAMES = 32  # of about 0.5 MB each: the members of a group play the same one
 
 
-# ---------------------------------------------------------------------- settings
+# ---------------------------------------- settings
 
 
 class Setting(NamedTuple):
@@ -137,7 +137,7 @@ def check_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-# ---------------------------------------------------------------------- games
+# ---------------------------------------- games
 
 
 class Recipe(NamedTuple):
@@ -225,7 +225,7 @@ def _start(game: CompiledGame) -> tuple[Any, Any]:
         return env, env.reset()
 
 
-# ---------------------------------------------------------------------- the environment
+# ---------------------------------------- the environment
 
 
 class TextWorldGame:
@@ -362,7 +362,7 @@ def _tidy(text: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+$", "", text, flags=re.MULTILINE)).strip()
 
 
-# ---------------------------------------------------------------------- demonstrations
+# ---------------------------------------- demonstrations
 
 
 def demonstrations(
@@ -407,7 +407,7 @@ def _demonstration(env: IsolatedEnv, game: TextWorldGame, seed: int, skill: floa
             return {"messages": messages, "reward": total, "success": bool(step.success)}
 
 
-# ---------------------------------------------------------------------- ids
+# ---------------------------------------- ids
 
 
 def resolve_textworld(env_id: str) -> EnvSpec:

@@ -133,7 +133,7 @@ class VLLMPolicy(TurnPolicy):
         """The dtype of the engine's weights."""
         return self.llm.llm_engine.vllm_config.model_config.dtype
 
-    # ------------------------------------------------------------------ turns
+    # ---------------------------------------- turns
 
     @property
     def logprobs_match_trainer(self) -> bool:
@@ -339,7 +339,7 @@ class VLLMPolicy(TurnPolicy):
         versions = np.repeat([int(span.version) for span in spans], [span.end - span.start for span in spans])
         return TurnResponse(request.slot, tokens, log_probs, versions)
 
-    # ------------------------------------------------------------------ weights
+    # ---------------------------------------- weights
 
     @property
     def serves_adapters(self) -> bool:
